@@ -1,0 +1,28 @@
+"""accel-run: the user fixes the mathematics, the program derives the mechanics.
+
+Importing this package is cheap: torch is loaded when the first name that needs it is asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Task", "__version__"]
+
+if TYPE_CHECKING:
+    from runner.base.task import Task
+
+# A wheel carries conf/ and tasks/ inside this package; in a checkout they lie beside it. Either way they are
+# runner.conf and runner.tasks, so a person's own folder named `tasks` can never be taken for ours.
+if not (Path(__file__).parent / "conf").is_dir():
+    __path__.append(str(Path(__file__).parent.parent))
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Task":
+        from runner.base.task import Task
+
+        return Task
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

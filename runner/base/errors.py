@@ -1,0 +1,134 @@
+"""Every way a run can end, and the errors that carry it there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Stable exit codes. Where sysexits.h has a code for the case, it is that one."""
+
+    DONE = 0
+    USAGE = 64
+    BAD_DATA = 65  # data or checkpoint damaged
+    NO_INPUT = 66
+    NO_DEVICE = 69
+    SOFTWARE = 70  # a fault in the program or in the user's task
+    SYSTEM = 71  # limits of the system: shared memory, open files
+    CANNOT_CREATE = 73  # the run directory
+    INPUT_OUTPUT = 74
+    PREEMPTED = 75  # saved; run the same command again
+    PERMISSION = 77
+    CONFIG = 78
+    GPU_MEMORY = 80
+    HOST_MEMORY = 81
+    NUMERIC = 82
+    HANG = 83
+    RANK_LOST = 84
+    DATA_WORKER = 85
+    IN_USE = 87  # another process holds the run directory
+    INCOMPATIBLE_RESUME = 88
+    SECURITY = 89
+    INTERRUPTED = 130  # left without saving
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: what must be and what is, where, and what to do about it."""
+
+    what: str
+    where: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        lead = f"{self.where}: " if self.where else ""
+        return f"{lead}{self.what}" + (f"\n    {self.fix}" if self.fix else "")
+
+
+class AccelRunError(Exception):
+    """An end of the run that is explained to the user in words, without a traceback."""
+
+    exit_code = Exit.SOFTWARE
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.problems: tuple[Problem, ...] = (Problem(what, where, fix),)
+        super().__init__(str(self.problems[0]))
+
+
+class ConfigError(AccelRunError):
+    """The configuration is wrong; carries every problem that was found, not only the first."""
+
+    exit_code = Exit.CONFIG
+
+    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+        given = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        Exception.__init__(self, "\n".join(str(problem) for problem in given))
+        self.problems = given
+
+
+class UsageError(AccelRunError):
+    """The command line cannot be understood at all."""
+
+    exit_code = Exit.USAGE
+
+
+class DataError(AccelRunError):
+    """Data or a checkpoint is there but damaged, or not in the expected format."""
+
+    exit_code = Exit.BAD_DATA
+
+
+class InputMissing(AccelRunError):
+    """A path, run or checkpoint that was named does not exist."""
+
+    exit_code = Exit.NO_INPUT
+
+
+class DeviceMissing(AccelRunError):
+    """A device that was asked for by name is not here, or was lost."""
+
+    exit_code = Exit.NO_DEVICE
+
+
+class TaskFault(AccelRunError):
+    """The user's task raised, or broke its contract."""
+
+    exit_code = Exit.SOFTWARE
+
+
+class CannotCreate(AccelRunError):
+    """The run directory cannot be made."""
+
+    exit_code = Exit.CANNOT_CREATE
+
+
+class StorageError(AccelRunError):
+    """Reading or writing the run directory failed."""
+
+    exit_code = Exit.INPUT_OUTPUT
+
+
+class NumericError(AccelRunError):
+    """The loss is not finite, or the loss scale collapsed."""
+
+    exit_code = Exit.NUMERIC
+
+
+class RunInUse(AccelRunError):
+    """Another process holds the lock of this run directory."""
+
+    exit_code = Exit.IN_USE
+
+
+class IncompatibleResume(AccelRunError):
+    """The checkpoint was made with mathematics other than those of this configuration."""
+
+    exit_code = Exit.INCOMPATIBLE_RESUME
+
+
+class SecurityRefusal(AccelRunError):
+    """Something asked for would run foreign code or leave the run's own folder."""
+
+    exit_code = Exit.SECURITY

@@ -1,0 +1,1 @@
+"""What survives: the run directory, its lock, checkpoints, resume, signals."""

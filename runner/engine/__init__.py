@@ -1,0 +1,1 @@
+"""The run itself: open it, walk its phases, turn the loop, call the hooks."""

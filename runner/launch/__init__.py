@@ -1,0 +1,1 @@
+"""Who runs what where: one process, and sweeps of one process at a time."""

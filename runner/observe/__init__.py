@@ -1,0 +1,1 @@
+"""What is seen of a run: records, trackers, progress, monitor, NVML, profiler."""
