@@ -1,0 +1,51 @@
+"""Types of settings: what a value in a YAML file or on the command line may be.
+
+An axis function's annotations after `*` are its schema, so these are the words they are written with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+__all__ = [
+    "Annotated",
+    "Any",
+    "Auto",
+    "Count",
+    "Factor",
+    "Fraction",
+    "Literal",
+    "Mapping",
+    "NonNegative",
+    "Positive",
+    "PositiveInt",
+    "Range",
+]
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values a number may take, and how to say so."""
+
+    words: str
+    low: float = float("-inf")
+    high: float = float("inf")
+    low_allowed: bool = True
+    high_allowed: bool = True
+
+    def holds(self, value: float) -> bool:
+        """Tell whether `value` is inside."""
+        above = value >= self.low if self.low_allowed else value > self.low
+        below = value <= self.high if self.high_allowed else value < self.high
+        return above and below
+
+
+Auto = Literal["auto"]
+Positive = Annotated[float, Range("a number above 0", low=0.0, low_allowed=False)]
+NonNegative = Annotated[float, Range("a number of at least 0", low=0.0)]
+Fraction = Annotated[float, Range("a number between 0 and 1", low=0.0, high=1.0)]
+Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0, high_allowed=False)]
+Count = Annotated[int, Range("a whole number of at least 0", low=0)]
+PositiveInt = Annotated[int, Range("a whole number of at least 1", low=1)]

@@ -1,0 +1,38 @@
+"""The processes that train together: one process is a world of size 1, not a special case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """Rank, size and device of this process, and the few collectives the engine needs."""
+
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes and speaks."""
+        return self.rank == 0
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Return float64 zeros on this world's device (float32 where the device has no float64)."""
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        return torch.zeros(*shape, dtype=dtype, device=self.device)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor` over all ranks."""
+        assert self.world_size == 1
+        return tensor
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
