@@ -1,0 +1,23 @@
+"""Where things that are not code lie: the shipped configuration, the tasks, the user's cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def shipped(name: str) -> Path:
+    """Return the folder `conf` or `tasks`: inside the package in a wheel, beside it in a checkout."""
+    inside = PACKAGE / name
+    return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+def cache_folder() -> Path:
+    """Return the folder for prepared data that outlives a run: $ACCEL_RUN_CACHE, else the XDG cache folder."""
+    chosen = os.environ.get("ACCEL_RUN_CACHE")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "accel-run"

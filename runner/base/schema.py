@@ -1,0 +1,214 @@
+"""What a configuration may hold, read from signatures without importing the code behind them.
+
+An axis is a Python file with one function per option. The parameters after `*` are the option's keys: their
+annotations are the types, their defaults the values, their docstring lines the help. The file is parsed, not
+imported, so a wrong key is answered before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from runner.base import values
+from runner.base.values import Range
+
+REQUIRED = object()  # the default of a key that must be given
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration: its type, its default and what it means."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A function as the configuration sees it: `runner` parameters come from us, `keys` from the user."""
+
+    name: str
+    runner: tuple[str, ...]
+    keys: Mapping[str, Key]
+    summary: str
+
+
+@cache
+def read_functions(path: Path) -> Mapping[str, Signature]:
+    """Return the functions of a Python file, methods as `Class.method`, without importing it.
+
+    Raises SyntaxError as Python would.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = _signature(node, path)
+        elif isinstance(node, ast.ClassDef):
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef):
+                    found[f"{node.name}.{member.name}"] = _signature(member, path)
+    return found
+
+
+def settings_keys(settings: type, prefix: str = "") -> dict[str, Key]:
+    """Return the keys of a settings dataclass, nested ones with dots."""
+    hints = typing.get_type_hints(settings, include_extras=True)
+    help_lines = _help_lines(settings.__doc__ or "")
+    keys: dict[str, Key] = {}
+    for field in dataclasses.fields(settings):
+        annotation = hints[field.name]
+        name = prefix + field.name
+        if dataclasses.is_dataclass(annotation):
+            assert isinstance(annotation, type)
+            keys.update(settings_keys(annotation, name + "."))
+            continue
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        keys[name] = Key(name, annotation, default, help_lines.get(field.name, ""))
+    return keys
+
+
+def fault(annotation: Any, value: Any) -> str | None:
+    """Return what `value` must be if it is not of this type, else None."""
+    return None if _fits(annotation, value) else f"must be {in_words(annotation)}, but is {_shown(value)}"
+
+
+def in_words(annotation: Any) -> str:
+    """Say a type as a person would: `a number above 0, or auto`."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return next((item.words for item in arguments[1:] if isinstance(item, Range)), in_words(arguments[0]))
+    if origin is typing.Literal:
+        return _one_of([_plain(item) for item in arguments])
+    if origin in (typing.Union, types.UnionType):
+        return _one_of([in_words(item) for item in arguments])
+    if origin is list or annotation is list:
+        return "a list" + (f" of {_plural(arguments[0])}" if arguments else "")
+    if origin is tuple:
+        return f"a list of {len(arguments)} values"
+    if origin in (dict, Mapping) or annotation in (dict, Mapping):
+        return "a mapping"
+    return _TYPE_WORDS.get(annotation, str(annotation))
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word most like `word`, or None when nothing is near."""
+    candidates = list(known)
+    lowered = {candidate.lower(): candidate for candidate in candidates}
+    if word.lower() in lowered:
+        return lowered[word.lower()]
+    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    if close:
+        return lowered[close[0]]
+    last = {key.rsplit(".", 1)[-1].lower(): key for key in reversed(candidates)}
+    close = difflib.get_close_matches(word.rsplit(".", 1)[-1].lower(), last, n=1, cutoff=0.75)
+    return last[close[0]] if close else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "did you mean X?" or an empty text."""
+    near = nearest(word, known)
+    return f"did you mean {near}?" if near else ""
+
+
+_TYPE_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    None: "null",
+    type(None): "null",
+    Any: "anything",
+}
+_NAMESPACE = {**vars(builtins), **{name: getattr(values, name) for name in values.__all__}, "typing": typing}
+
+
+def _signature(node: ast.FunctionDef, path: Path) -> Signature:
+    help_lines = _help_lines(ast.get_docstring(node) or "")
+    keys = {}
+    for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+        annotation = ast.unparse(argument.annotation) if argument.annotation else "Any"
+        try:
+            kind = eval(annotation, dict(_NAMESPACE))  # our own source or the user's own task file, types only
+        except Exception:  # an annotation of the user's own: anything goes, the function itself will judge
+            kind = Any
+        value = ast.literal_eval(default) if default is not None else REQUIRED
+        keys[argument.arg] = Key(argument.arg, kind, value, help_lines.get(argument.arg, ""))
+    runner = tuple(argument.arg for argument in (*node.args.posonlyargs, *node.args.args))
+    summary = (ast.get_docstring(node) or "").split("\n", 1)[0]
+    return Signature(node.name, runner, keys, summary)
+
+
+def _help_lines(docstring: str) -> dict[str, str]:
+    """Read `name  meaning` lines, also continued ones, out of a docstring."""
+    found: dict[str, str] = {}
+    current = ""
+    for raw in docstring.splitlines():
+        line = raw.strip()
+        name, gap, meaning = line.partition("  ")
+        if gap and name.isidentifier():
+            current, found[name] = name, meaning.strip()
+        elif current and line and raw.startswith(" " * 8):
+            found[current] += " " + line
+        else:
+            current = ""
+    return found
+
+
+def _fits(annotation: Any, value: Any) -> bool:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin is typing.Annotated:
+        ranges = [item for item in arguments[1:] if isinstance(item, Range)]
+        return _fits(arguments[0], value) and all(item.holds(value) for item in ranges)
+    if origin is typing.Literal:
+        return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(item, value) for item in arguments)
+    if origin is list or annotation is list:
+        return isinstance(value, list) and all(_fits(arguments[0], item) for item in value if arguments)
+    if origin is tuple:
+        fixed = arguments[:-1] if arguments[-1:] == (Ellipsis,) else arguments
+        if len(fixed) != len(arguments):
+            return isinstance(value, (list, tuple)) and all(_fits(fixed[0], item) for item in value)
+        return isinstance(value, (list, tuple)) and len(value) == len(fixed) and all(map(_fits, fixed, value))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(_fits(arguments[1], item) for item in value.values())
+    if annotation in (None, type(None)):
+        return value is None
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation) if isinstance(annotation, type) else True
+
+
+def _one_of(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _plural(annotation: Any) -> str:
+    return {int: "whole numbers", float: "numbers", str: "texts"}.get(annotation, "values")
+
+
+def _plain(value: Any) -> str:
+    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, int) or isinstance(value, bool) else str(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (bool, type(None))):
+        return _plain(value)
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,71 @@
+"""The settings that belong to no group: how long, how much at once, where, and from which seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runner.base.values import Count, NonNegative, Positive, PositiveInt
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Where the samples come from.
+
+    path           folder or file in the task's own format; null: the task's own data
+    train_samples  at most so many training samples are used, the first ones; null: all
+    """
+
+    path: str | None = None
+    train_samples: PositiveInt | None = None
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """When and on how much the model is evaluated while it trains.
+
+    every    updates between evaluations; auto: ten times in a phase; 0: only at the end of a phase
+    samples  validation samples used, spread evenly and always the same; null: all of them
+    """
+
+    every: Count | Literal["auto"] = "auto"
+    samples: PositiveInt | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Top-level keys of the configuration.
+
+    updates            optimizer steps of the run (or give epochs)
+    epochs             passes over the training data (or give updates)
+    global_batch_size  samples per update over all ranks and micro-batches
+    micro_batch_size   samples per device and pass; auto: derived; accumulation follows from it
+    max_grad_norm      gradients are scaled down to this norm; null: not clipped
+    seed               of weights, order of data and dropout
+    device             auto, cpu, cuda, cuda:N or mps
+    phases             names of the phases to run; null: all of the task's
+    run                train: name of the run, an existing name resumes; others: last, a name or a folder
+    output_root        folder that holds the runs
+    resume             auto: continue the run of that name; fresh: start it anew; or a run folder to start from
+    resume_allow       keys that may differ from the checkpoint, e.g. [optimizer.lr]
+    log_every          updates between rows of metrics.jsonl
+    """
+
+    updates: PositiveInt | None = None
+    epochs: Positive | None = None
+    global_batch_size: PositiveInt = 32
+    micro_batch_size: PositiveInt | Literal["auto"] = "auto"
+    max_grad_norm: Positive | None = 1.0
+    seed: Count = 0
+    device: str = "auto"
+    phases: list[str] | None = None
+    run: str | None = None
+    output_root: str = "outputs"
+    resume: str = "auto"
+    resume_allow: list[str] = field(default_factory=list)
+    log_every: PositiveInt = 10
+    data: DataSettings = field(default_factory=DataSettings)
+    evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
+
+
+__all__ = ["DataSettings", "EvaluateSettings", "NonNegative", "Settings"]
