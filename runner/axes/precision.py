@@ -1,0 +1,208 @@
+"""In which number format the forward pass runs, and how small gradients survive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import ConfigError, NumericError, Problem
+from runner.base.schema import did_you_mean
+from runner.base.tf32 import float32_matmul
+from runner.base.values import Annotated, Factor, Positive, PositiveInt, Range
+from runner.base.world import World
+
+
+class Precision:
+    """The verbs of a precision; this base class is float32, which does nothing special.
+
+    flags  context that holds torch's global switches for the length of the run
+    """
+
+    def __init__(self, world: World, *, dtype: torch.dtype | None = None, matmul: str = "highest") -> None:
+        self.device = world.device
+        self.dtype = dtype or torch.float32
+        self.flags: AbstractContextManager[None] = float32_matmul(matmul, cudnn=matmul != "highest")  # type: ignore[arg-type]
+        # One context object, entered again and again: making a new one costs more than entering it.
+        self._forward: AbstractContextManager[Any] = (
+            torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
+        )
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
+        return self._forward
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss` (scaled where the format needs it)."""
+        loss.backward()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the gradients what they would be without scaling; once per update, after the last backward."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Apply the gradients, unless they overflowed."""
+        optimizer.step()
+
+    def num_skipped(self) -> int:
+        """Return how many updates were skipped so far; never waits longer than for the previous update."""
+        return 0
+
+    def values(self) -> dict[str, float]:
+        """Return what is worth logging; may wait for the device, so it is asked for only when rows are written."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep, JSON-able."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned."""
+
+
+class ScaledHalf(Precision):
+    """float16 with a loss scale that halves at each overflow, which skips the update."""
+
+    def __init__(self, world: World, scaler: torch.amp.GradScaler, *, min_scale: float) -> None:
+        super().__init__(world, dtype=torch.float16)
+        assert scaler.is_enabled(), "torch disabled the scaler: the device cannot do float16"
+        self.scaler = scaler
+        self.min_scale = min_scale
+        self._skipped = 0
+        self._pending: tuple[Tensor, torch.Event | None] | None = None
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.num_skipped()  # settles the update before this one
+        found = sum(self.scaler._found_inf_per_device(optimizer).values())
+        assert isinstance(found, Tensor)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self._pending = self._copy(found)
+
+    def num_skipped(self) -> int:
+        if self._pending is not None:
+            found, done = self._pending
+            self._pending = None
+            if done is not None:
+                done.synchronize()
+            self._skipped += int(found.item() > 0)
+        return self._skipped
+
+    def values(self) -> dict[str, float]:
+        scale = self.scaler.get_scale()
+        if scale < self.min_scale:
+            raise NumericError(
+                f"the loss scale fell to {scale:g}, below min_scale {self.min_scale:g}: gradients overflow at every scale",
+                where="precision=fp16",
+                fix="say precision=fp32 or bf16, or lower optimizer.lr",
+            )
+        return {"precision/loss_scale": scale, "precision/skipped_updates": float(self.num_skipped())}
+
+    def state(self) -> dict[str, Any]:
+        return {"scaler": self.scaler.state_dict(), "skipped": self.num_skipped()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.scaler.load_state_dict(dict(state["scaler"]))
+        self._skipped = int(state["skipped"])
+
+    def _copy(self, found: Tensor) -> tuple[Tensor, torch.Event | None]:
+        """Start the copy of the overflow flag to the host; it is read one update later, so nobody waits."""
+        if self.device.type == "cpu":
+            return found.clone(), None
+        on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        on_host.copy_(found, non_blocking=True)
+        done = torch.Event(self.device)
+        done.record()
+        return on_host, done
+
+
+def fp32(world: World, model: nn.Module) -> Precision:
+    """Compute in float32, matrix products too."""
+    return Precision(world)
+
+
+def tf32(world: World, model: nn.Module, *, level: Literal["high", "medium"] = "high") -> Precision:
+    """Compute in float32, matrix products and convolutions with inputs rounded to TensorFloat-32.
+
+    level  high: TF32 (10 bits of mantissa); medium: bfloat16 products where torch has them
+    Source: torch.set_float32_matmul_precision.
+    """
+    return Precision(world, matmul=level)
+
+
+def bf16(world: World, model: nn.Module, *, keep_fp32: list[str] = []) -> Precision:  # noqa: B006 - read as schema
+    """Autocast to bfloat16: the range of float32, 8 bits of mantissa, no loss scale needed.
+
+    keep_fp32  names of modules that compute in float32 all the same
+    """
+    _keep_float32(model, keep_fp32, world.device)
+    return Precision(world, dtype=torch.bfloat16)
+
+
+def fp16(
+    world: World,
+    model: nn.Module,
+    *,
+    init_scale: Positive = 65536.0,
+    growth_factor: Annotated[float, Range("a number above 1", low=1.0, low_allowed=False)] = 2.0,
+    backoff_factor: Factor = 0.5,
+    growth_interval: PositiveInt = 2000,
+    min_scale: Positive = 1e-4,
+    keep_fp32: list[str] = [],  # noqa: B006 - read as schema
+) -> Precision:
+    """Autocast to float16 and scale the loss so that small gradients survive.
+
+    init_scale       first loss scale; halved at each overflow, which skips that update
+    growth_factor    the scale is multiplied by this after growth_interval updates without overflow
+    backoff_factor   the scale is multiplied by this at an overflow
+    growth_interval  updates without overflow before the scale grows
+    min_scale        a scale below this ends the run: gradients overflow whatever the scale
+    keep_fp32        names of modules that compute in float32 all the same
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+    """
+    _keep_float32(model, keep_fp32, world.device)
+    scaler = torch.amp.GradScaler(
+        world.device.type,
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )
+    return ScaledHalf(world, scaler, min_scale=min_scale)
+
+
+def _keep_float32(model: nn.Module, names: Sequence[str], device: torch.device) -> None:
+    """Make the named modules leave autocast and take float32 inputs."""
+    modules = dict(model.named_modules())
+    unknown = [name for name in names if name not in modules]
+    if unknown:
+        raise ConfigError(
+            Problem(f"the model has no module {name}", "precision.keep_fp32", did_you_mean(name, modules))
+            for name in unknown
+        )
+    for name in names:
+        module = modules[name]
+        module.forward = _in_float32(module.forward, device.type)  # type: ignore[method-assign]
+
+
+def _in_float32(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    def run(*inputs: Any, **named: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            return forward(*map(_float, inputs), **{name: _float(value) for name, value in named.items()})
+
+    return run
+
+
+def _float(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+PRECISIONS: Mapping[str, Callable[..., Precision]] = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": fp16}
