@@ -1,0 +1,347 @@
+"""Who reads the samples: this process, worker processes or a thread. The batches are the same.
+
+A loader is handed keys (epoch, indices, last) in the order of base/order.py and yields batches in that order.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runner.base.errors import AccelRunError, DataError
+from runner.base.order import Micro
+from runner.base.task import Dataset
+from runner.base.values import Count, PositiveInt
+
+Collate = Callable[[Sequence[Any]], Any]
+Keys = Iterable[Micro]
+
+
+class MicroBatch(NamedTuple):
+    """A batch; `last` closes the update; `bad` lists (index, reason) of samples that were left out."""
+
+    batch: Any
+    last: bool
+    bad: tuple[tuple[int, str], ...] = ()
+
+
+class Fetcher:
+    """Turn a key into a batch, in whichever process it is called."""
+
+    def __init__(self, dataset: Dataset, collate: Collate, *, bad_samples: str, num_samples: int | None = None) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.skip_bad = bad_samples == "skip"
+        self.many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
+        self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
+        self.num_samples = len(dataset) if num_samples is None else min(num_samples, len(dataset))
+        self._epoch = -1
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, key: Micro) -> MicroBatch:
+        if self.set_epoch is not None and key.epoch != self._epoch:
+            self.set_epoch(key.epoch)
+            self._epoch = key.epoch
+        if self.many is not None and not self.skip_bad:
+            try:
+                samples = self.many(key.indices)
+            except AccelRunError:
+                raise
+            except Exception as error:
+                raise self._named(error, key.indices) from error
+            return MicroBatch(self.collate(samples) if isinstance(samples, list) else samples, key.last)
+        samples, bad = [], []
+        for index in key.indices:
+            try:
+                samples.append(self.dataset[index])
+            except Exception as error:
+                if not self.skip_bad:
+                    raise self._named(error, [index]) from error
+                bad.append((index, f"{type(error).__name__}: {error}"))
+        if not samples:
+            raise DataError(f"every sample of a batch is bad: {[index for index, _ in bad]}; the first: {bad[0][1]}")
+        return MicroBatch(self.collate(samples), key.last, tuple(bad))
+
+    def _named(self, error: Exception, indices: list[int]) -> AccelRunError:
+        if isinstance(error, AccelRunError):
+            return error
+        which = f"sample {indices[0]}" if len(indices) == 1 else f"one of the samples {_shortened(indices)}"
+        return DataError(
+            f"{which} cannot be read: {type(error).__name__}: {error}",
+            fix="mend it, or go on without it: dataloader.bad_samples=skip",
+        )
+
+
+class Loader:
+    """Reads in this process, when asked: nothing to start, nothing to wait for."""
+
+    num_workers = 0
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self.fetcher = fetcher
+
+    def batches(self, keys: Keys) -> Iterator[MicroBatch]:
+        """Yield the batch of each key, in order."""
+        return map(self.fetcher.__getitem__, keys)
+
+    def close(self) -> None:
+        """Stop whatever reads ahead."""
+
+
+class WorkerLoader(Loader):
+    """Reads ahead in worker processes, which live as long as one call of `batches` is iterated."""
+
+    def __init__(
+        self, fetcher: Fetcher, *, num_workers: int, pin_memory: bool, prefetch_factor: int, start_method: str | None
+    ) -> None:
+        super().__init__(fetcher)
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.prefetch_factor = prefetch_factor
+        self.start_method = start_method
+        self._open: list[Any] = []
+
+    def batches(self, keys: Keys) -> Iterator[MicroBatch]:
+        loader: torch.utils.data.DataLoader[MicroBatch] = torch.utils.data.DataLoader(
+            self.fetcher,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=_Keys(keys),  # type: ignore[arg-type]
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            prefetch_factor=self.prefetch_factor,
+            multiprocessing_context=self.start_method,
+            worker_init_fn=_leave_signals_to_the_parent,
+            # A private generator: a new iterator draws from it, and must not draw from the model's.
+            generator=torch.Generator(),
+        )
+        iterator = iter(loader)
+        self._open.append(iterator)
+        return iterator
+
+    def close(self) -> None:
+        for iterator in self._open:
+            stop = getattr(iterator, "_shutdown_workers", None)
+            if stop is not None:
+                stop()
+        self._open.clear()
+
+
+class ThreadLoader(Loader):
+    """Reads ahead in one thread: overlaps what releases the interpreter's lock, at no cost of processes."""
+
+    def __init__(self, fetcher: Fetcher, *, depth: int, pin_memory: bool) -> None:
+        super().__init__(fetcher)
+        self.depth = depth
+        self.pin_memory = pin_memory
+        self._threads: list[tuple[threading.Thread, threading.Event]] = []
+
+    def batches(self, keys: Keys) -> Iterator[MicroBatch]:
+        ready: queue.Queue[MicroBatch | BaseException | None] = queue.Queue(self.depth)
+        stop = threading.Event()
+
+        def put(item: MicroBatch | BaseException | None) -> None:
+            while not stop.is_set():
+                try:
+                    return ready.put(item, timeout=0.1)
+                except queue.Full:
+                    continue
+
+        def read() -> None:
+            try:
+                for key in keys:
+                    item = self.fetcher[key]
+                    put(item._replace(batch=map_tensors(Tensor.pin_memory, item.batch)) if self.pin_memory else item)
+                    if stop.is_set():
+                        return
+                put(None)
+            except BaseException as error:  # handed to the thread that trains
+                put(error)
+
+        thread = threading.Thread(target=read, name="loader", daemon=True)
+        self._threads.append((thread, stop))
+        thread.start()
+        return self._drain(ready)
+
+    def _drain(self, ready: queue.Queue[MicroBatch | BaseException | None]) -> Iterator[MicroBatch]:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def close(self) -> None:
+        for _, stop in self._threads:
+            stop.set()
+        for thread, _ in self._threads:
+            thread.join(timeout=5)
+        self._threads.clear()
+
+
+def default(
+    fetcher: Fetcher,
+    device: torch.device,
+    *,
+    num_workers: Count | Literal["auto"] = "auto",
+    pin_memory: bool | Literal["auto"] = "auto",
+    prefetch_factor: PositiveInt = 2,
+    start_method: Literal["auto", "fork", "spawn", "forkserver"] = "auto",
+    drop_last: bool = False,
+    cache: Literal["none", "memory", "device"] = "none",
+    bad_samples: Literal["stop", "skip"] = "stop",
+) -> Loader:
+    """Read in worker processes, or in this one where there are none.
+
+    num_workers      worker processes; 0 reads in this process; auto: by device and cores
+    pin_memory       copy batches to page-locked memory, from which copies to a GPU can overlap; auto: with a GPU
+    prefetch_factor  batches each worker reads ahead
+    start_method     how workers start; auto: the platform's own
+    drop_last        leave out the last, smaller update of each epoch (training only)
+    cache            memory: read every sample once and keep it; device: keep it on the device
+    bad_samples      stop: end the run at a sample that cannot be read; skip: leave it out and list it
+    """
+    assert num_workers != "auto" and pin_memory != "auto", "the plan resolves these"
+    fetcher = cached(fetcher, cache, device)
+    if num_workers == 0:
+        return PinnedLoader(fetcher) if pin_memory and cache != "device" else Loader(fetcher)
+    return WorkerLoader(
+        fetcher,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        prefetch_factor=prefetch_factor,
+        start_method=None if start_method == "auto" else start_method,
+    )
+
+
+def thread(
+    fetcher: Fetcher,
+    device: torch.device,
+    *,
+    depth: PositiveInt = 2,
+    pin_memory: bool | Literal["auto"] = "auto",
+    drop_last: bool = False,
+    cache: Literal["none", "memory", "device"] = "none",
+    bad_samples: Literal["stop", "skip"] = "stop",
+) -> Loader:
+    """Read ahead in one thread of this process.
+
+    depth        batches read ahead
+    pin_memory   copy batches to page-locked memory; auto: with a GPU
+    drop_last    leave out the last, smaller update of each epoch (training only)
+    cache        memory: read every sample once and keep it; device: keep it on the device
+    bad_samples  stop: end the run at a sample that cannot be read; skip: leave it out and list it
+    """
+    assert pin_memory != "auto", "the plan resolves it"
+    return ThreadLoader(cached(fetcher, cache, device), depth=depth, pin_memory=pin_memory and cache != "device")
+
+
+class PinnedLoader(Loader):
+    """Reads in this process into page-locked memory, so that copies to the device can overlap."""
+
+    def batches(self, keys: Keys) -> Iterator[MicroBatch]:
+        for item in super().batches(keys):
+            yield item._replace(batch=map_tensors(Tensor.pin_memory, item.batch))
+
+
+def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
+    """Return a fetcher whose samples were read once and are kept as one tensor per field."""
+    if where == "none":
+        return fetcher
+    if fetcher.set_epoch is not None:
+        raise DataError(
+            "the samples change from epoch to epoch (the data set has set_epoch), so they cannot be kept",
+            where=f"dataloader.cache={where}",
+            fix="say dataloader.cache=none",
+        )
+    parts = [
+        fetcher[Micro(0, list(range(first, min(first + 1024, len(fetcher)))), last=False)]
+        for first in range(0, len(fetcher), 1024)
+    ]
+    if any(part.bad for part in parts):
+        raise DataError(f"bad samples cannot be kept: {[index for part in parts for index, _ in part.bad]}")
+    try:
+        whole = _join([part.batch for part in parts])
+    except (RuntimeError, TypeError) as error:
+        raise DataError(
+            f"the samples have no common shape: {error}", where=f"dataloader.cache={where}", fix="say dataloader.cache=none"
+        ) from error
+    kept = _Kept(map_tensors(lambda tensor: tensor.to(device), whole) if where == "device" else whole, len(fetcher))
+    return Fetcher(kept, fetcher.collate, bad_samples="stop")
+
+
+class _Kept:
+    """All samples of a data set as tensors; a batch is one selection of rows."""
+
+    def __init__(self, whole: Any, num_samples: int) -> None:
+        self.whole = whole
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        return map_tensors(lambda tensor: tensor[index], self.whole)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        rows = torch.tensor(indices)
+        return map_tensors(lambda tensor: tensor.index_select(0, rows.to(tensor.device)), self.whole)
+
+
+class _Keys(Sequence[Micro]):
+    """An endless sampler as DataLoader wants it."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+
+    def __iter__(self) -> Iterator[Micro]:
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        raise TypeError("the keys have no end")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError("the keys are read in order")
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply `function` to every tensor inside tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(function, item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    return value
+
+
+def _join(batches: list[Any]) -> Any:
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(batches)
+    if isinstance(first, Mapping):
+        return {key: _join([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, (tuple, list)):
+        columns = [_join(list(column)) for column in zip(*batches, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    raise TypeError(f"a batch holds {type(first).__name__}, not tensors")
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """A stop reaches the whole process group; workers must outlive it until the checkpoint is written."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _shortened(indices: list[int]) -> str:
+    return ", ".join(map(str, indices[:4])) + (f", ... ({len(indices)} in all)" if len(indices) > 4 else "")
+
+
+DATALOADERS: Mapping[str, Callable[..., Loader]] = {"default": default, "thread": thread}

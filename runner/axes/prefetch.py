@@ -1,0 +1,106 @@
+"""How a batch gets to the device: when it is needed, or one batch ahead on a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from runner.axes.dataloader import MicroBatch, map_tensors
+
+
+class Prefetch:
+    """Moves each batch when it is asked for. On the CPU there is nothing to move."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the batches on the device, in the same order."""
+        if self.device.type == "cpu":
+            return batches
+        return (item._replace(batch=map_tensors(self._move, item.batch)) for item in batches)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+class Streams(Protocol):
+    """What the copy-ahead needs of a device; a recording one stands in for it in tests."""
+
+    def copying(self) -> AbstractContextManager[object]:
+        """Return the context in which work goes to the copy stream."""
+
+    def join(self) -> None:
+        """Make the compute stream wait for the copies started so far."""
+
+    def hold(self, tensor: Tensor) -> None:
+        """Keep the memory of `tensor` until the compute stream is done with it."""
+
+
+class DeviceStreams:
+    """The copy stream and the compute stream of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.side = torch.Stream(device=device)
+
+    def copying(self) -> AbstractContextManager[object]:
+        return self.side  # type: ignore[return-value]
+
+    def join(self) -> None:
+        torch.accelerator.current_stream(self.device).wait_stream(self.side)
+
+    def hold(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.accelerator.current_stream(self.device))
+
+
+class CopyAhead(Prefetch):
+    """Copies the next batch on a stream of its own while the current one is computed.
+
+    The order is: wait for the copy of this batch, hold its memory, start the next copy, hand this batch out. The
+    memory was allocated on the copy stream, so without `hold` it could be given to the copy after the next
+    while the model still reads it.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        super().__init__(device)
+        self.streams = streams
+
+    def __call__(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        source: MicroBatch | None = None
+
+        def start() -> MicroBatch | None:
+            nonlocal source
+            following = next(batches, None)
+            if following is None:
+                return None
+            with self.streams.copying():
+                moved = following._replace(batch=map_tensors(self._move, following.batch))
+            source = following  # page-locked memory must live until its copy is done, that is until the next join
+            return moved
+
+        coming = start()
+        while coming is not None:
+            self.streams.join()
+            map_tensors(self.streams.hold, coming.batch)
+            ready, done_with = coming, source
+            coming = start()
+            yield ready
+            del done_with
+
+
+def none(device: torch.device) -> Prefetch:
+    """Copy each batch when it is needed."""
+    return Prefetch(device)
+
+
+def stream(device: torch.device) -> Prefetch:
+    """Copy one batch ahead on a stream of its own; on the CPU, where nothing is copied, the same as none."""
+    return Prefetch(device) if device.type == "cpu" else CopyAhead(device, DeviceStreams(device))
+
+
+PREFETCHES: Mapping[str, Callable[..., Prefetch]] = {"none": none, "stream": stream}
