@@ -9,11 +9,12 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import AccelRunError, DataError
 from runner.base.order import Micro
 from runner.base.task import Dataset
@@ -21,14 +22,6 @@ from runner.base.values import Count, PositiveInt
 
 Collate = Callable[[Sequence[Any]], Any]
 Keys = Iterable[Micro]
-
-
-class MicroBatch(NamedTuple):
-    """A batch; `last` closes the update; `bad` lists (index, reason) of samples that were left out."""
-
-    batch: Any
-    last: bool
-    bad: tuple[tuple[int, str], ...] = ()
 
 
 class Fetcher:
@@ -307,19 +300,6 @@ class _Keys(Sequence[Micro]):
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError("the keys are read in order")
-
-
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply `function` to every tensor inside tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(function, item) for item in value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(function, item) for key, item in value.items()}
-    return value
 
 
 def _join(batches: list[Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from runner.axes.dataloader import MicroBatch, map_tensors
+from runner.base.batch import MicroBatch, map_tensors
 
 
 class Prefetch:

@@ -66,6 +66,8 @@ FOREIGN_KEYS = {
     "mixed_precision": "precision=fp16, bf16 or fp32",
     "num_workers": "dataloader.num_workers",
     "pin_memory": "dataloader.pin_memory",
+    "persistent_workers": "nothing to set: the workers live as long as the run",
+    "dataloader.persistent_workers": "nothing to set: the workers live as long as the run",
     "output_dir": "output_root, and run=NAME for the folder in it",
 }
 
@@ -669,3 +671,9 @@ def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
+
+
+def shipped_options() -> dict[str, str]:
+    """Return group -> option of the shipped defaults list."""
+    entries = _load("", "config", None).get("defaults") or ()
+    return {str(key): str(value) for entry in entries if isinstance(entry, dict) for key, value in entry.items()}

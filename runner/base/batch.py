@@ -1,0 +1,29 @@
+"""A batch on its way from the loader to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class MicroBatch(NamedTuple):
+    """A batch; `last` closes the update; `bad` lists (index, reason) of samples that were left out."""
+
+    batch: Any
+    last: bool
+    bad: tuple[tuple[int, str], ...] = ()
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply `function` to every tensor inside tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(function, item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    return value
