@@ -1,0 +1,64 @@
+"""The words after a command: flags of ours, the rest are overrides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.base.configuration import Request
+from runner.base.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What stands behind the command: settings, our own flags, and words without `=`."""
+
+    request: Request
+    multirun: bool = False
+    positional: tuple[str, ...] = ()
+
+
+def read(words: list[str], *, positional: int = 0, multirun: bool = False) -> Arguments:
+    """Separate `--task FILE`, `--config-dir DIR`, `-m` and up to `positional` lone words from the overrides.
+
+    Raises ConfigError where a flag lacks its value.
+    """
+    rest, overrides, lone = list(words), [], []
+    paths: dict[str, Path] = {}
+    sweep = False
+    while rest:
+        word = rest.pop(0)
+        flag, has_value, value = word.partition("=")
+        if flag in ("--task", "--config-dir"):
+            if not has_value:
+                if not rest or "=" in rest[0] or rest[0].startswith("-"):
+                    raise ConfigError(Problem("needs a path", flag, f"say {flag} ./{_EXAMPLES[flag]}"))
+                value = rest.pop(0)
+            paths[flag] = Path(value).expanduser()
+        elif word in ("-m", "--multirun") and multirun:
+            sweep = True
+        elif len(lone) < positional and "=" not in word and not word.startswith(("-", "~")) and (not rest or rest[0] != "="):
+            lone.append(word)
+        else:
+            overrides.append(word)
+    return Arguments(
+        Request(tuple(overrides), _absolute(paths.get("--task")), _absolute(paths.get("--config-dir"))), sweep, tuple(lone)
+    )
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return path.absolute() if path else None
+
+
+_EXAMPLES = {"--task": "my_task.py", "--config-dir": "conf"}
+
+SETTINGS_HELP = """settings are written key=value, in any order; accel-run plan shows all of them
+  task=NAME, --task FILE       what is trained: a task of ours, or a file of yours
+  hardware=NAME                a profile: auto, cpu, t4, rtx3050ti_4gb, pair_11gb_8gb, a100, h100, h200, ...
+  updates=N or epochs=N        how long
+  global_batch_size=N          samples per update; micro_batch_size=N per pass, accumulation follows
+  optimizer.lr=X, scheduler=NAME, max_grad_norm=X, seed=N
+  precision=auto|fp32|tf32|bf16|fp16    compile=off|default|...    device=auto|cpu|cuda:0
+  run=NAME                     the run's folder in output_root (outputs); the same name resumes
+  --config-dir DIR             your own configuration files, found before ours
+"""
