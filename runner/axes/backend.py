@@ -1,0 +1,102 @@
+"""Torch's global switches for the length of a run: kernel search, determinism, threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Literal
+
+import torch
+
+from runner.base.values import PositiveInt
+
+
+def default(num_local_ranks: int, *, threads: Literal["auto"] | PositiveInt = "auto") -> AbstractContextManager[None]:
+    """Hold torch's own choices: no kernel search, nondeterministic kernels allowed.
+
+    threads  CPU threads of one rank; auto: torch's own number, divided among the ranks on this machine
+    """
+    return _switches(num_local_ranks, threads)
+
+
+def fast(num_local_ranks: int, *, threads: Literal["auto"] | PositiveInt = "auto") -> AbstractContextManager[None]:
+    """Let cuDNN try its convolution kernels on each new input shape and keep the fastest.
+
+    Pays where shapes repeat; every new shape costs a search. Numbers may differ from run to run in the last bits.
+
+    threads  CPU threads of one rank; auto: torch's own number, divided among the ranks on this machine
+    Source: torch.backends.cudnn.benchmark.
+    """
+    return _switches(num_local_ranks, threads, benchmark=True)
+
+
+def deterministic(
+    num_local_ranks: int,
+    *,
+    warn_only: bool = False,
+    threads: Literal["auto"] | PositiveInt = "auto",
+) -> AbstractContextManager[None]:
+    """Use deterministic kernels only, so that two runs on one machine are equal bit for bit.
+
+    warn_only  warn about an operation without deterministic kernel instead of stopping
+    threads    CPU threads of one rank; auto: torch's own number, divided among the ranks on this machine.
+               Sums depend on it: it must be the same in both runs
+    Sets CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it starts: enter before the first product on a GPU.
+    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    return _switches(num_local_ranks, threads, deterministic=True, warn_only=warn_only)
+
+
+@contextmanager
+def _switches(
+    num_local_ranks: int,
+    threads: Literal["auto"] | int,
+    *,
+    benchmark: bool = False,
+    deterministic: bool = False,
+    warn_only: bool = False,
+) -> Iterator[None]:
+    """Set every switch inside the block and put every one back after it. Does not start CUDA."""
+    with ExitStack() as put_back:
+        cudnn = torch.backends.cudnn
+        put_back.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+        put_back.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
+        cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
+        was_deterministic = torch.are_deterministic_algorithms_enabled()
+        if deterministic or was_deterministic:  # the call imports Inductor: not for those who do not need it
+            put_back.callback(
+                torch.use_deterministic_algorithms,
+                was_deterministic,
+                warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if deterministic and os.environ.get(_CUBLAS) not in _REPRODUCIBLE_WORKSPACES:
+            put_back.callback(_set_environment, _CUBLAS, os.environ.get(_CUBLAS))
+            os.environ[_CUBLAS] = _REPRODUCIBLE_WORKSPACES[0]
+        put_back.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(_share_of_threads(num_local_ranks) if threads == "auto" else threads)
+        yield
+
+
+def _share_of_threads(num_local_ranks: int) -> int:
+    if "OMP_NUM_THREADS" in os.environ:  # somebody counted already
+        return torch.get_num_threads()
+    return max(1, torch.get_num_threads() // num_local_ranks)
+
+
+def _set_environment(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")  # from NVIDIA's cuBLAS guide, section on reproducibility
+
+BACKENDS: Mapping[str, Callable[..., AbstractContextManager[None]]] = {
+    "default": default,
+    "fast": fast,
+    "deterministic": deterministic,
+}

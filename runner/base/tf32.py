@@ -1,0 +1,50 @@
+"""TensorFloat-32: the one place that touches torch's switches for float32 products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from runner.base.errors import TaskFault
+
+Level = Literal["highest", "high", "medium"]
+
+
+@contextmanager
+def float32_matmul(level: Level, cudnn: bool) -> Iterator[None]:
+    """Compute float32 products at this level inside the block, and as before after it.
+
+    level  highest: float32; high: TF32, 10 bits of mantissa; medium: bfloat16 where torch has such kernels
+    cudnn  whether cuDNN's convolutions and recurrent layers may use TF32 (torch's own default is yes)
+    Raises TaskFault when somebody has set torch's newer `fp32_precision` switches already.
+    """
+    before = _read()
+    _write(level, cudnn)
+    try:
+        yield
+    finally:
+        _write(*before)
+
+
+# torch has two sets of switches. From 2.9 to 2.13 the older set is the one to use: Inductor reads it, and writing only
+# the newer one makes those readers raise "mix of the legacy and new APIs" (pytorch issues 166387 and 189955). When
+# torch retires the older set, these two functions are all that changes.
+
+
+def _read() -> tuple[str, bool]:
+    try:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError as error:
+        raise TaskFault(
+            "torch's float32 switches must be left to the runner, but fp32_precision was set: "
+            + str(error).split("\n", 1)[0],
+            fix="remove torch.backends.*.fp32_precision from the task and say precision=fp32 or precision=tf32",
+        ) from error
+
+
+def _write(level: str, cudnn: bool) -> None:
+    torch.set_float32_matmul_precision(level)
+    torch.backends.cudnn.allow_tf32 = cudnn

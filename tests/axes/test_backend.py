@@ -1,0 +1,119 @@
+"""Global switches are held inside the block and put back after it, also when it fails."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runner.axes.backend import BACKENDS, default, deterministic, fast
+from runner.base.errors import TaskFault
+from runner.base.tf32 import float32_matmul
+
+
+def switches() -> dict[str, Any]:
+    return {
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@pytest.mark.parametrize("option", BACKENDS)
+def test_every_switch_is_put_back_also_after_an_error(option: str) -> None:
+    before = switches()
+    with pytest.raises(ZeroDivisionError), BACKENDS[option](1, threads=1):
+        assert torch.get_num_threads() == 1
+        raise ZeroDivisionError
+    assert switches() == before
+
+
+def test_switches_set_by_others_before_are_put_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with deterministic(1, warn_only=True):
+        before = switches()
+        with fast(1):
+            assert not torch.are_deterministic_algorithms_enabled()
+            assert torch.backends.cudnn.benchmark
+            assert not torch.backends.cudnn.deterministic
+        assert switches() == before
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
+
+
+@pytest.mark.parametrize("option", BACKENDS)
+def test_no_option_starts_cuda(option: str) -> None:
+    with BACKENDS[option](1):
+        assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def test_deterministic_refuses_an_operation_without_deterministic_kernel() -> None:
+    image = torch.randn(1, 1, 4, 4, requires_grad=True)
+    pool = nn.MaxUnpool2d(2)
+    pooled, where = nn.functional.max_pool2d(image, 2, return_indices=True)
+    with deterministic(1), pytest.raises(RuntimeError, match="deterministic"):
+        pool(pooled, where)
+    with deterministic(1, warn_only=True), pytest.warns(UserWarning, match="deterministic"):
+        pool(pooled, where)
+
+
+def test_a_reproducible_workspace_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with deterministic(1):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with deterministic(1):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_ranks_on_one_machine_divide_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with default(1, threads=6):
+        with default(2):
+            assert torch.get_num_threads() == 3
+        with default(100):
+            assert torch.get_num_threads() == 1
+        monkeypatch.setenv("OMP_NUM_THREADS", "6")
+        with default(2):
+            assert torch.get_num_threads() == 6
+
+
+def tf32() -> tuple[str, bool, bool]:
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.matmul.allow_tf32,
+    )
+
+
+@pytest.mark.parametrize("level", ["highest", "high", "medium"])
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_tf32_switches_agree_and_are_put_back(level: Any, cudnn: bool) -> None:
+    before = tf32()
+    with pytest.raises(ZeroDivisionError), float32_matmul(level, cudnn):
+        assert tf32() == (level, cudnn, level != "highest")
+        raise ZeroDivisionError
+    assert tf32() == before
+
+
+def test_tf32_levels_nest() -> None:
+    with float32_matmul("medium", cudnn=False):
+        inner: AbstractContextManager[None] = float32_matmul("highest", cudnn=True)
+        with inner:
+            assert tf32() == ("highest", True, False)
+        assert tf32() == ("medium", False, True)
+
+
+def test_mixed_float32_switches_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed() -> str:
+        raise RuntimeError("PyTorch is checking whether allow_tf32 is enabled: mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    with pytest.raises(TaskFault, match="left to the runner"), float32_matmul("high", cudnn=True):
+        pass
