@@ -1,0 +1,63 @@
+"""Metrics on held-out samples: sums and counts over all batches, divided once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from runner.axes.dataloader import Loader
+from runner.axes.prefetch import Prefetch
+from runner.axes.precision import Precision
+from runner.base.order import Indices, Micro
+from runner.base.task import Task
+from runner.base.world import World
+
+
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    loader: Loader,
+    prefetch: Prefetch,
+    precision: Precision,
+    world: World,
+    samples: Indices,
+    batch_size: int,
+) -> dict[str, float]:
+    """Return the task's metrics over `samples`, each counted once.
+
+    The model is in train mode again afterwards, and the random generators are where they were.
+    """
+    keys = [
+        Micro(0, samples[first : first + batch_size], last=first + batch_size >= len(samples))
+        for first in range(0, len(samples), batch_size)
+    ]
+    sums: dict[str, list[Tensor]] = {}
+    counts: dict[str, Tensor | int] = {}
+    with as_in_use(model, world.device), torch.no_grad():
+        for batch, _, _ in prefetch(iter(loader.batches(keys))):
+            with precision.forward():
+                measured = task.evaluate(model, batch)
+            for name, (total, count) in measured.items():
+                sums.setdefault(name, []).append(total.detach().to(torch.float64) if world.device.type != "mps" else total)
+                counts[name] = counts.get(name, 0) + count
+    divided = {name: float(sum(parts)) / max(float(counts[name]), 1e-30) for name, parts in sums.items()}
+    return dict(task.summarize(divided))
+
+
+@contextmanager
+def as_in_use(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the model in eval mode, and afterwards mode and random state back."""
+    training = model.training
+    state = torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+        torch.set_rng_state(state)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)

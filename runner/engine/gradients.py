@@ -1,0 +1,40 @@
+"""From summed gradients to those of the mean, clipped: one pass over them, and none where nothing is to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def correct_and_clip(gradients: list[Tensor], correction: float | Tensor, max_norm: float | None) -> Tensor | None:
+    """Multiply the gradients by `correction`, then scale them down to `max_norm`; return their norm before clipping.
+
+    Both factors are applied in one pass. Returns None, and measures nothing, when `max_norm` is None.
+    """
+    if not gradients:
+        return None
+    if max_norm is None:
+        if isinstance(correction, Tensor) or correction != 1.0:
+            torch._foreach_mul_(gradients, correction)
+        return None
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    if isinstance(correction, Tensor) or correction != 1.0:
+        norm = norm * correction
+        scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0) * correction
+    else:
+        scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+    torch._foreach_mul_(gradients, scale)
+    return norm
+
+
+def clear(parameters: Iterable[nn.Parameter]) -> None:
+    """Forget the gradients, and their memory."""
+    for parameter in parameters:
+        parameter.grad = None

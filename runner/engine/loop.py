@@ -1,0 +1,87 @@
+"""The loop. It never waits for the device and never writes; all else is a hook between updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runner.axes.parallelism import Parallel
+from runner.axes.precision import Precision
+from runner.axes.scheduler import Schedule
+from runner.base.batch import MicroBatch
+from runner.base.task import Sum
+from runner.engine.gradients import clear, correct_and_clip, gradients_of
+
+
+@dataclass
+class Position:
+    """Where the training is: `update` is the number of updates made in this phase."""
+
+    phase: str
+    update: int = 0
+
+
+class StepInfo(NamedTuple):
+    """What one update was; tensors stay on the device."""
+
+    update: int
+    loss_sum: Tensor
+    items: Tensor | int
+    grad_norm: Tensor | None
+    lr: float
+    bad: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the loop turns with.
+
+    loss      (model, batch) -> (loss summed over items, number of items)
+    per_item  constant by which sums are multiplied before backward, about 1 / (items of an update): it keeps the
+              gradients in range; the true count replaces it after the last backward, so results do not depend on it
+    """
+
+    position: Position
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Sum]
+    parameters: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    base_lr: float
+    precision: Precision
+    parallel: Parallel
+    per_item: float
+    max_grad_norm: float | None
+
+
+def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> Iterator[StepInfo]:
+    """Yield after each update until `until` updates are made. `batches` has no end."""
+    position, precision = run.position, run.precision
+    while position.update < until:
+        loss_sum: Tensor | None = None
+        items: Tensor | int = 0
+        bad: tuple[tuple[int, str], ...] = ()
+        last = False
+        while not last:
+            batch, last, skipped = next(batches)
+            with run.parallel.sync_gradients(when=last), precision.forward():
+                loss, count = run.loss(run.model, batch)
+            precision.backward(loss * run.per_item)
+            loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
+            items = items + count
+            bad += skipped
+        assert loss_sum is not None
+        precision.unscale(run.optimizer)
+        correction = 1.0 / (run.per_item * run.parallel.total(items))
+        grad_norm = correct_and_clip(gradients_of(run.parameters), correction, run.max_grad_norm)
+        lr = run.base_lr * run.schedule.factor(position.update - precision.num_skipped())
+        for group in run.optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        precision.step(run.optimizer)
+        clear(run.parameters)
+        position.update += 1
+        yield StepInfo(position.update, loss_sum, items, grad_norm, lr, bad)

@@ -1,0 +1,180 @@
+"""Rows of metrics: losses stay on the device until a row is due, and are then copied without waiting."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.base.errors import NumericError
+from runner.base.world import World
+from runner.engine.loop import StepInfo
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Clock:
+    """Seconds of the host by what they were spent on, since the start of the run."""
+
+    data: float = 0.0
+    hooks: float = 0.0
+    evaluation: float = 0.0
+    saving: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    def outside_updates(self) -> float:
+        """Return the seconds that were not training."""
+        return self.hooks
+
+
+@dataclass
+class _Pending:
+    """A row whose numbers are on their way from the device."""
+
+    row: Row
+    numbers: Tensor  # on the host: loss sums, items, grad norm
+    arrived: torch.Event | None
+
+
+class Meter:
+    """Collects what updates were and writes a row every `every` updates.
+
+    write     gets each finished row
+    readings  returns what else belongs into a row (loss scale, GPU)
+    lossless  False where a non-finite loss is the scaler's business (it skips that update)
+    """
+
+    def __init__(
+        self,
+        world: World,
+        phase: str,
+        *,
+        every: int,
+        write: Callable[[Row], None],
+        readings: Callable[[], Mapping[str, Any]],
+        clock: Clock,
+        overflow_is_skipped: bool,
+    ) -> None:
+        self.world, self.phase, self.every = world, phase, every
+        self.write, self.readings, self.clock = write, readings, clock
+        self.overflow_is_skipped = overflow_is_skipped
+        self.last_row: Row = {}
+        self._losses: list[Tensor] = []
+        self._items: list[Tensor | int] = []
+        self._last: StepInfo | None = None
+        self._pending: list[_Pending] = []
+        self._since = time.perf_counter()
+        self._outside, self._data = clock.outside_updates(), clock.data
+        self.items_seen = 0.0
+
+    def __call__(self, step: StepInfo) -> None:
+        """Note one update; write a row when one is due."""
+        self._losses.append(step.loss_sum)
+        self._items.append(step.items)
+        self._last = step
+        if step.update % self.every == 0:
+            self._close_row()
+
+    def flush(self) -> None:
+        """Wait for the rows on their way and write them. Raises NumericError where a loss is not finite."""
+        while self._pending:
+            self._finish(self._pending.pop(0))
+
+    def close_window(self) -> None:
+        """Write a row for the updates since the last one, as at the end of a phase."""
+        if self._losses:
+            self._close_row()
+        self.flush()
+
+    def state(self) -> dict[str, Any]:
+        """Return the updates not yet in a row, so that a resumed run writes the same row; checks they are finite."""
+        self.flush()
+        losses = [float(loss) for loss in self._losses]
+        if not self.overflow_is_skipped and not all(map(math.isfinite, losses)):
+            raise self._not_finite(self._last.update if self._last else 0)
+        return {"losses": losses, "items": [float(count) for count in self._items], "items_seen": self.items_seen}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned."""
+        self._losses = [torch.tensor(loss, dtype=torch.float64) for loss in state["losses"]]
+        self._items = [int(count) if float(count).is_integer() else torch.tensor(count) for count in state["items"]]
+        self.items_seen = float(state["items_seen"])
+
+    def restart_clock(self) -> None:
+        """Forget the time until now, as after the first update, whose start-up does not describe the rest."""
+        self._since, self._outside, self._data = time.perf_counter(), self.clock.outside_updates(), self.clock.data
+
+    def _close_row(self) -> None:
+        assert self._last is not None
+        now, step = time.perf_counter(), self._last
+        outside, data = self.clock.outside_updates() - self._outside, self.clock.data - self._data
+        seconds = max(now - self._since - outside, 1e-9)
+        row: Row = {"update": step.update, "phase": self.phase, "lr": step.lr}
+        timing = {"seconds": seconds, "updates": len(self._losses), "data": data}
+        numbers = [torch.as_tensor(value, dtype=torch.float64) for value in self._losses]
+        counts = [torch.as_tensor(value, dtype=torch.float64) for value in self._items]
+        norm = torch.as_tensor(math.nan if step.grad_norm is None else step.grad_norm, dtype=torch.float64)
+        self._since, self._outside, self._data = now, self.clock.outside_updates(), self.clock.data
+        self._losses, self._items = [], []
+        self._pending.append(self._copy({**row, "_": timing}, [*numbers, *counts, norm]))
+        if self._pending[0].arrived is None:
+            self.flush()
+        else:
+            while self._pending and (event := self._pending[0].arrived) is not None and event.query():
+                self._finish(self._pending.pop(0))
+
+    def _copy(self, row: Row, values: list[Tensor]) -> _Pending:
+        device = self.world.device
+        if device.type == "cpu":
+            return _Pending(row, torch.stack(values), None)
+        stacked = torch.stack([value.to(device, non_blocking=True) for value in values])
+        on_host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=device.type == "cuda")
+        on_host.copy_(stacked, non_blocking=True)
+        arrived = torch.Event(device)
+        arrived.record()
+        return _Pending(row, on_host, arrived)
+
+    def _finish(self, pending: _Pending) -> None:
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
+        timing = pending.row.pop("_")
+        numbers = pending.numbers.tolist()
+        count = timing["updates"]
+        losses, items, norm = numbers[:count], numbers[count : 2 * count], numbers[-1]
+        fine = [index for index, loss in enumerate(losses) if math.isfinite(loss)]
+        total = sum(items)
+        self.items_seen += total
+        row = pending.row
+        if fine:
+            row["train/loss"] = sum(losses[index] for index in fine) / max(sum(items[index] for index in fine), 1e-30)
+        else:
+            row["train/loss"] = None
+        row["train/grad_norm"] = norm if math.isfinite(norm) else None
+        row["perf/items_per_s"] = total / timing["seconds"]
+        row["perf/step_time_ms"] = 1e3 * timing["seconds"] / count
+        row["perf/data_wait"] = timing["data"] / timing["seconds"]
+        row |= self.readings()
+        self.last_row = row
+        self.write(row)
+        if len(fine) < count and not self.overflow_is_skipped:
+            first = next(index for index in range(count) if index not in fine)
+            raise self._not_finite(row["update"] - count + 1 + first)
+
+    def _not_finite(self, update: int) -> NumericError:
+        return NumericError(
+            f"the loss is not finite at update {update}",
+            where=f"phase {self.phase}",
+            fix="lower optimizer.lr, raise scheduler.warmup, or set max_grad_norm; the last checkpoint is from before it",
+        )
+
+
+def as_line(row: Row) -> str:
+    """Return a row as one line of JSON; numbers that are none become null."""
+    return json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()})
