@@ -1,0 +1,317 @@
+"""The one door to NVML, the driver's own view of the GPUs: what they are, how they fare and who uses them.
+
+Nothing here imports torch. Where the library, the driver or the permission is missing, the answer is an Nvml without
+GPUs that says why; where one reading is missing, it is None and never 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What does not change of one GPU, or of one MIG instance of it.
+
+    index         the driver's number, in bus order; CUDA numbers differently (see `visible`)
+    uuid          `GPU-...`, or `MIG-...` for an instance
+    memory_bytes  as the driver reports it, None where it does not
+    mig           True where the GPU is cut into instances, None where the GPU does not know the word
+    instances     the MIG instances, in the driver's order
+    mig_name      of an instance, its older name: MIG-<GPU uuid>/<GPU instance>/<compute instance>
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int | None = None
+    capability: tuple[int, int] | None = None
+    pci_bus_id: str = ""
+    mig: bool | None = None
+    instances: tuple[Gpu, ...] = ()
+    mig_name: str = ""
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that computes on a GPU; its memory is None where the driver hides it (containers, Windows)."""
+
+    pid: int
+    used_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One changing number of a GPU: a row of METRICS."""
+
+    name: str
+    unit: str
+    query: Callable[[Any, Any], float]  # (pynvml, handle) -> value; may raise
+
+
+class Nvml:
+    """The GPUs of this machine; one without GPUs, and with `why_not`, where NVML cannot be asked.
+
+    why_not         why there is nothing to see; empty where there are GPUs
+    driver_version  e.g. "580.159.03"
+    cuda_version    the newest CUDA that the driver serves, e.g. "13.0"
+    gpus            physical GPUs in bus order
+    notes           GPUs that are there but do not answer, with the reason
+    """
+
+    def __init__(self, library: Any = None, why_not: str = "") -> None:
+        self.why_not = why_not
+        self.driver_version: str | None = None
+        self.cuda_version: str | None = None
+        self.gpus: tuple[Gpu, ...] = ()
+        self.notes: tuple[str, ...] = ()
+        self._library = library
+        self._handles: dict[Gpu, Any] = {}
+        if library is not None:
+            self.driver_version = _asked(library, library.nvmlSystemGetDriverVersion)
+            version = _asked(library, library.nvmlSystemGetCudaDriverVersion)
+            self.cuda_version = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
+            self._find_gpus(library)
+
+    def read(self, gpu: Gpu) -> dict[str, float | None]:
+        """Return the present value of every metric of METRICS, None where the GPU does not tell."""
+        handle = self._handles.get(gpu)
+        if handle is None:
+            return {metric.name: None for metric in METRICS}
+        return {metric.name: _asked(self._library, metric.query, self._library, handle) for metric in METRICS}
+
+    def processes(self, gpu: Gpu) -> tuple[GpuProcess, ...] | None:
+        """Return who computes on this GPU, None where the driver does not tell."""
+        if gpu not in self._handles:
+            return None
+        found = _asked(self._library, self._library.nvmlDeviceGetComputeRunningProcesses, self._handles[gpu])
+        return None if found is None else tuple(GpuProcess(item.pid, item.usedGpuMemory) for item in found)
+
+    def find(self, uuid: str) -> Gpu | None:
+        """Return the GPU or MIG instance with this UUID, whether or not it is written with its GPU- or MIG-."""
+        key = bare_uuid(uuid)
+        return next((gpu for gpu in everything(self.gpus) if bare_uuid(gpu.uuid) == key), None)
+
+    def close(self) -> None:
+        """Let go of the driver; closing twice is harmless."""
+        if self._library is not None:
+            _asked(self._library, self._library.nvmlShutdown)
+        self._library = None
+        self._handles = {}
+
+    def __enter__(self) -> Nvml:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _find_gpus(self, library: Any) -> None:
+        gpus, notes = [], []
+        for index in range(_asked(library, library.nvmlDeviceGetCount) or 0):
+            try:
+                handle = library.nvmlDeviceGetHandleByIndex(index)
+                uuid = library.nvmlDeviceGetUUID(handle)
+            except library.NVMLError as error:
+                notes.append(f"GPU {index} does not answer: {error}")
+                continue
+            gpu = _describe(library, handle, index, uuid, self._find_instances(library, handle, index, uuid))
+            self._handles[gpu] = handle
+            gpus.append(gpu)
+        self.gpus, self.notes = tuple(gpus), tuple(notes)
+        self.why_not = "" if gpus else "; ".join(notes) or "NVML answers, and shows no GPU"
+
+    def _find_instances(self, library: Any, parent: Any, index: int, parent_uuid: str) -> tuple[Gpu, ...]:
+        instances = []
+        for number in range(_asked(library, library.nvmlDeviceGetMaxMigDeviceCount, parent) or 0):
+            handle = _asked(library, library.nvmlDeviceGetMigDeviceHandleByIndex, parent, number)
+            uuid = handle and _asked(library, library.nvmlDeviceGetUUID, handle)
+            if not uuid:
+                continue  # a place that no instance occupies
+            ids = [
+                _asked(library, library.nvmlDeviceGetGpuInstanceId, handle),
+                _asked(library, library.nvmlDeviceGetComputeInstanceId, handle),
+            ]
+            mig_name = "" if None in ids else f"MIG-{parent_uuid}/{ids[0]}/{ids[1]}"
+            instance = _describe(library, handle, index, uuid, mig_name=mig_name)
+            self._handles[instance] = handle
+            instances.append(instance)
+        return tuple(instances)
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The GPUs that CUDA shows to a process, in CUDA's order as far as it can be known; `note` says how far."""
+
+    gpus: tuple[Gpu, ...]
+    note: str = ""
+
+
+def open_nvml() -> Nvml:
+    """Return the machine's GPUs, or an Nvml without GPUs that says why; never raises.
+
+    Each call opens NVML once more, which the driver counts; close() what you opened.
+    """
+    try:
+        library = importlib.import_module("pynvml")
+    except ImportError as error:
+        return Nvml(why_not=f"the package nvidia-ml-py is not installed ({error})")
+    try:
+        library.nvmlInit()
+    except (library.NVMLError, OSError) as error:
+        return Nvml(why_not=_REASONS.get(getattr(error, "value", None), f"NVML does not start: {error}"))
+    return Nvml(library)
+
+
+def visible(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> Visible:
+    """Return what CUDA_VISIBLE_DEVICES leaves of these GPUs: indices, UUIDs, their beginnings, or MIG names.
+
+    Like CUDA, the list ends at its first entry that names no GPU, and a GPU named twice leaves none at all.
+    CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, and does not say how it ranks them. So
+    between unlike GPUs an index is a guess in bus order, which the note says; only a UUID is certain.
+    Source: CUDA C++ Programming Guide, CUDA Environment Variables.
+    """
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return Visible(tuple(gpus), _order_note(gpus, environ))
+    entries = [entry.strip() for entry in wanted.split(",")] if wanted.strip() else []
+    by_name = bool(entries) and entries[0].startswith(("GPU-", "MIG-"))
+    found: list[Gpu] = []
+    note = "" if by_name else _order_note(gpus, environ)
+    for entry in entries:
+        gpu = _named(entry, gpus) if by_name else _numbered(entry, gpus)
+        if gpu is None:
+            what = f"CUDA_VISIBLE_DEVICES={wanted}: {entry!r} names no single GPU; it and what follows are left out"
+            return Visible(tuple(found), what if not entry.startswith("-") else note)
+        if gpu in found:
+            return Visible((), f"CUDA_VISIBLE_DEVICES={wanted} names a GPU twice, so CUDA shows none")
+        found.append(gpu)
+    return Visible(tuple(found), note)
+
+
+def everything(gpus: Sequence[Gpu]) -> Iterator[Gpu]:
+    """Yield each GPU, and after it its MIG instances."""
+    for gpu in gpus:
+        yield gpu
+        yield from gpu.instances
+
+
+def bare_uuid(uuid: str) -> str:
+    """Return a UUID without GPU- or MIG-: NVML writes the prefix, torch leaves it out."""
+    return re.sub(r"^(GPU|MIG)-", "", str(uuid)).lower()
+
+
+def slowed_by(throttle_reasons: float | None) -> tuple[str, ...]:
+    """Return in words what holds the clocks down, of the bits that the metric `throttle_reasons` reads."""
+    bits = int(throttle_reasons or 0)
+    return tuple(words for bit, words in THROTTLE_REASONS.items() if bits & bit)
+
+
+def _asked(library: Any, query: Callable[..., Answer], *arguments: Any) -> Answer | None:
+    """Return the answer, None where there is none. An older driver or library lacks whole functions."""
+    try:
+        answer = query(*arguments)
+    except (library.NVMLError, library.NVMLLibraryMismatchError, AttributeError):
+        return None
+    return None if isinstance(answer, (int, float)) and answer in _NOT_AVAILABLE else answer
+
+
+def _describe(
+    library: Any, handle: Any, index: int, uuid: str, instances: tuple[Gpu, ...] = (), *, mig_name: str = ""
+) -> Gpu:
+    mig_mode = _asked(library, library.nvmlDeviceGetMigMode, handle)
+    pci = _asked(library, library.nvmlDeviceGetPciInfo, handle)
+    memory = _asked(library, lambda: int(_memory(library, handle).total))
+    return Gpu(
+        index=index,
+        uuid=uuid,
+        name=_asked(library, library.nvmlDeviceGetName, handle) or "GPU without a name",
+        memory_bytes=memory or None,
+        capability=_asked(library, library.nvmlDeviceGetCudaComputeCapability, handle),
+        pci_bus_id=_text(pci.busId) if pci else "",
+        mig=None if mig_mode is None else bool(mig_mode[0]),
+        instances=instances,
+        mig_name=mig_name,
+    )
+
+
+def _numbered(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
+    digits = re.match(r"\+?\d+", entry)  # CUDA reads "1abc" as 1, like C's strtoul
+    number = int(digits.group()) if digits else -1
+    return gpus[number] if 0 <= number < len(gpus) else None
+
+
+def _named(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
+    fits = [gpu for gpu in everything(gpus) if gpu.uuid.startswith(entry) or (gpu.mig_name and gpu.mig_name == entry)]
+    return fits[0] if len(fits) == 1 and entry not in ("GPU-", "MIG-") else None
+
+
+def _order_note(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
+    if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in gpus}) < 2:
+        return ""
+    return "CUDA numbers unlike GPUs fastest first, the driver by bus: set CUDA_DEVICE_ORDER=PCI_BUS_ID for one order"
+
+
+def _memory(nvml: Any, handle: Any) -> Any:
+    """Memory as nvidia-smi shows it: version 2 counts what the driver reserves apart, version 1 as used."""
+    try:
+        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    except (nvml.NVMLError, AttributeError, TypeError):
+        return nvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def _temperature(nvml: Any, handle: Any) -> float:
+    try:
+        return float(nvml.nvmlDeviceGetTemperatureV(handle, nvml.NVML_TEMPERATURE_GPU))
+    except (nvml.NVMLError, AttributeError):  # an older driver; the call below is the one being retired
+        return float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+
+
+def _throttle_reasons(nvml: Any, handle: Any) -> float:
+    try:
+        return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    except (nvml.NVMLError, AttributeError):  # an older driver has only the older name
+        return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+_NOT_AVAILABLE = (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)  # NVML_VALUE_NOT_AVAILABLE, 32 and 64 bit
+_REASONS: Mapping[Any, str] = {
+    4: "NVML: no permission to ask the NVIDIA driver",
+    9: "NVML: the NVIDIA driver is not loaded",
+    12: "NVML: no NVIDIA driver is installed (libnvidia-ml.so.1 is not found)",
+    18: "NVML: the driver's library and kernel module have different versions; restart the machine",
+}
+
+# What holds the clocks down; idling (1), clocks chosen by somebody (2) and display clocks (256) do not count.
+THROTTLE_REASONS: Mapping[int, str] = {
+    4: "power limit",
+    8: "hardware slowdown",
+    16: "sync boost",
+    32: "software temperature limit",
+    64: "hardware temperature limit",
+    128: "power brake",
+    512: "board limit",
+    1024: "reliability",
+}
+
+METRICS: tuple[Metric, ...] = (
+    Metric("util_percent", "%", lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+    Metric("memory_used_bytes", "B", lambda nvml, handle: _memory(nvml, handle).used),
+    Metric("memory_total_bytes", "B", lambda nvml, handle: _memory(nvml, handle).total),
+    Metric("memory_free_bytes", "B", lambda nvml, handle: _memory(nvml, handle).free),
+    Metric("temperature_c", "degC", _temperature),
+    Metric("power_w", "W", lambda nvml, handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+    Metric("sm_clock_mhz", "MHz", lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+    Metric("throttle_reasons", "bits", _throttle_reasons),
+    Metric("energy_j", "J", lambda nvml, handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000),
+)

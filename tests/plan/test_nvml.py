@@ -1,0 +1,205 @@
+"""Laws of NVML's door, held with the real pynvml and a driver library that answers from a text file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from runner.observe.nvml import METRICS, Gpu, Nvml, slowed_by, visible
+from tests.nvml_stub import GIB, MIB, PAIR, ROOT, SLICED, T4, NvmlStub, State, gpu
+
+LOOK = """
+import dataclasses, json
+from runner.observe.nvml import open_nvml
+with open_nvml() as nvml:
+    print(json.dumps({
+        "why_not": nvml.why_not, "driver": nvml.driver_version, "cuda": nvml.cuda_version, "notes": nvml.notes,
+        "gpus": [dataclasses.asdict(gpu) for gpu in nvml.gpus],
+        "readings": [nvml.read(gpu) for gpu in nvml.gpus],
+        "processes": [
+            None if nvml.processes(gpu) is None else [dataclasses.astuple(each) for each in nvml.processes(gpu)]
+            for gpu in nvml.gpus
+        ],
+    }))
+"""
+
+
+def test_a_t4_is_seen_with_its_facts_readings_and_processes(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(LOOK, T4)
+    (facts,), (reading,) = seen["gpus"], seen["readings"]
+
+    assert (seen["why_not"], seen["driver"], seen["cuda"], seen["notes"]) == ("", "580.159.03", "13.0", [])
+    assert facts["name"] == "Tesla T4"
+    assert facts["capability"] == [7, 5]
+    assert facts["memory_bytes"] == 15360 * MIB
+    assert facts["pci_bus_id"] == "00000000:00:04.0"
+    assert facts["mig"] is None, "a T4 does not know MIG"
+    assert reading == {
+        "util_percent": 85,
+        "memory_used_bytes": 8 * GIB,
+        "memory_total_bytes": 15360 * MIB,
+        "memory_free_bytes": (15360 - 8192 - 400) * MIB,
+        "temperature_c": 61.0,
+        "power_w": 54.321,
+        "sm_clock_mhz": 1590,
+        "throttle_reasons": 4,
+        "energy_j": 1234.0,
+    }
+    assert slowed_by(reading["throttle_reasons"]) == ("power limit",)
+    assert seen["processes"] == [[[4242, GIB], [77, None]]]
+
+
+def test_an_older_driver_gives_the_same_readings_by_its_older_calls(nvml_stub: NvmlStub) -> None:
+    new, old = nvml_stub.run(LOOK, T4), nvml_stub.run(LOOK, T4, driver="old")
+
+    assert old["readings"][0].pop("memory_used_bytes") == 8 * GIB + 400 * MIB, "it counts what it reserves as used"
+    assert new["readings"][0].pop("memory_used_bytes") == 8 * GIB
+    assert old == new
+
+
+def test_two_unlike_gpus_come_in_bus_order_with_their_sizes(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(LOOK, PAIR)
+
+    assert [facts["memory_bytes"] for facts in seen["gpus"]] == [11264 * MIB, 8192 * MIB]
+    assert [facts["capability"] for facts in seen["gpus"]] == [[7, 5], [8, 6]]
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (None, "no NVIDIA driver is installed"),
+        ({"err.init": 9}, "driver is not loaded"),
+        ({"err.init": 4}, "no permission"),
+        ({"err.init": 18}, "restart the machine"),
+        ({"err.init": 999}, "does not start: Unknown Error"),
+        ({"count": 0}, "shows no GPU"),
+    ],
+)
+def test_without_nvml_there_is_a_reason_and_no_gpu(nvml_stub: NvmlStub, state: Any, words: str) -> None:
+    seen = nvml_stub.run(LOOK, state)
+
+    assert words in seen["why_not"]
+    assert seen["gpus"] == []
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 15, 999])
+def test_a_missing_reading_is_none_and_leaves_the_others(nvml_stub: NvmlStub, code: int) -> None:
+    broken: State = PAIR | dict.fromkeys(
+        [f"1.err.{name}" for name in ("power", "util", "memory_used", "processes")], code
+    )
+    healthy, reading = nvml_stub.run(LOOK, broken)["readings"]
+
+    assert None not in healthy.values()
+    assert {name for name, value in reading.items() if value is None} == {
+        "power_w", "util_percent", "memory_used_bytes", "memory_total_bytes", "memory_free_bytes",
+    }  # fmt: skip
+
+
+def test_the_drivers_word_for_not_available_is_not_a_number(nvml_stub: NvmlStub) -> None:
+    (reading,) = nvml_stub.run(LOOK, T4 | {"0.sm_clock": 0xFFFFFFFF})["readings"]
+
+    assert reading["sm_clock_mhz"] is None
+
+
+def test_a_lost_gpu_is_named_and_leaves_the_others(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(LOOK, PAIR | {"0.err.handle": 15})
+
+    assert seen["notes"] == ["GPU 0 does not answer: GPU is lost"]
+    assert [facts["name"] for facts in seen["gpus"]] == ["NVIDIA GeForce RTX 3070"]
+
+
+def test_mig_instances_are_found_under_their_gpu(nvml_stub: NvmlStub) -> None:
+    (facts,) = nvml_stub.run(LOOK, SLICED)["gpus"]
+
+    assert facts["mig"] is True
+    assert [each["mig_name"] for each in facts["instances"]] == [f"MIG-{facts['uuid']}/1/0", f"MIG-{facts['uuid']}/2/0"]
+    assert {each["memory_bytes"] for each in facts["instances"]} == {40192 * MIB}
+
+
+def test_an_absent_nvml_has_the_same_verbs() -> None:
+    nvml, stranger = Nvml(why_not="because"), Gpu(0, "GPU-x", "x")
+
+    assert nvml.read(stranger) == {metric.name: None for metric in METRICS}
+    assert nvml.processes(stranger) is None
+    assert nvml.find("GPU-x") is None
+    nvml.close()
+    nvml.close()
+
+
+INSTANCES = tuple(Gpu(0, f"MIG-0000{name}-1111", "cut", mig_name=f"MIG-GPU-c3/{n}/0") for n, name in enumerate("ab"))
+BIG, SMALL, CUT = Gpu(0, "GPU-2080aaaa", "x"), Gpu(1, "GPU-3070bbbb", "x"), Gpu(2, "GPU-c3", "x", instances=INSTANCES)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (None, (BIG, SMALL, CUT)),
+        ("0", (BIG,)),
+        ("1,0", (SMALL, BIG)),
+        (" 1 , 0 ", (SMALL, BIG)),
+        ("1abc", (SMALL,)),
+        ("", ()),
+        ("-1", ()),
+        ("0,-1,1", (BIG,)),
+        ("0,9,1", (BIG,)),
+        ("NoDevFiles", ()),
+        ("0,0", ()),
+        ("GPU-3070bbbb", (SMALL,)),
+        ("GPU-30,GPU-2080aaaa", (SMALL, BIG)),
+        ("GPU-", ()),
+        ("GPU-30,1", (SMALL,)),
+        ("GPU-none,GPU-30", ()),
+        ("MIG-0000b", (INSTANCES[1],)),
+        ("MIG-0000", ()),
+        ("MIG-GPU-c3/0/0", (INSTANCES[0],)),
+        ("MIG-GPU-c3/0/0,MIG-0000b", INSTANCES),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(wanted: str | None, expected: tuple[Gpu, ...]) -> None:
+    environ = {} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}
+
+    assert visible((BIG, SMALL, CUT), environ).gpus == expected
+
+
+def test_an_index_between_unlike_gpus_is_said_to_be_a_guess() -> None:
+    pair = (Gpu(0, "GPU-2080", "2080 Ti"), Gpu(1, "GPU-3070", "3070"))
+
+    assert "CUDA_DEVICE_ORDER" in visible(pair, {"CUDA_VISIBLE_DEVICES": "0"}).note
+    assert visible(pair, {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).note == ""
+    assert visible(pair, {"CUDA_VISIBLE_DEVICES": "GPU-2"}).note == ""
+    assert visible(pair[:1], {"CUDA_VISIBLE_DEVICES": "0"}).note == ""
+
+
+def test_an_entry_that_names_no_gpu_is_pointed_out() -> None:
+    assert "'9' names no single GPU" in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,9"}).note
+    assert "twice" in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,0"}).note
+
+
+def test_the_state_is_read_at_every_call(nvml_stub: NvmlStub) -> None:
+    """The stub itself: without this, tests that watch a GPU change would watch nothing."""
+    code = """
+import json, os, pathlib
+from runner.observe.nvml import open_nvml
+nvml = open_nvml()
+before = nvml.read(nvml.gpus[0])["util_percent"]
+state = pathlib.Path(os.environ["NVML_STUB"])
+state.write_text(state.read_text().replace("0.util=85", "0.util=7"))
+print(json.dumps([before, nvml.read(nvml.gpus[0])["util_percent"]]))
+"""
+    assert nvml_stub.run(code, T4) == [85, 7]
+
+
+def test_many_processes_are_all_listed(nvml_stub: NvmlStub) -> None:
+    many = ",".join(f"{pid}:1" for pid in range(1, 41))
+    seen = nvml_stub.run(LOOK, T4 | gpu(0, processes=many))
+
+    assert [pid for pid, _ in seen["processes"][0]] == list(range(1, 41))
+
+
+def test_looking_at_gpus_does_not_import_torch() -> None:
+    code = "import sys, runner.observe.nvml as door; door.open_nvml(); assert 'torch' not in sys.modules"
+
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
