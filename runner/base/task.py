@@ -103,14 +103,14 @@ class Task:
         """Return the repeated blocks of the model: units of checkpointing and of regional compilation."""
         return [layer for child in self.model.children() if isinstance(child, nn.ModuleList) for layer in child]
 
-    def predict(self, model: nn.Module, options: Mapping[str, Any], generator: torch.Generator) -> Iterator[Prediction]:
+    def predict(self, model: nn.Module, generator: torch.Generator, /, **options: Any) -> Iterator[Prediction]:
         """Yield predictions with the trained model, in eval mode and without gradients.
 
-        options    the settings under `inference:` (samples, batch_size and those the task adds)
+        Write it as `def predict(self, model, generator, *, samples: int = 3, ...)`: what follows `*` are the keys
+        under `inference` in the configuration, with these types and defaults.
+
         generator  seeded; lives on the model's device; the only source of randomness
         """
-        for _ in ():
-            yield _
         raise NotImplementedError(f"{type(self).__name__} must define predict(...) to be used with `inference`")
 
 

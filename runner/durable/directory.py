@@ -1,0 +1,285 @@
+"""The run directory: its name, its lock, and where each thing in it lies."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import json
+import os
+import re
+import secrets
+import socket
+from datetime import datetime
+from pathlib import Path
+
+from runner.base.errors import (
+    AccelRunError,
+    CannotCreate,
+    ConfigError,
+    Exit,
+    InputMissing,
+    Problem,
+    RunInUse,
+    SecurityRefusal,
+    StorageError,
+)
+from runner.durable import files
+
+LAST = "last"  # in place of a name: the newest run
+
+
+class RunDirectory:
+    """One run's folder. Whoever holds its lock may write all of it, others only what can be made again.
+
+    Made by `create_or_open` (takes the lock), `join` (a rank whose launcher holds the lock) or `find` (reads).
+    """
+
+    def __init__(self, path: Path, *, writable: bool, lock: files.Lock | None = None) -> None:
+        self.path = path
+        self.name = path.name
+        self.writable = writable
+        self._lock = lock
+
+    @classmethod
+    def create_or_open(cls, root: Path, name: str) -> RunDirectory:
+        """The folder `name` in `root` is there and locked, and what a crash left half written in it is swept away.
+
+        Raises ConfigError for a name that is not allowed, SecurityRefusal where the folder is a link, RunInUse where
+        another process holds it, CannotCreate, and AccelRunError with exit code 77 where permission is missing.
+        """
+        _check_name(name)
+        path = root / name
+        try:
+            if files.exists(path) and path.resolve().parent != root.resolve():
+                raise SecurityRefusal(
+                    f"the run directory must lie in {root}, but is a link to {path.resolve()}",
+                    where=f"run={name}",
+                    fix="remove the link, or set output_root to the folder it leads to",
+                )
+            files.make_directory(path)
+            lock = files.Lock(path / ".lock", json.dumps(_note()))
+        except files.Held as held:
+            raise _in_use(name, held.note) from None
+        except StorageError as error:
+            raise _cannot_create(error) from error
+        run = cls(path, writable=True, lock=lock)
+        try:
+            files.sweep(path)
+            files.make_directory(run.checkpoints)
+        except StorageError as error:
+            run.release()
+            raise _cannot_create(error) from error
+        return run
+
+    @classmethod
+    def join(cls, path: Path) -> RunDirectory:
+        """Return the directory for a rank of the run, whose launcher holds the lock and waits for it."""
+        return cls(path, writable=True)
+
+    @classmethod
+    def find(cls, root: Path, run: str = LAST) -> RunDirectory:
+        """Return an existing run for reading: the newest one ("last"), one in `root` by name, or one by its path.
+
+        Raises InputMissing with the names that exist.
+        """
+        known = runs(root)
+        if run == LAST:
+            if not known:
+                raise InputMissing(f"there is no run in {root} yet", where="run=last", fix=_START_ONE)
+            return cls(known[0], writable=False)
+        by_name = (root / run,) if _NAME.fullmatch(run) else ()
+        for path in (*by_name, Path(run).expanduser()):
+            if _is_run(path):
+                return cls(path, writable=False)
+        raise InputMissing(f"there is no run {run!r} in {root}", where=f"run={run}", fix=_offer(run, known))
+
+    def write(self, name: str, data: bytes | str) -> Path:
+        """The file `name`, a path inside this directory, holds `data` and is on disk; returns its path.
+
+        Without the lock only `report.html` and what lies in `predictions`, `plots` and `profile` may be written.
+        Raises StorageError.
+        """
+        parts = name.split("/")
+        assert all(_NAME.fullmatch(part) for part in parts), f"must be a plain path inside the run, but is {name!r}"
+        assert self.writable or parts[0] in _MADE_AGAIN, f"{name} is written by the process that holds the lock"
+        path = self.path.joinpath(*parts)
+        files.make_directory(path.parent)
+        files.atomic_write(path, data)
+        return path
+
+    def release(self) -> None:
+        """Other processes may open the run; a second release does nothing."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def config(self) -> Path:
+        """The composed configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        """What was typed on the command line."""
+        return self.path / "overrides.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """What the program derived, with the reasons."""
+        return self.path / "plan.json"
+
+    @property
+    def environment(self) -> Path:
+        """Hardware and versions."""
+        return self.path / "environment.json"
+
+    @property
+    def run_json(self) -> Path:
+        """Who the run is and how it stands."""
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per reported update; the truth that observers are fed from."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def gpu_csv(self) -> Path:
+        """What the monitor saw of the devices."""
+        return self.path / "gpu.csv"
+
+    @property
+    def events(self) -> Path:
+        """What happened: starts, saves, stops, faults."""
+        return self.path / "events.jsonl"
+
+    @property
+    def console(self) -> Path:
+        """What the terminal showed."""
+        return self.path / "console.log"
+
+    @property
+    def error(self) -> Path:
+        """Why the run ended, where it did not end well."""
+        return self.path / "error.json"
+
+    @property
+    def report(self) -> Path:
+        """The page for people."""
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def predictions(self) -> Path:
+        """The folder of what inference wrote."""
+        return self.path / "predictions"
+
+    @property
+    def plots(self) -> Path:
+        """The folder of pictures."""
+        return self.path / "plots"
+
+    @property
+    def profile(self) -> Path:
+        """The folder of traces."""
+        return self.path / "profile"
+
+
+def default_name(task: str) -> str:
+    """Return a new run name such as `gpt-20260131-142530-ab12`: task, local time, and four random digits."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("._-") or "run"
+    return f"{plain}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def runs(root: Path) -> list[Path]:
+    """Return the runs in `root`, the one that was written to last first."""
+    found = ((_last_written(root / name), root / name) for name in files.names(root))
+    return [path for written, path in sorted(found, reverse=True) if written > 0 or _is_run(path)]
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return path.is_dir() and any((path / name).exists() for name in _SIGNS_OF_A_RUN)
+    except OSError:  # a name too long, or a folder that is not ours to look into
+        return False
+
+
+def _last_written(path: Path) -> float:
+    """Return when run.json or metrics.jsonl in `path` was last written, 0 where neither is there."""
+    written = 0.0
+    for name in ("run.json", "metrics.jsonl"):
+        try:
+            written = max(written, (path / name).stat().st_mtime)
+        except OSError:
+            continue
+    return written
+
+
+def _check_name(name: str) -> None:
+    if name == LAST:
+        what, fix = "the name 'last' stands for the newest run", "choose another name"
+    elif not _NAME.fullmatch(name):
+        what = (
+            f"a run name must be letters, digits, '.', '_' and '-', and begin with a letter or digit, but is {name!r}"
+        )
+        suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-")
+        fix = f"for example run={suggestion}" if suggestion else "for example run=first-try"
+    else:
+        return
+    raise ConfigError(Problem(what, where=f"run={name}", fix=fix))
+
+
+def _note() -> dict[str, object]:
+    started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+
+
+def _in_use(name: str, note: str) -> RunInUse:
+    try:
+        holder = json.loads(note)
+        pid, host, started = int(holder["pid"]), str(holder["host"]), str(holder["started"])
+        who = f"process {pid} on {host} since {started}"
+    except (ValueError, KeyError, TypeError):  # the holder is just about to write it
+        who = "another process"
+    return RunInUse(
+        f"the run directory is in use by {who}",
+        where=f"run={name}",
+        fix="wait for it or stop it, or take another name",
+    )
+
+
+def _cannot_create(error: StorageError) -> AccelRunError:
+    problem = error.problems[0]
+    what = f"the run directory cannot be made: {problem.what}"
+    number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
+    if number in (errno.EACCES, errno.EPERM):
+        denied = AccelRunError(what, where=problem.where, fix="set output_root to a folder that you may write to")
+        denied.exit_code = Exit.PERMISSION
+        return denied
+    return CannotCreate(what, where=problem.where, fix=problem.fix or "set output_root to another folder")
+
+
+def _offer(run: str, known: list[Path]) -> str:
+    if not known:
+        return f"there are no runs yet; {_START_ONE}"
+    names = [path.name for path in known]
+    close = difflib.get_close_matches(run, names, n=1)
+    shown = ", ".join(names[:_NUM_OFFERED]) + (f" and {len(names) - _NUM_OFFERED} more" if names[_NUM_OFFERED:] else "")
+    return (f"did you mean {close[0]}? " if close else "") + f"runs, newest first: {shown}"
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SIGNS_OF_A_RUN = ("run.json", "metrics.jsonl", "config.yaml", "checkpoints")
+_MADE_AGAIN = frozenset({"report.html", "predictions", "plots", "profile"})
+_START_ONE = "start one with: accel-run train"
+_NUM_OFFERED = 10

@@ -1,0 +1,67 @@
+"""Asking a run to stop: the handlers set a flag, nothing else; a second request leaves at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from runner.base.errors import Exit
+
+
+class StopRequest:
+    """While this context is open, SIGINT, SIGTERM and SIGUSR1 ask the run to stop instead of ending the process.
+
+    SIGUSR1 is what SLURM is told to send before the time is up. A second SIGINT or SIGTERM leaves at once with 130,
+    which is safe at any moment: nothing under a final name is ever half written. A warning by SIGUSR1 does not count
+    as the first, since SLURM follows it with SIGTERM while the run is still saving.
+    Only the main thread may open it.
+    """
+
+    def __init__(self) -> None:
+        self._requested: str | None = None
+        self._stops = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> str | None:
+        """The name of the first signal, such as "SIGTERM", or None as long as nobody asked."""
+        return self._requested
+
+    def __enter__(self) -> StopRequest:
+        assert threading.current_thread() is threading.main_thread(), "signals reach the main thread only"
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._put_back(self._previous)
+        self._previous = {}
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self._requested = self._requested or signal.Signals(number).name
+        self._stops += number != signal.SIGUSR1
+        if self._stops > 1:
+            self._leave()
+
+    def _leave(self) -> None:
+        # First the system's own handling: should flushing block on a full pipe, a third signal ends it.
+        self._put_back(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # the signal may have come in the middle of a print
+                stream.flush()
+        with suppress(OSError):
+            os.write(2, b"\nStopped at once, without saving; earlier checkpoints are whole.\n")
+        os._exit(Exit.INTERRUPTED)
+
+    @staticmethod
+    def _put_back(handlers: dict[signal.Signals, Any]) -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
