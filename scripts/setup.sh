@@ -1,0 +1,128 @@
+#!/usr/bin/env bash
+# Make the environment that the other scripts run in; when it is already right, do nothing, in a few milliseconds.
+#
+#   scripts/setup.sh [--quiet] [EXTRA...]      EXTRA: dev, plots, 8bit, bpe, tensorboard
+#   source scripts/setup.sh; set_up [--quiet] [EXTRA...]
+#
+# Gives $root (the checkout) and $venv (the environment). Extras that were installed before stay. Two at once wait for
+# each other; after an interruption the next call begins again, since the stamp is written last.
+#
+#   ACCEL_RUN_VENV     where the environment lies; default: .venv in the checkout
+#   ACCEL_RUN_PYTHON   the Python to make it with; default: the first of python3, python3.12, python3.11 that is >= 3.11
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.." && pwd)
+venv=${ACCEL_RUN_VENV:-$root/.venv}
+[[ $venv == /* ]] || venv=$PWD/$venv
+
+readonly EXIT_USAGE=64 EXIT_SYSTEM=71 # as in runner/base/errors.py
+
+set_up() {
+    local quiet=false
+    if [[ ${1:-} == --quiet ]]; then
+        quiet=true
+        shift
+    fi
+    if _is_ready "$@"; then
+        $quiet || _say "$venv is up to date"
+        return
+    fi
+    _know_extras "$@"
+    mkdir -p -- "$venv"
+    (
+        exec 9>>"$venv/.lock" # opened for writing, because NFS locks nothing else
+        if ! flock --nonblock 9; then
+            _say "another setup is at work in $venv; waiting for it"
+            flock 9
+        fi
+        _is_ready "$@" || _install "$@"
+    )
+}
+
+_install() {
+    local started=$SECONDS python extras
+    extras=$({ sed -n 2p "$venv/.stamp" 2>/dev/null || true; printf '%s\n' "$@"; } | tr ' ' '\n' | sed '/^$/d' | sort -u)
+    rm -f -- "$venv/.stamp"
+    : >"$venv/setup.log"
+
+    if ! "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        python=$(_find_python)
+        _say "making $venv with $("$python" --version)"
+        find "$venv" -mindepth 1 -maxdepth 1 ! -name .lock ! -name setup.log -exec rm -rf -- {} +
+        "$python" -m venv "$venv" >>"$venv/setup.log" 2>&1 || _stop "$python could not make an environment in $venv"
+    fi
+    # torch alone first: the largest download by far, which must not be lost because something small fails after it.
+    _say "installing torch $(sed -n 's/^torch==//p' "$root/scripts/constraints.txt") (the download may be several GB)"
+    _pip_install torch
+    _say "installing accel-run from $root${extras:+ with ${extras//$'\n'/, }}"
+    _pip_install --editable "$root${extras:+[${extras//$'\n'/,}]}"
+
+    printf '%s\n%s\n' "$(_fingerprint)" "${extras//$'\n'/ }" >"$venv/.stamp.new"
+    mv -- "$venv/.stamp.new" "$venv/.stamp"
+    _say "done in $((SECONDS - started)) s"
+}
+
+_is_ready() {
+    local known="" installed="" extra
+    [[ -x $venv/bin/python && -r $venv/.stamp ]] || return 1
+    { read -r known && read -r installed; } <"$venv/.stamp" || return 1
+    [[ $known == "$(_fingerprint)" ]] || return 1
+    for extra in "$@"; do
+        [[ " $installed " == *" $extra "* ]] || return 1
+    done
+}
+
+# The place belongs to it: an environment whose checkout was moved must be installed anew.
+_fingerprint() {
+    { printf '%s\n' "$root" && cat -- "$root/pyproject.toml" "$root/scripts/constraints.txt"; } | sha256sum
+}
+
+# pip only warns about an extra that does not exist.
+_know_extras() {
+    local extra known
+    known=$(awk '/^\[/ { inside = /^\[project\.optional-dependencies\]/ } inside && /^[A-Za-z0-9_-]+ *=/ { print $1 }' \
+        "$root/pyproject.toml")
+    for extra in "$@"; do
+        if [[ $'\n'$known$'\n' != *$'\n'"$extra"$'\n'* ]]; then
+            _say "an extra must be one of ${known//$'\n'/, }, but is $extra"
+            exit $EXIT_USAGE
+        fi
+    done
+}
+
+_find_python() {
+    local candidate candidates=(python3 python3.12 python3.11)
+    [[ -z ${ACCEL_RUN_PYTHON:-} ]] || candidates=("$ACCEL_RUN_PYTHON")
+    for candidate in "${candidates[@]}"; do
+        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+        if ! "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+            _say "$candidate cannot make environments; install its venv module (Debian, Ubuntu: apt install python3-venv)"
+            exit $EXIT_SYSTEM
+        fi
+        printf '%s\n' "$candidate"
+        return
+    done
+    _say "Python 3.11 or newer must be there, but none of these is: ${candidates[*]}"
+    _say "install one, or name it: ACCEL_RUN_PYTHON=/path/to/python3.12"
+    exit $EXIT_SYSTEM
+}
+
+_pip_install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --constraint "$root/scripts/constraints.txt" "$@" >>"$venv/setup.log" 2>&1 || _stop "pip failed"
+}
+
+_stop() {
+    _say "$1; the same command begins again. $venv/setup.log ends with:"
+    tail -n 20 -- "$venv/setup.log" >&2
+    exit $EXIT_SYSTEM
+}
+
+_say() { printf 'setup: %s\n' "$*" >&2; }
+
+if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
+    case ${1:-} in
+    -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;;
+    *) set_up "$@" ;;
+    esac
+fi
