@@ -1,0 +1,104 @@
+"""A wheel carries everything, and runs from an empty folder without the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the sdist, and the wheel that was built from the sdist alone."""
+    folder = tmp_path_factory.mktemp("built")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a fresh environment with the wheel in it, and nothing of the checkout."""
+    environment = tmp_path_factory.mktemp("fresh") / "environment"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=environment)
+    # torch and the others are borrowed from the environment of the tests. A folder named by a .pth file has its own
+    # .pth files ignored, so the checkout, which an editable install names in one, stays out.
+    schemes = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (fresh,) = environment.glob("lib/python*/site-packages")
+    (fresh / "borrowed.pth").write_text("".join(f"{path}\n" for path in sorted(schemes)))
+    return environment
+
+
+def test_the_wheel_holds_every_config_task_and_module_of_the_checkout(wheel: Path) -> None:
+    expected = {
+        *(f"runner/{path}" for path in files("conf", "*.yaml")),
+        *(f"runner/{path}" for path in files("tasks", "*.py")),
+        *files("runner", "*.py"),
+    }
+    assert "runner/conf/config.yaml" in expected
+    assert any(path.startswith("runner/tasks/") for path in expected)
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert expected <= names, f"missing in the wheel: {sorted(expected - names)}"
+
+
+def test_the_wheel_holds_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"runner", "accel_run"}
+    assert not [name for name in names if "test_" in name or "__pycache__" in name]
+    assert len(names) == len(set(names))
+
+
+def test_the_sdist_holds_what_a_clone_needs_to_check_itself(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    expected = {"pyproject.toml", ".ci/run", *files("scripts", "*"), *files("tests", "*.py"), *files("conf", "*.yaml")}
+    assert expected <= names, f"missing in the sdist: {sorted(expected - names)}"
+
+
+def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) -> None:
+    code = "import runner, sys; print(runner.__file__, *runner.__path__, *sys.path, sep='\\n')"
+    where, package, *search_path = run(installed / "bin" / "python", "-c", code, cwd=tmp_path).splitlines()
+    assert Path(where).is_relative_to(installed)
+    assert Path(where).parent == Path(package)
+    assert str(ROOT) not in search_path
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["plan"]])
+def test_the_console_script_works_in_an_empty_folder(installed: Path, tmp_path: Path, argv: list[str]) -> None:
+    assert run(installed / "bin" / "accel-run", *argv, cwd=tmp_path).strip()
+
+
+def test_the_module_works_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    assert run(installed / "bin" / "python", "-m", "runner", "--help", cwd=tmp_path).strip()
+
+
+def files(folder: str, pattern: str) -> set[str]:
+    """Return the files of the checkout below `folder`, relative to it."""
+    found = (path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern) if path.is_file())
+    return {path.as_posix() for path in found if "__pycache__" not in path.parts}
+
+
+def run(*argv: str | Path, cwd: Path) -> str:
+    """Return what the command printed; fail with all of its output when it fails."""
+    # PYTHONPATH and its like could lead back to the checkout.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, f"{argv} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
