@@ -196,15 +196,12 @@ def export_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any
     numbers: dict[str, float] = {}
     seen: set[int] = set()
     for place in _places(optimizer):
-        for key, value in optimizer.state.get(place.parameter, {}).items():
-            name = place.name
-            if not isinstance(value, Tensor):
-                numbers[f"{name}.{key}"] = value
-                continue
-            for suffix, part in _parts(value):
-                # bitsandbytes shares one table among all parameters; files want each tensor to have its own memory
-                tensors[f"{name}.{key}{suffix}"] = part.detach().clone() if id(part) in seen else part.detach()
-                seen.add(id(part))
+        state = optimizer.state.get(place.parameter, {})
+        numbers |= {f"{place.name}.{key}": value for key, value in state.items() if not isinstance(value, Tensor)}
+        for key, part in _flat(state):
+            # bitsandbytes shares one table among all parameters; files want each tensor to have its own memory
+            tensors[f"{place.name}.{key}"] = part.detach().clone() if id(part) in seen else part.detach()
+            seen.add(id(part))
     return tensors, {"optimizer": _kind(optimizer), "numbers": numbers}
 
 
@@ -224,10 +221,10 @@ def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapp
     numbers: Mapping[str, float] = rest["numbers"]
     unused = {*tensors, *numbers}
     problems: list[str] = []
-    restored: dict[nn.Parameter, dict[str, Any]] = {}
+    restored: dict[Tensor, dict[str, Any]] = {}
     for place in _places(optimizer):
         state = _NEW_STATES[_kind(optimizer)](optimizer, place)
-        parts = {f"{place.name}.{key}{suffix}": part for key, suffix, part in _flat(state)}
+        parts = {f"{place.name}.{key}": part for key, part in _flat(state)}
         counts = {f"{place.name}.{key}": key for key, value in state.items() if not isinstance(value, Tensor)}
         if unused.isdisjoint({*parts, *counts}):
             continue
@@ -381,13 +378,13 @@ class _Place(NamedTuple):
     parameter: nn.Parameter
     group: Mapping[str, Any]
     group_index: int
-    index: int
+    position: int
 
 
 def _places(optimizer: Optimizer) -> Iterator[_Place]:
     for group_index, group in enumerate(optimizer.param_groups):
-        for index, (name, parameter) in enumerate(zip(group["names"], group["params"], strict=True)):
-            yield _Place(name, parameter, group, group_index, index)
+        for position, (name, parameter) in enumerate(zip(group["names"], group["params"], strict=True)):
+            yield _Place(name, parameter, group, group_index, position)
 
 
 def _kind(optimizer: Optimizer) -> str:
@@ -401,15 +398,15 @@ def _parts(tensor: Tensor, *, into_shards: bool = False) -> Iterator[tuple[str, 
         yield "", tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        for suffix, part in _parts(getattr(tensor, name), into_shards=into_shards):
-            yield f".{name}{suffix}", part
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):  # a DTensor lists its mesh too
+            yield from ((f".{name}{suffix}", part) for suffix, part in _parts(inner, into_shards=into_shards))
 
 
-def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
+def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for key, value in state.items():
         if isinstance(value, Tensor):
-            for suffix, part in _parts(value):
-                yield key, suffix, part
+            yield from ((f"{key}{suffix}", part) for suffix, part in _parts(value))
 
 
 def _differences(name: str, part: Tensor, saved: Tensor | None) -> list[str]:
@@ -466,7 +463,7 @@ def _new_sgd_state(optimizer: Optimizer, place: _Place) -> dict[str, Any]:
 
 def _new_bitsandbytes_state(optimizer: Any, place: _Place) -> dict[str, Any]:
     kept = optimizer.state.pop(place.parameter, None)
-    optimizer.init_state(place.group, place.parameter, place.group_index, place.index)
+    optimizer.init_state(place.group, place.parameter, place.group_index, place.position)
     state: dict[str, Any] = optimizer.state.pop(place.parameter)
     if kept is not None:
         optimizer.state[place.parameter] = kept

@@ -28,9 +28,14 @@ class Sink(Protocol):
 
     opened: dict[str, Any]
 
-    def log(self, row: Row) -> None: ...
+    def log(self, row: Row) -> None:
+        """Take one row."""
 
-    def finish(self, exit_code: int) -> None: ...
+    def finish(self, exit_code: int) -> None:
+        """Bring all rows where they belong."""
+
+    def close(self) -> None:
+        """End what was started besides."""
 
 
 class Wandb:
@@ -87,6 +92,9 @@ class Wandb:
     def finish(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
 
+    def close(self) -> None:
+        importlib.import_module("wandb").teardown()  # its service, waited for, so that no zombie stays in a container
+
 
 class TensorBoard:
     """Event files in `run_dir`/tensorboard, written without TensorFlow and without torch."""
@@ -119,6 +127,9 @@ class TensorBoard:
     def finish(self, exit_code: int) -> None:
         self._writer.close()
 
+    def close(self) -> None:
+        pass
+
 
 class RunGone(Exception):
     """Nobody is at the other end of the line."""
@@ -144,6 +155,7 @@ def serve(line: socket.socket) -> None:
                 if "finish" in order:
                     sink.finish(order["finish"])
                     answer(finished=True)
+                    sink.close()
                     return
                 for row in order["rows"]:
                     sink.log(row)

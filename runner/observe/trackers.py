@@ -189,6 +189,7 @@ class BackgroundTracker(Tracker):
                 return False
             try:
                 process.ask({"finish": self._exit_code}, math.inf, lambda: self._ends_at)
+                process.let_end()
             except Failed:
                 self._note += attempt.unsent(opened["folder"])
         return True
@@ -268,6 +269,11 @@ class Process:
         self.kill()
         self._process.wait()
         self._line.close()
+
+    def let_end(self) -> None:
+        """Give the process, which has nothing more to do, a moment to end by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
 
     def kill(self) -> None:
         """End the process and its group; wandb's own service sees that its parent is gone and ends within a second."""

@@ -1,0 +1,123 @@
+"""From a plan to the objects of a run: world, task, model, and the verbs of every axis."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from runner.axes.attention import ATTENTIONS
+from runner.axes.backend import BACKENDS
+from runner.axes.compile import COMPILES
+from runner.axes.dataloader import DATALOADERS, Fetcher, Loader
+from runner.axes.memory import MEMORIES, allocator_environment
+from runner.axes.parallelism import PARALLELISMS, Parallel
+from runner.axes.precision import PRECISIONS, Precision
+from runner.axes.prefetch import PREFETCHES, Prefetch
+from runner.base.choice import make
+from runner.base.configuration import Choice, task_source
+from runner.base.errors import DataError
+from runner.base.task import Task
+from runner.base.world import World
+from runner.engine.tasks import explained, load_task
+from runner.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What training and inference have in common.
+
+    bare   the task's model on the device; its names are those of the checkpoint
+    model  what forward passes go through: the same, or wrapped by the parallel strategy
+    notes  what the axes did, for the start report
+    """
+
+    plan: Plan
+    world: World
+    task: Task
+    source: Path
+    bare: nn.Module
+    model: nn.Module
+    precision: Precision
+    parallel: Parallel
+    prefetch: Prefetch
+    notes: tuple[str, ...]
+
+    def fetcher(self, split: str) -> Fetcher:
+        """Return the samples of a split. Raises DataError where there are none."""
+        with explained(self.source, f'dataset("{split}")'):
+            dataset = self.task.dataset(split)
+        limit = self.plan.settings.data.train_samples if split == "train" else None
+        bad = str(self.plan.choices["dataloader"].options["bad_samples"])
+        fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit)
+        if not len(fetcher):
+            raise DataError(f"the data set of split {split} is empty", where=str(self.plan.settings.data.path or self.source))
+        return fetcher
+
+    def loader(self, fetcher: Fetcher) -> Loader:
+        """Return what reads the samples, as the dataloader axis says."""
+        choice = self.plan.choices["dataloader"]
+        return make(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
+
+
+def assemble(plan: Plan, stack: ExitStack) -> Parts:
+    """Build everything a run needs; global switches of torch are put back when `stack` closes."""
+    choices = plan.choices
+    memory = choices["memory"]
+    if memory.options.get("allocator"):  # read when CUDA starts, so it must be there before
+        os.environ.update(allocator_environment(memory.options["allocator"]))
+    world = World(torch.device(plan.device))
+    stack.enter_context(_made(BACKENDS, choices["backend"]))
+    stack.enter_context(_made(ATTENTIONS, choices["attention"]).context())
+    seed_everything(plan.settings.seed)
+    task = load_task(plan)
+    source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
+    bare = task.model.to(world.device)
+    blocks = list(task.blocks())
+    notes = list(_made(MEMORIES, memory, bare, blocks, world.device).lines)
+    precision = _made(PRECISIONS, choices["precision"], world, bare)
+    stack.enter_context(precision.flags)
+    notes += _made(COMPILES, choices["compile"], bare, blocks, world.device)
+    parallel = _made(PARALLELISMS, choices["parallelism"], world)
+    prefetch = _made(PREFETCHES, choices["prefetch"], world.device)
+    return Parts(plan, world, task, source, bare, parallel.wrap(bare), precision, parallel, prefetch, tuple(notes))
+
+
+def seed_everything(seed: int) -> None:
+    """Set torch's, numpy's and Python's generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is what a user's task may draw from
+    random.seed(seed)
+
+
+def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the state of every global generator: tensors, and JSON-able rest."""
+    tensors = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    version, internal, gauss = random.getstate()
+    return tensors, {"numpy": [name, keys.tolist(), *rest], "python": [version, list(internal), gauss]}  # type: ignore[union-attr]
+
+
+def restore_random_state(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `random_state` returned."""
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["cuda"], device)
+    name, keys, *numbers = rest["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *numbers))  # noqa: NPY002
+    version, internal, gauss = rest["python"]
+    random.setstate((version, tuple(internal), gauss))
+
+
+def _made(table: Mapping[str, Any], choice: Choice, *given: Any) -> Any:
+    return make(table, choice.function, *given, **choice.options)
