@@ -1,0 +1,437 @@
+"""The update rule does not depend on the kernel, and its state survives a checkpoint bit for bit."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from runner.axes.optimizer import (
+    OPTIMIZERS,
+    adam,
+    adamw,
+    adamw8bit,
+    expected_state_bytes,
+    export_state,
+    import_state,
+    set_learning_rate,
+    sgd,
+    state_bytes,
+)
+from runner.base.errors import ConfigError, IncompatibleResume
+
+Make = Callable[[nn.Module], Optimizer]
+
+
+def made(function: Callable[..., Optimizer], **options: Any) -> Make:
+    return lambda model: function(list(model.named_parameters()), **options)
+
+
+EVERY_RULE = {
+    "adamw fused": made(adamw, kernel="fused"),
+    "adamw foreach": made(adamw, kernel="foreach"),
+    "adamw for-loop": made(adamw, kernel="for-loop"),
+    "adam": made(adam, lr_scales={"0": 0.5}),
+    "sgd": made(sgd),
+    "sgd nesterov for-loop": made(sgd, nesterov=True, kernel="for-loop"),
+    "sgd without momentum": made(sgd, momentum=0.0),
+}
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+
+def train(model: nn.Module, optimizer: Optimizer, updates: range) -> None:
+    """Take updates whose gradients depend on their number, so that continuing is comparable."""
+    size = next(model.parameters()).shape[1]
+    for update in updates:
+        generator = torch.Generator().manual_seed(update)
+        batch = torch.randn(5, size, generator=generator).to(next(model.parameters()).dtype)
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    return max(float((a - b).detach().abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+# Groups
+
+
+def test_parameters_of_fewer_than_two_dimensions_do_not_decay_unless_asked() -> None:
+    model = network()
+    decay = {
+        name: group["weight_decay"]
+        for group in made(adamw, weight_decay=0.3)(model).param_groups
+        for name in group["names"]
+    }
+    assert decay == {name: 0.3 if p.dim() >= 2 else 0.0 for name, p in model.named_parameters()}
+    assert [g["weight_decay"] for g in made(adamw, weight_decay=0.3, decay_1d=True)(model).param_groups] == [0.3]
+
+
+@pytest.mark.parametrize("option", [name for name in OPTIMIZERS if name != "adamw8bit"])
+def test_every_group_names_its_parameters_in_order(option: str) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[option](list(model.named_parameters()), lr_scales={"3": 0.1})
+    named = dict(model.named_parameters())
+    seen = []
+    for group in optimizer.param_groups:
+        assert [named[name] is parameter for name, parameter in zip(group["names"], group["params"], strict=True)]
+        seen += group["names"]
+    assert sorted(seen) == sorted(named)
+
+
+def test_the_longest_matching_name_gives_the_factor_and_whole_words_match() -> None:
+    model = nn.ModuleDict({f"b{i}": nn.Linear(2, 2) for i in (1, 10)})
+    optimizer = made(adamw, lr=1.0, lr_scales={"b1": 0.5, "b1.bias": 0.0})(model)
+    scales = {name: group["lr_scale"] for group in optimizer.param_groups for name in group["names"]}
+    assert scales == {"b1.weight": 0.5, "b1.bias": 0.0, "b10.weight": 1.0, "b10.bias": 1.0}
+    assert all(group["lr"] == group["base_lr"] * group["lr_scale"] for group in optimizer.param_groups)
+
+
+def test_a_name_that_matches_nothing_is_an_error_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="did you mean"):
+        made(sgd, lr_scales={"heads": 0.1})(nn.ModuleDict({"head": nn.Linear(2, 2)}))
+
+
+def test_nothing_to_train_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="frozen"):
+        adamw([])
+
+
+def test_the_learning_rate_is_base_times_factor_times_scale() -> None:
+    optimizer = made(sgd, lr=0.2, lr_scales={"0": 0.1})(network())
+    assert set_learning_rate(optimizer, 0.5) == pytest.approx(0.1)
+    assert {group["lr_scale"]: group["lr"] for group in optimizer.param_groups} == {
+        0.1: pytest.approx(0.01),
+        1.0: pytest.approx(0.1),
+    }
+    assert set_learning_rate(optimizer, 1.0) == 0.2, "the factor does not accumulate"
+
+
+def test_a_learning_rate_held_as_a_tensor_stays_that_tensor() -> None:
+    optimizer = made(sgd, lr=0.2)(network())
+    rate = torch.tensor(0.2)
+    optimizer.param_groups[0]["lr"] = rate
+    set_learning_rate(optimizer, 0.5)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == pytest.approx(0.1)
+
+
+# Kernels
+
+
+@pytest.mark.parametrize("rule", [adamw, adam, sgd])
+def test_the_kernel_does_not_change_the_update(rule: Callable[..., Optimizer]) -> None:
+    models = {}
+    for kernel in ("fused", "foreach", "for-loop"):
+        models[kernel] = network(torch.float64)
+        train(models[kernel], made(rule, weight_decay=0.01, kernel=kernel)(models[kernel]), range(10))
+    # The kernels order the same float64 operations differently: a few units in the last place per update.
+    assert largest_difference(models["fused"], models["for-loop"]) < 1e-13
+    assert largest_difference(models["foreach"], models["for-loop"]) < 1e-13
+    assert largest_difference(models["fused"], network(torch.float64)) > 1e-3
+
+
+def test_the_rule_is_torchs_own() -> None:
+    ours, theirs = network(torch.float64), network(torch.float64)
+    train(ours, made(adamw, weight_decay=0.1, decay_1d=True, kernel="for-loop")(ours), range(5))
+    reference = torch.optim.AdamW(
+        theirs.parameters(), lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False
+    )
+    train(theirs, reference, range(5))
+    assert largest_difference(ours, theirs) == 0.0
+
+
+def test_auto_takes_one_kernel_and_never_two() -> None:
+    group = made(adamw)(network()).param_groups[0]
+    assert (group["fused"], group["foreach"]) == (True, False)
+    complex_model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))})
+    group = made(adamw)(complex_model).param_groups[0]
+    assert (group["fused"], group["foreach"]) == (False, True)
+
+
+def test_a_fused_kernel_that_cannot_work_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="w is complex64"):
+        made(adamw, kernel="fused")(nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}))
+    with pytest.raises(ConfigError, match="weight is on meta"):
+        made(adamw, kernel="fused")(nn.Linear(2, 2, device="meta"))
+
+
+def test_nesterov_without_momentum_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nesterov"):
+        made(sgd, momentum=0.0, nesterov=True)(network())
+
+
+# State
+
+
+def through_a_file(optimizer: Optimizer) -> tuple[dict[str, Tensor], Any]:
+    """Return the exported state as a checkpoint would give it back: contiguous copies, and JSON."""
+    tensors, rest = export_state(optimizer)
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, json.loads(
+        json.dumps(rest)
+    )
+
+
+def assert_resuming_changes_nothing(make: Make, model: nn.Module, updates: int = 3) -> None:
+    straight = model
+    optimizer = make(straight)
+    train(straight, optimizer, range(updates))
+    resumed = deepcopy(straight)
+    other = make(resumed)
+    import_state(other, *through_a_file(optimizer))
+    before, after = export_state(optimizer), export_state(other)
+    assert before[1] == after[1]
+    assert before[0].keys() == after[0].keys()
+    for name, tensor in before[0].items():
+        assert tensor.dtype == after[0][name].dtype, name
+        assert tensor.device == after[0][name].device, name
+        assert torch.equal(tensor, after[0][name]), name
+    train(straight, optimizer, range(updates, updates + 5))
+    train(resumed, other, range(updates, updates + 5))
+    assert largest_difference(straight, resumed) == 0.0
+
+
+@pytest.mark.parametrize("updates", [0, 3])
+@pytest.mark.parametrize("rule", EVERY_RULE)
+def test_the_state_survives_a_checkpoint_bit_for_bit(rule: str, updates: int) -> None:
+    assert_resuming_changes_nothing(EVERY_RULE[rule], network(), updates)
+
+
+def test_a_bfloat16_state_survives_bit_for_bit() -> None:
+    assert_resuming_changes_nothing(made(adamw), network(torch.bfloat16))
+
+
+def test_before_the_first_update_there_is_no_state_and_that_is_restored_too() -> None:
+    model = network()
+    fresh = export_state(made(adamw)(model))
+    assert fresh[0] == {}
+    optimizer = made(adamw)(model)
+    train(model, optimizer, range(2))
+    import_state(optimizer, *fresh)
+    assert not optimizer.state
+
+
+def test_a_parameter_that_was_never_updated_has_no_state() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = made(adamw)(model)
+    train(model, optimizer, range(2))
+    tensors, rest = export_state(optimizer)
+    assert not any(name.startswith("0.") for name in tensors)
+    other = made(adamw)(model)
+    import_state(other, tensors, rest)
+    assert len(other.state) == len(optimizer.state) == 4
+
+
+def test_a_checkpoint_may_be_resumed_with_another_kernel() -> None:
+    model = network()
+    optimizer = made(adamw, kernel="fused")(model)
+    train(model, optimizer, range(3))
+    resumed = deepcopy(model)
+    other = made(adamw, kernel="for-loop")(resumed)
+    import_state(other, *through_a_file(optimizer))
+    train(model, optimizer, range(3, 8))
+    train(resumed, other, range(3, 8))
+    assert largest_difference(model, resumed) < 1e-6  # float32, operations in another order
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
+def test_a_checkpoint_may_be_resumed_in_another_memory_layout(kernel: str) -> None:
+    """Fused kernels walk raw memory: a state laid out unlike its parameter gives wrong numbers without a word."""
+    straight = nn.Conv2d(3, 8, 3)
+    make = made(adamw, lr=0.1, kernel=kernel)
+    optimizer = make(straight)
+
+    def step(model: nn.Module, optimizer: Optimizer, update: int) -> None:
+        model(torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(update))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(straight, optimizer, 0)
+    resumed = deepcopy(straight).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    other = make(resumed)
+    import_state(other, *through_a_file(optimizer))
+    assert other.state[resumed.weight]["exp_avg"].stride() == resumed.weight.stride()
+    assert resumed.weight.stride() != straight.weight.stride()
+    step(straight, optimizer, 1)
+    step(resumed, other, 1)
+    # The convolution itself sums in another order in another layout; a misread state would differ by about 0.1.
+    assert largest_difference(straight, resumed) < 1e-3
+
+
+def damaged(change: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    name = "0.weight.exp_avg"
+    match change:
+        case "missing":
+            del tensors[name]
+        case "unknown":
+            tensors["9.weight.exp_avg"] = tensors[name]
+        case "shape":
+            tensors[name] = tensors[name].T
+        case "dtype":
+            tensors[name] = tensors[name].double()
+        case "optimizer":
+            rest["optimizer"] = "torch.SGD"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("missing", "0.weight.exp_avg is missing"),
+        ("unknown", "9.weight.exp_avg belongs to no parameter"),
+        ("shape", r"must be \(8, 6\), but is \(6, 8\)"),
+        ("dtype", "must be float32, but is float64"),
+        ("optimizer", "torch.SGD, but this run's is torch.AdamW"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change: str, words: str) -> None:
+    model = network()
+    optimizer = made(adamw)(model)
+    train(model, optimizer, range(2))
+    tensors, rest = through_a_file(optimizer)
+    other = made(adamw)(network())
+    train(network(), other, range(0))
+    damaged(change, tensors, rest)
+    with pytest.raises(IncompatibleResume, match=words):
+        import_state(other, tensors, rest)
+    assert not other.state
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_parameter_takes_a_whole_state() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = made(adamw)(model)
+    train(model, optimizer, range(2))
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = nn.ParameterDict({"weight": nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))})
+    other = made(adamw)(sharded)
+    import_state(other, *through_a_file(optimizer))
+    mean = other.state[sharded["weight"]]["exp_avg"]
+    assert isinstance(mean, DTensor)
+    assert torch.equal(mean.full_tensor(), optimizer.state[model.weight]["exp_avg"])
+    assert state_bytes(other) == state_bytes(optimizer)
+    tensors, rest = export_state(other)
+    assert isinstance(tensors["weight.exp_avg"], DTensor)
+    import_state(other, tensors, rest)
+
+
+@pytest.mark.parametrize("rule", EVERY_RULE)
+def test_state_bytes_are_those_expected_in_full_precision(rule: str) -> None:
+    model = network()
+    optimizer = EVERY_RULE[rule](model)
+    assert state_bytes(optimizer) == 0
+    train(model, optimizer, range(1))
+    assert state_bytes(optimizer) == expected_state_bytes(optimizer)
+
+
+# 8 bits
+
+ABSENT = {
+    library: pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"{library} is not installed")
+    for library in ("bitsandbytes", "torchao")
+}
+
+
+def wide() -> nn.Sequential:
+    """Return a model with one weight above the 4096 values from which states are kept in 8 bits."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 2))
+
+
+@ABSENT["bitsandbytes"]
+@pytest.mark.parametrize("updates", [0, 3])
+def test_bitsandbytes_states_survive_a_checkpoint_bit_for_bit(updates: int) -> None:
+    assert_resuming_changes_nothing(made(adamw8bit, library="bitsandbytes"), wide(), updates)
+
+
+@ABSENT["bitsandbytes"]
+def test_eight_bits_take_about_a_quarter_and_follow_the_full_precision_update() -> None:
+    model, reference = wide(), wide()
+    optimizer = made(adamw8bit, lr=1e-3, library="bitsandbytes")(model)
+    train(model, optimizer, range(10))
+    train(reference, made(adamw, lr=1e-3)(reference), range(10))
+    # 6144 of 6434 values in 8 bits, one float per 256 of them, two tables of 256 floats
+    assert 0.25 < state_bytes(optimizer) / expected_state_bytes(optimizer) < 0.35
+    # A value moves by up to lr per update; 8 bits keep it on the way.
+    assert 0.0 < largest_difference(model, reference) < 10 * 1e-3 / 2
+
+
+@ABSENT["bitsandbytes"]
+def test_each_exported_tensor_has_its_own_memory() -> None:
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    optimizer = made(adamw8bit, library="bitsandbytes")(model)
+    train(model, optimizer, range(1))
+    tensors = export_state(optimizer)[0]
+    assert len({tensor.data_ptr() for tensor in tensors.values()}) == len(tensors)
+
+
+@ABSENT["bitsandbytes"]
+def test_bitsandbytes_says_that_it_undoes_channels_last() -> None:
+    model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with pytest.warns(UserWarning, match="channels_last is undone for 1"):
+        made(adamw8bit, library="bitsandbytes")(model)
+    assert model.weight.is_contiguous()
+
+
+@ABSENT["torchao"]
+def test_torchao_states_survive_a_checkpoint_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it takes 38 s, and the state is the same
+    assert_resuming_changes_nothing(made(adamw8bit, library="torchao"), wide())
+
+
+def without(*missing: str) -> Callable[[str], Any]:
+    def load(name: str) -> Any:
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+        raise OSError("libcudart.so.99: cannot open shared object file\nlong story")
+
+    return load
+
+
+def test_without_a_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib, "import_module", without("bitsandbytes", "torchao"))
+    with pytest.raises(ConfigError, match=r"not installed.*not installed(.|\n)*pip install bitsandbytes"):
+        made(adamw8bit)(network())
+    with pytest.raises(ConfigError, match="pip install torchao"):
+        made(adamw8bit, library="torchao")(network())
+
+
+def test_a_library_that_does_not_load_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib, "import_module", without("torchao"))
+    with pytest.raises(ConfigError, match=r"bitsandbytes: libcudart.so.99: cannot open shared object file;"):
+        made(adamw8bit)(network())
+
+
+def test_an_old_bitsandbytes_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        __version__ = "0.45.5"
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", Old)
+    with pytest.raises(ConfigError, match=r"0\.50 or newer"):
+        made(adamw8bit, library="bitsandbytes")(network())
