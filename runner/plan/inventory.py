@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from runner.base.errors import ConfigError, Problem
-from runner.observe.nvml import Gpu, Nvml, bare_uuid, everything, open_nvml, visible
+from runner.observe.nvml import Gpu, Nvml, everything, open_nvml, visible
 
 GIB = 2**30
 Kind = Literal["cuda", "mps", "cpu"]
@@ -221,7 +221,7 @@ def ask_torch() -> TorchView:
     """Return what torch sees; its warnings and errors about CUDA become `complaint`."""
     import torch  # here, not above: a plan read from a file must not cost torch's import
 
-    cuda = torch.cuda
+    cuda, cudnn = torch.cuda, cast("Any", torch.backends.cudnn)
     devices: list[TorchDevice] = []
     complaints: list[str] = []
     rocm = torch.version.hip is not None
@@ -240,7 +240,7 @@ def ask_torch() -> TorchView:
     return TorchView(
         version=torch.__version__,
         cuda_version=torch.version.cuda,
-        cudnn_version=torch.backends.cudnn.version() if devices else None,
+        cudnn_version=cudnn.version() if torch.version.cuda else None,
         rocm=rocm,
         architectures=tuple(cuda.get_arch_list()) if devices else (),
         devices=tuple(devices),
@@ -254,45 +254,15 @@ def match_devices(
     nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]
 ) -> tuple[tuple[Device, ...], tuple[str, ...]]:
     """Return torch's devices joined with NVML's by UUID, then NVML's that torch cannot use; and notes."""
-    found = []
-    seen: set[Gpu] = set()
-    for index, known in enumerate(torch_view.devices):
-        gpu = nvml.find(known.uuid) if bare_uuid(known.uuid) else None
-        if gpu is not None:
-            seen |= {gpu, *(parent for parent in nvml.gpus if gpu in parent.instances)}
-        why_not = _lacks_kernels(known, torch_view)
-        uuid = gpu.uuid if gpu else f"GPU-{known.uuid}" if known.uuid else ""
-        found.append(
-            Device(
-                kind="cuda",
-                index=index,
-                name=known.name,
-                uuid=uuid,
-                memory_bytes=known.memory_bytes,
-                free_bytes=_free_bytes(nvml, gpu),
-                capability=known.capability,
-                usable=not why_not,
-                why_not=why_not,
-            )
-        )
-    if torch_view.mps_bytes is not None:
-        found.append(Device("mps", 0, "Apple GPU", memory_bytes=torch_view.mps_bytes))
-    for gpu in nvml.gpus:
-        if gpu not in seen:
-            found.append(
-                Device(
-                    kind="cuda",
-                    index=gpu.index,
-                    name=gpu.name,
-                    uuid=gpu.uuid,
-                    memory_bytes=gpu.memory_bytes or 0,
-                    free_bytes=_free_bytes(nvml, gpu),
-                    capability=gpu.capability,
-                    usable=False,
-                    why_not=_why_unseen(gpu, nvml, torch_view, environ),
-                )
-            )
-    return tuple(found), tuple(_device_notes(nvml, torch_view, environ))
+    pairs = [(known, nvml.find(known.uuid) if known.uuid else None) for known in torch_view.devices]
+    matched = {gpu for _, gpu in pairs}
+    metal = [] if torch_view.mps_bytes is None else [Device("mps", 0, "Apple GPU", memory_bytes=torch_view.mps_bytes)]
+    devices = (
+        *(_seen(index, known, gpu, nvml, torch_view) for index, (known, gpu) in enumerate(pairs)),
+        *metal,
+        *(_unseen(gpu, nvml, torch_view, environ) for gpu in nvml.gpus if matched.isdisjoint(everything([gpu]))),
+    )
+    return devices, tuple(_device_notes(nvml, torch_view, environ))
 
 
 def read_cpu(capability: str = "", *, root: Path = Path("/")) -> tuple[Cpu, tuple[str, ...]]:
@@ -333,6 +303,35 @@ def cgroup_limits(root: Path = Path("/")) -> tuple[float | None, int | None]:
 
 
 # ---------------------------------------------------------------- GPUs
+
+
+def _seen(index: int, known: TorchDevice, gpu: Gpu | None, nvml: Nvml, torch_view: TorchView) -> Device:
+    why_not = _lacks_kernels(known, torch_view)
+    return Device(
+        kind="cuda",
+        index=index,
+        name=known.name,
+        uuid=gpu.uuid if gpu else f"GPU-{known.uuid}" if known.uuid else "",
+        memory_bytes=known.memory_bytes,  # what can be allocated: a little less than NVML's, which counts ECC and driver
+        free_bytes=_free_bytes(nvml, gpu),
+        capability=known.capability,
+        usable=not why_not,
+        why_not=why_not,
+    )
+
+
+def _unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> Device:
+    return Device(
+        kind="cuda",
+        index=gpu.index,
+        name=gpu.name,
+        uuid=gpu.uuid,
+        memory_bytes=gpu.memory_bytes or 0,
+        free_bytes=_free_bytes(nvml, gpu),
+        capability=gpu.capability,
+        usable=False,
+        why_not=_why_unseen(gpu, nvml, torch_view, environ),
+    )
 
 
 def _lacks_kernels(device: TorchDevice, torch_view: TorchView) -> str:
@@ -440,11 +439,9 @@ def _cgroups(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _folders_up(mount: Path, controllers: str, path: str) -> Iterator[Path]:
-    """Yield the folder of a cgroup and of its parents, below whichever mount the system uses."""
-    mounts = [mount / controllers, *(mount / name for name in controllers.split(",")), mount / "unified", mount]
-    base = next(folder for folder in mounts if folder.is_dir() or folder == mount)
-    if not controllers:
-        base = mount / "unified" if (mount / "unified").is_dir() else mount
+    """Yield the folder of a cgroup and those of its parents, below whichever mount this system uses."""
+    names = [controllers, *controllers.split(",")] if controllers else ["unified", "."]
+    base = next((mount / name for name in names if (mount / name).is_dir()), mount)
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for length in range(len(parts), -1, -1):
         yield base.joinpath(*parts[:length])

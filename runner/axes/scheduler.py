@@ -1,0 +1,286 @@
+"""Schedules: the factor on every learning rate as a function of the updates applied so far."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from runner.base.errors import ConfigError, IncompatibleResume, Problem
+from runner.base.values import Count, Factor, Fraction, NonNegative, Positive, PositiveInt
+
+
+class Schedule:
+    """A curve with a linear warm-up in front or on top of it.
+
+    The warm-up goes from 1/warmup at the first update to 1, so that no update is taken at a learning rate of 0.
+    """
+
+    def __init__(self, curve: Callable[[int], float], warmup: int = 0) -> None:
+        self.curve = curve
+        self.warmup = warmup
+
+    def factor(self, update: int) -> float:
+        """Return the factor for the next update, `update` of which were applied so far. Has no memory."""
+        ramp = (update + 1) / self.warmup if update < self.warmup else 1.0
+        return ramp * self.curve(update)
+
+    def observe(self, metric: float, update: int) -> None:
+        """Take note of a validation metric after `update` updates; every rank must be told the same."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep, JSON-able."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned; raise IncompatibleResume where it is another schedule's."""
+        if set(state) != set(self.state()):
+            raise IncompatibleResume(
+                f"the checkpoint's schedule keeps {sorted(state) or 'nothing'}, but this run's {sorted(self.state()) or 'nothing'}",
+                where="scheduler",
+                fix="resume with the scheduler it was saved with, or say resume=fresh",
+            )
+
+
+class Plateau(Schedule):
+    """A level that falls when the metric has stopped getting better."""
+
+    def __init__(
+        self, warmup: int, *, mode: str, gamma: float, patience: int, threshold: float, cooldown: int, floor: float
+    ) -> None:
+        super().__init__(lambda _: self.level, warmup)
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.gamma, self.patience, self.threshold = gamma, patience, threshold
+        self.cooldown, self.floor = cooldown, floor
+        self.level = 1.0
+        self.best: float | None = None
+        self.num_bad = 0
+        self.rest = 0  # observations until bad ones count again
+
+    def observe(self, metric: float, update: int) -> None:
+        if update < self.warmup:
+            return
+        if self._is_better(metric):
+            self.best, self.num_bad = metric, 0
+        else:
+            self.num_bad += 1
+        if self.rest > 0:
+            self.rest -= 1
+            self.num_bad = 0
+        if self.num_bad > self.patience:
+            self.level = max(self.level * self.gamma, self.floor)
+            self.rest, self.num_bad = self.cooldown, 0
+
+    def state(self) -> dict[str, Any]:
+        return {"level": self.level, "best": self.best, "num_bad": self.num_bad, "rest": self.rest}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        super().load(state)
+        self.level, self.best = state["level"], state["best"]
+        self.num_bad, self.rest = state["num_bad"], state["rest"]
+
+    def _is_better(self, metric: float) -> bool:
+        if self.best is None:
+            return math.isfinite(metric)
+        return self.sign * metric < self.sign * self.best * (1.0 - self.sign * self.threshold)
+
+
+def constant(updates: int, *, warmup: Count | Factor = 0) -> Schedule:
+    """Keep the learning rate at its peak.
+
+    warmup  updates of linear increase at the beginning; below 1: share of all updates
+    """
+    return Schedule(lambda _: 1.0, _warmup(warmup, updates))
+
+
+def linear(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fraction = 0.0) -> Schedule:
+    """Go down on a straight line from the end of the warm-up to the last update.
+
+    warmup        updates of linear increase at the beginning; below 1: share of all updates
+    final_factor  share of the peak at which the line ends
+    Source: torch.optim.lr_scheduler.LinearLR.
+    """
+    start = _warmup(warmup, updates)
+    return Schedule(lambda update: _line(1.0, final_factor, _progress(update, start, updates)), start)
+
+
+def cosine(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fraction = 0.1) -> Schedule:
+    """Go down on half a cosine wave from the end of the warm-up to the last update.
+
+    warmup        updates of linear increase at the beginning; below 1: share of all updates
+    final_factor  share of the peak at which the wave ends
+    Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017, without restarts.
+    """
+    start = _warmup(warmup, updates)
+    return Schedule(lambda update: _half_wave(1.0, final_factor, _progress(update, start, updates)), start)
+
+
+def step(
+    updates: int, *, warmup: Count | Factor = 0, every: PositiveInt | Factor = 0.3, gamma: Positive = 0.1
+) -> Schedule:
+    """Multiply the learning rate by gamma at regular intervals, counted from the first update.
+
+    warmup  updates of linear increase at the beginning; below 1: share of all updates
+    every   updates between the steps; below 1: share of all updates
+    gamma   factor of one step
+    Source: torch.optim.lr_scheduler.StepLR.
+    """
+    interval = _interval("every", every, updates)
+    return Schedule(lambda update: gamma ** (update // interval), _warmup(warmup, updates))
+
+
+def multistep(
+    updates: int,
+    *,
+    warmup: Count | Factor = 0,
+    milestones: list[PositiveInt | Factor] = [0.5, 0.75],  # noqa: B006 - read as schema
+    gamma: Positive = 0.1,
+) -> Schedule:
+    """Multiply the learning rate by gamma at each milestone.
+
+    warmup      updates of linear increase at the beginning; below 1: share of all updates
+    milestones  updates after which to step, counted from the first one; below 1: share of all updates
+    gamma       factor of one step
+    Source: torch.optim.lr_scheduler.MultiStepLR.
+    """
+    marks = sorted(_interval("milestones", mark, updates) for mark in milestones)
+    return Schedule(lambda update: gamma ** bisect_right(marks, update), _warmup(warmup, updates))
+
+
+def one_cycle(
+    updates: int,
+    *,
+    warmup: Count | Factor = 0.3,
+    start_factor: Fraction = 0.04,
+    final_factor: Fraction = 4e-6,
+    anneal: Literal["cos", "linear"] = "cos",
+) -> Schedule:
+    """Rise from a small learning rate to the peak, then fall to almost nothing at the last update.
+
+    warmup        updates of the rise; below 1: share of all updates
+    start_factor  share of the peak at the first update
+    final_factor  share of the peak at the last update
+    anneal        shape of both parts: half a cosine wave or a straight line
+    Source: Smith and Topin, Super-Convergence, 2017; torch.optim.lr_scheduler.OneCycleLR, learning rate only.
+    """
+    top = max(0, _warmup(warmup, updates) - 1)  # the update that is taken at the peak
+    between = _half_wave if anneal == "cos" else _line
+
+    def curve(update: int) -> float:
+        if update < top:
+            return between(start_factor, 1.0, update / top)
+        return between(1.0, final_factor, _progress(update, top, updates - 1))
+
+    return Schedule(curve)
+
+
+def plateau(
+    updates: int,
+    *,
+    warmup: Count | Factor = 0,
+    mode: Literal["min", "max"] = "min",
+    gamma: Factor = 0.1,
+    patience: Count = 10,
+    threshold: NonNegative = 1e-4,
+    cooldown: Count = 0,
+    floor: Fraction = 0.0,
+) -> Schedule:
+    """Multiply the learning rate by gamma when the validation metric has stopped getting better.
+
+    warmup     updates of linear increase at the beginning, in which nothing is observed; below 1: share of all updates
+    mode       min: a smaller metric is better; max: a larger one
+    gamma      factor of one step
+    patience   evaluations in a row without improvement that are waited for
+    threshold  share of the best metric by which another must be better to count
+    cooldown   evaluations after a step in which nothing is counted
+    floor      share of the peak below which the learning rate does not fall
+    Source: torch.optim.lr_scheduler.ReduceLROnPlateau, threshold_mode "rel".
+    """
+    return Plateau(
+        _warmup(warmup, updates),
+        mode=mode,
+        gamma=gamma,
+        patience=patience,
+        threshold=threshold,
+        cooldown=cooldown,
+        floor=floor,
+    )
+
+
+def warm_restarts(
+    updates: int,
+    *,
+    warmup: Count | Factor = 0,
+    period: PositiveInt | Factor = 0.1,
+    growth: PositiveInt = 2,
+    final_factor: Fraction = 0.0,
+) -> Schedule:
+    """Go down on half a cosine wave again and again, starting at the peak each time, after the warm-up.
+
+    warmup        updates of linear increase at the beginning; below 1: share of all updates
+    period        updates of the first wave; below 1: share of all updates
+    growth        each wave is this many times as long as the one before
+    final_factor  share of the peak at which each wave ends
+    Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017.
+    """
+    start = _warmup(warmup, updates)
+    first = _interval("period", period, updates)
+
+    def curve(update: int) -> float:
+        position, length = max(0, update - start), first
+        while position >= length and growth > 1:
+            position, length = position - length, length * growth
+        return _half_wave(1.0, final_factor, position % length / length)
+
+    return Schedule(curve, start)
+
+
+def _warmup(value: float, updates: int) -> int:
+    """Return the warm-up in updates."""
+    warmup = _count(value, updates)
+    if warmup > updates:
+        raise ConfigError(
+            Problem(
+                f"must be at most the number of updates ({updates}), but is {warmup}",
+                "scheduler.warmup",
+                "a value below 1 is a share of all updates, such as scheduler.warmup=0.02",
+            )
+        )
+    return warmup
+
+
+def _interval(name: str, value: float, updates: int) -> int:
+    if value <= 0:
+        raise ConfigError(Problem(f"must be above 0, but is {value}", f"scheduler.{name}"))
+    return _count(value, updates)
+
+
+def _count(value: float, updates: int) -> int:
+    """Return a number of updates as it is, and a share of all updates as a number of at least 1."""
+    return int(value) if value >= 1 or value == 0 else max(1, round(value * updates))
+
+
+def _progress(update: int, start: int, end: int) -> float:
+    """Return how far `update` is from `start` to `end`: 0 before, 1 after."""
+    return min(1.0, max(0, update - start) / max(1, end - start))
+
+
+def _line(start: float, end: float, progress: float) -> float:
+    return start + (end - start) * progress
+
+
+def _half_wave(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+SCHEDULERS: Mapping[str, Callable[..., Schedule]] = {
+    "constant": constant,
+    "linear": linear,
+    "cosine": cosine,
+    "step": step,
+    "multistep": multistep,
+    "one_cycle": one_cycle,
+    "plateau": plateau,
+    "warm_restarts": warm_restarts,
+}

@@ -1,0 +1,94 @@
+"""Going on where a run stopped: what may differ from the checkpoint, and putting everything back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from runner.base.errors import IncompatibleResume, Problem
+from runner.durable.checkpoint import Loaded
+
+# Keys that are the mathematics of the run: another value makes it another run.
+FIXED = ("task", "global_batch_size", "seed", "optimizer", "data.path", "data.train_samples", "dataloader.drop_last")
+# Keys that change the mathematics from here on: they may, if the user says so by name.
+BY_NAME = ("updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision")
+MECHANICS = ("optimizer.kernel", "task_file", "phases")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key whose value is not that of the checkpoint."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before} -> {self.now}"
+
+
+def compare(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable[str]) -> list[Difference]:
+    """Return the differences that are allowed. Raises IncompatibleResume with all those that are not."""
+    fine, problems = [], []
+    allowed = tuple(allowed)
+    for key in [*now, *(key for key in before if key not in now)]:
+        if before.get(key) == now.get(key):
+            continue
+        difference = Difference(key, before.get(key), now.get(key))
+        sort = _sort_of(key)
+        if sort == "mechanics" or (sort == "by name" and _under(key, allowed)):
+            fine.append(difference)
+        elif sort == "by name":
+            problems.append(
+                Problem(
+                    f"was {difference.before} in the checkpoint, and is {difference.now} now", key,
+                    f"go on all the same with resume_allow=[{key}], or start anew with another run=NAME",
+                )
+            )  # fmt: skip
+        else:
+            problems.append(
+                Problem(
+                    f"was {difference.before} in the checkpoint, and is {difference.now} now; this makes it another run",
+                    key, "take the old value, or start anew with another run=NAME",
+                )
+            )  # fmt: skip
+    if problems:
+        error = IncompatibleResume(str(problems[0]))
+        error.problems = tuple(problems)
+        raise error
+    return fine
+
+
+def load_model(model: nn.Module, checkpoint: Loaded) -> None:
+    """Put the weights back, strictly by name, shape and dtype. Raises IncompatibleResume."""
+    saved = checkpoint.tensors("model")
+    current = model.state_dict()
+    wrong = [f"{name} is missing" for name in current if name not in saved]
+    wrong += [f"{name} is not in the model" for name in saved if name not in current]
+    wrong += [
+        f"{name} is {tuple(saved[name].shape)} {saved[name].dtype}, must be {tuple(tensor.shape)} {tensor.dtype}"
+        for name, tensor in current.items()
+        if name in saved and (saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype)
+    ]
+    if wrong:
+        raise IncompatibleResume(
+            f"the checkpoint is of another model: {'; '.join(wrong[:3])}" + (f" and {len(wrong) - 3} more" if wrong[3:] else ""),
+            where=str(checkpoint.path),
+            fix="use the task options the run was trained with, or start anew with another run=NAME",
+        )
+    model.load_state_dict(saved, strict=True)
+
+
+def _sort_of(key: str) -> str:
+    if _under(key, MECHANICS):
+        return "mechanics"
+    if key == "optimizer" or (_under(key, FIXED) and key.split(".")[0] != "optimizer"):
+        return "fixed"
+    return "by name" if _under(key, BY_NAME) else "mechanics"
+
+
+def _under(key: str, roots: Iterable[str]) -> bool:
+    return any(key == root or key.startswith(root + ".") for root in roots)

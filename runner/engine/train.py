@@ -1,0 +1,425 @@
+"""A training run: go on where it stopped, walk its phases, save, and close it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from runner import __version__
+from runner.axes.dataloader import Loader
+from runner.axes.optimizer import OPTIMIZERS, export_state, import_state
+from runner.axes.scheduler import SCHEDULERS, Schedule
+from runner.base.batch import MicroBatch
+from runner.base.choice import make
+from runner.base.errors import ConfigError, DataError, Exit, Problem
+from runner.base.order import Indices, Order, evenly_spread
+from runner.base.schema import did_you_mean
+from runner.durable import checkpoint as checkpoints
+from runner.durable.checkpoint import Loaded, Snapshot, Writer
+from runner.durable.directory import RunDirectory
+from runner.durable.files import AppendLog
+from runner.durable.signals import StopRequest
+from runner.engine.assemble import Parts, random_state, restore_random_state
+from runner.engine.evaluate import evaluate
+from runner.engine.loop import Position, StepInfo, Training, train_updates
+from runner.engine.meter import Clock, Meter, Row, as_line
+from runner.engine.resume import compare, load_model
+from runner.engine.saving import CHECKPOINTS, SavePolicy
+from runner.engine.tasks import CheckedLoss, fault_of
+from runner.observe.benchmark import Benchmark
+from runner.observe.profiler import Profiler
+from runner.observe.screen import Screen
+from runner.observe.trackers import Tracker
+from runner.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training run ended.
+
+    stopped_by  name of the signal, None when the run is finished
+    metrics     those of the last evaluation
+    """
+
+    stopped_by: str | None
+    update: int
+    metrics: Mapping[str, float]
+
+    @property
+    def exit_code(self) -> Exit:
+        """0, or 75 when it was saved and stopped."""
+        return Exit.PREEMPTED if self.stopped_by else Exit.DONE
+
+
+@dataclass
+class Observers:
+    """Who is told what happens: metrics.jsonl is the truth, all others may miss something."""
+
+    metrics: AppendLog
+    tracker: Tracker
+    monitor: Any
+    profiler: Profiler
+    benchmark: Benchmark
+    screen: Screen
+
+    def write(self, row: Row) -> None:
+        """Append a row to metrics.jsonl and hand it to the tracker."""
+        self.metrics.write(as_line(row))
+        self.metrics.flush()
+        self.tracker.log(row)
+
+
+@dataclass
+class TrainingRun:
+    """A run under way. `train` walks the phases; everything between updates is a method called from `_between`."""
+
+    plan: Plan
+    parts: Parts
+    directory: RunDirectory
+    observers: Observers
+    stop: StopRequest
+    clock: Clock = field(default_factory=Clock)
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: float | None = None
+    tracker_id: str | None = None
+
+    def train(self, start: Loaded | None) -> Outcome:
+        """Run every phase that is not done yet. `start` is the checkpoint to go on from.
+
+        Raises what the task, the device or the disk make impossible to go on with; the last checkpoint is whole.
+        """
+        names = self._phase_names()
+        first = names.index(start.state["phase"]) if start else 0
+        for name in names[first:]:
+            phase = _Phase(self, name, start)
+            start = None
+            with phase:
+                stopped_by = phase.run()
+            if stopped_by:
+                return Outcome(stopped_by, phase.position.update, self.metrics)
+        return Outcome(None, phase.position.update, self.metrics)
+
+    def _phase_names(self) -> list[str]:
+        known = list(self.parts.task.losses)
+        wanted = self.plan.settings.phases or known
+        problems = [
+            Problem(f"the task has no phase {name}; phases: {', '.join(known)}", "phases", did_you_mean(name, known))
+            for name in wanted
+            if name not in known
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return [name for name in known if name in wanted]
+
+
+class _Phase:
+    """One phase: its data, optimizer, schedule and position, and what happens between its updates."""
+
+    def __init__(self, run: TrainingRun, name: str, start: Loaded | None) -> None:
+        self.run_, self.name = run, name
+        plan, parts = run.plan, run.parts
+        self.observers, self.clock = run.observers, run.clock
+        fetcher = parts.fetcher("train")
+        self.order = Order(
+            num_samples=len(fetcher),
+            global_batch_size=plan.batch.global_batch_size,
+            micro_batch_size=plan.batch.micro_batch_size,
+            seed=plan.settings.seed,
+            drop_last=bool(plan.choices["dataloader"].options["drop_last"]),
+        )
+        if self.order.updates_per_epoch == 0:
+            raise DataError(
+                f"{len(fetcher)} training samples make no whole update of {plan.batch.global_batch_size}",
+                where="dataloader.drop_last=true",
+                fix="say dataloader.drop_last=false, or a smaller global_batch_size",
+            )
+        self.total = plan.updates or math.ceil((plan.epochs or 1) * self.order.updates_per_epoch)
+        self.loader: Loader = parts.loader(fetcher)
+        self.held_out, self.held_out_samples = self._held_out()
+        self.position = Position(name)
+        self.training = self._training()
+        self.schedule: Schedule = self.training.schedule
+        self.policy: SavePolicy = make(
+            CHECKPOINTS, plan.choices["checkpoint"].function, **plan.choices["checkpoint"].options
+        )
+        self.meter = Meter(
+            parts.world,
+            name,
+            every=plan.settings.log_every,
+            write=run.observers.write,
+            readings=lambda: {**parts.precision.values(), **run.observers.monitor.latest()},
+            clock=run.clock,
+            overflow_is_skipped=plan.choices["precision"].function == "fp16",
+        )
+        every = plan.settings.evaluate.every
+        self.evaluate_every = max(1, self.total // 10) if every == "auto" else int(every)
+        self.evaluated_at = self.saved_at = -1
+        self.peak_items_per_s = 0.0
+        if start:
+            self._restore(start)
+        self.writer = Writer(
+            run.directory.checkpoints,
+            keep_last=max(2, self.policy.keep),
+            best=self._best_so_far(),
+            on_failure=lambda error: run.observers.screen.warn(f"the checkpoint was not saved: {error}"),
+        )
+
+    def __enter__(self) -> _Phase:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.loader.close()
+        self.writer.close()
+        self.run_.observers.profiler.close()
+
+    def run(self) -> str | None:
+        """Make the updates that are missing; return the signal that stopped them, or None."""
+        observers, training = self.observers, self.training
+        observers.screen.begin(self.name, self.position.update, self.total, self.order)
+        batches = self._batches()
+        self.run_.parts.bare.train()
+        updates = train_updates(training, batches, self.total)
+        try:
+            for step in updates:
+                began = time.perf_counter()
+                self._between(step)
+                self.clock.hooks += time.perf_counter() - began
+                if self.run_.stop.requested:
+                    break
+        except Exception as error:
+            fault = fault_of(error, self.run_.parts.source, f"update {self.position.update + 1} of phase {self.name}")
+            if fault is None:
+                raise
+            raise fault from error
+        began = time.perf_counter()
+        self._close()
+        self.clock.hooks += time.perf_counter() - began
+        return self.run_.stop.requested if self.position.update < self.total else None
+
+    # ------------------------------------------------------------ between updates
+
+    def _between(self, step: StepInfo) -> None:
+        observers, update = self.observers, step.update
+        self.meter(step)
+        if observers.screen.first_update_is_due:
+            self._after_the_first_update(step)
+        for index, reason in step.bad:
+            observers.screen.event("bad sample", index=index, reason=reason, update=update)
+        if observers.screen.due(update):
+            observers.screen.draw(update, self._values(step))
+        if self.evaluate_every and update % self.evaluate_every == 0:
+            self._evaluate()
+        if self.policy.due(update, self.order.updates_per_epoch):
+            self._save()
+        observers.profiler(update)
+        observers.benchmark(update)
+
+    def _after_the_first_update(self, step: StepInfo) -> None:
+        """What must not delay the first update begins now: the tracker and the monitor."""
+        self.observers.screen.first_update(step.update)
+        self.observers.tracker.start()
+        if self.run_.tracker_id is not None:
+            self.observers.tracker.replay(self.run_.directory.metrics)
+        self.observers.monitor.start()
+
+    def _values(self, step: StepInfo) -> dict[str, float]:
+        """Return what the screen shows; waits for the device, so only when something is drawn."""
+        row = self.meter.last_row
+        values = {"loss": float(step.loss_sum) / max(float(step.items), 1e-30), "lr": step.lr}
+        if step.grad_norm is not None:
+            values["grad_norm"] = float(step.grad_norm)
+        values["items_per_s"] = row.get("perf/items_per_s") or math.nan
+        values["data_wait"] = row.get("perf/data_wait", math.nan)
+        device = self.run_.parts.world.device
+        if device.type == "cuda":
+            values["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        return values
+
+    def _evaluate(self) -> None:
+        if self.held_out is None or self.evaluated_at == self.position.update:
+            return
+        self.evaluated_at = self.position.update
+        began = time.perf_counter()
+        self.meter.flush()
+        parts = self.run_.parts
+        measured = evaluate(
+            parts.task, parts.model, self.held_out, parts.prefetch, parts.precision, parts.world,
+            self.held_out_samples, self.run_.plan.batch.micro_batch_size,
+        )  # fmt: skip
+        metrics = {f"val/{name}": value for name, value in measured.items()}
+        self.run_.metrics = metrics
+        self.observers.write({"update": self.position.update, "phase": self.name, **metrics})
+        if "val/loss" in metrics:
+            self.schedule.observe(metrics["val/loss"], self.position.update)
+        self.observers.screen.evaluated(self.position.update, metrics)
+        self.clock.evaluation += time.perf_counter() - began
+        self._keep_if_best(metrics)
+
+    def _keep_if_best(self, metrics: Mapping[str, float]) -> None:
+        name = self.policy.best
+        if name is None:
+            return
+        if name not in metrics:
+            raise ConfigError(
+                Problem(f"the evaluation has no metric {name}; it has {', '.join(metrics)}", f"checkpoint.best={name}",
+                        did_you_mean(name, metrics))
+            )  # fmt: skip
+        if math.isfinite(metrics[name]) and self.policy.is_better(metrics[name], self.run_.best):
+            self.run_.best = metrics[name]
+            self._save(is_best=True)
+
+    def _save(self, *, is_best: bool = False) -> None:
+        if self.saved_at == self.position.update:
+            return
+        began = time.perf_counter()
+        snapshot = self._snapshot(is_best)
+        self.saved_at = self.position.update
+        self.writer.submit(snapshot, is_best=is_best)
+        self.policy.saved()
+        self.clock.saving += time.perf_counter() - began
+
+    def _close(self) -> None:
+        finished = self.position.update >= self.total
+        if finished:
+            self.meter.close_window()
+            self._evaluate()
+        self._save()
+        self.observers.metrics.flush(sync=True)
+        self.writer.wait()
+        if self.writer.acknowledged is None:
+            last = self.writer.failures[-1] if self.writer.failures else None
+            raise last if last else AssertionError("nothing was saved")
+        self.observers.screen.end(self.position.update)
+
+    # ------------------------------------------------------------ what a checkpoint holds
+
+    def _snapshot(self, is_best: bool) -> Snapshot:
+        parts, plan = self.run_.parts, self.run_.plan
+        meter = self.meter.state()  # raises where the loss is not finite: such weights are never saved
+        optimizer, numbers = export_state(self.training.optimizer)
+        random, rest = random_state(parts.world.device)
+        values = plan.values()
+        state = {
+            "phase": self.name,
+            "total": self.total,
+            "optimizer": numbers,
+            "schedule": self.schedule.state(),
+            "precision": parts.precision.state(),
+            "meter": meter,
+            "random": rest,
+            "best": self.run_.best,
+            "best_update": self.position.update if is_best else self._best_update,
+            "metrics": self.run_.metrics,
+            "values": values,
+        }
+        if is_best:
+            self._best_update = self.position.update
+        facts = {
+            "epoch": self.position.update // self.order.updates_per_epoch,
+            "samples": self.order.samples_before(self.position.update),
+            "phase": self.name,
+            "world_size": parts.world.world_size,
+            "precision": plan.choices["precision"].name,
+            "versions": {"accel-run": __version__, "torch": torch.__version__, "numpy": np.__version__},
+            "config_hash": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(),
+            "run_id": self.run_.directory.name,
+            "wandb_id": self.observers.tracker.id,
+            "metrics_bytes": self.observers.metrics.length,
+        }
+        copied = checkpoints.snapshot_tensors
+        tensors = {"model": copied(parts.bare.state_dict()), "optimizer": copied(optimizer), "random": copied(random)}
+        return Snapshot(self.position.update, tensors, state, facts)
+
+    def _restore(self, start: Loaded) -> None:
+        parts = self.run_.parts
+        load_model(parts.bare, start)
+        import_state(self.training.optimizer, start.tensors("optimizer"), start.state["optimizer"])
+        self.schedule.load(start.state["schedule"])
+        parts.precision.load(start.state["precision"]) if start.state["precision"] else None
+        self.meter.load(start.state["meter"])
+        self.run_.best = start.state["best"]
+        self._best_update = start.state["best_update"]
+        self.run_.metrics = dict(start.state["metrics"])
+        self.position.update = start.update
+        self.saved_at = start.update
+        self.evaluated_at = start.update if self.run_.metrics and self._evaluates_at(start.update) else -1
+        # Last, for building the parts drew from the generators too.
+        restore_random_state(start.tensors("random"), start.state["random"], parts.world.device)
+
+    def _evaluates_at(self, update: int) -> bool:
+        return bool(self.evaluate_every and update % self.evaluate_every == 0) or update >= self.total
+
+    _best_update: int | None = None
+
+    def _best_so_far(self) -> Any:
+        if self._best_update is None:
+            return None
+        return checkpoints.path_of(self.run_.directory.checkpoints, self._best_update)
+
+    # ------------------------------------------------------------ what it is made of
+
+    def _training(self) -> Training:
+        plan, parts = self.run_.plan, self.run_.parts
+        named = [(name, weight) for name, weight in parts.bare.named_parameters() if weight.requires_grad]
+        optimizer = make(OPTIMIZERS, plan.choices["optimizer"].function, named, **plan.choices["optimizer"].options)
+        schedule = make(SCHEDULERS, plan.choices["scheduler"].function, self.total, **plan.choices["scheduler"].options)
+        return Training(
+            position=self.position,
+            model=parts.model,
+            loss=CheckedLoss(parts.task.losses[self.name], str(parts.source)),
+            parameters=[weight for _, weight in named],
+            optimizer=optimizer,
+            schedule=schedule,
+            base_lr=float(plan.choices["optimizer"].options["lr"]),
+            precision=parts.precision,
+            parallel=parts.parallel,
+            per_item=1.0 / (plan.batch.global_batch_size * parts.task.items_per_sample),
+            max_grad_norm=plan.settings.max_grad_norm,
+        )
+
+    def _held_out(self) -> tuple[Loader | None, Indices]:
+        """Return the reader and the samples of the evaluation; (None, []) for a task without validation data."""
+        try:
+            fetcher = self.run_.parts.fetcher("val")
+        except NotImplementedError:
+            return None, []
+        return Loader(fetcher), evenly_spread(len(fetcher), self.run_.plan.settings.evaluate.samples)
+
+    def _batches(self) -> Iterator[MicroBatch]:
+        keys = self.order.from_update(self.position.update)
+        return _Timed(self.run_.parts.prefetch(iter(self.loader.batches(keys))), self.clock)
+
+
+class _Timed:
+    """Batches, with the seconds spent waiting for them on the clock."""
+
+    def __init__(self, batches: Iterator[MicroBatch], clock: Clock) -> None:
+        self.batches, self.clock = batches, clock
+
+    def __iter__(self) -> _Timed:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        began = time.perf_counter()
+        batch = next(self.batches)
+        self.clock.data += time.perf_counter() - began
+        return batch
+
+
+def check_resume(plan: Plan, start: Loaded, say: Callable[[str], None]) -> None:
+    """Say what differs from the checkpoint. Raises IncompatibleResume where it may not."""
+    now = json.loads(json.dumps(plan.values()))
+    for difference in compare(start.state["values"], now, plan.settings.resume_allow):
+        if difference.key not in _UNSAID:
+            say(f"differs from the checkpoint: {difference}")
+
+
+_UNSAID = ("run", "resume", "resume_allow", "output_root", "device")
