@@ -110,8 +110,9 @@ class ScaledHalf(Precision):
         return {"scaler": self.scaler.state_dict(), "skipped": self.num_skipped()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.scaler.load_state_dict(dict(state["scaler"]))
-        self._skipped = int(state["skipped"])
+        if state:  # empty where the checkpoint was made in another precision
+            self.scaler.load_state_dict(dict(state["scaler"]))
+            self._skipped = int(state["skipped"])
 
     def _copy(self, found: Tensor) -> tuple[Tensor, torch.Event | None]:
         """Start the copy of the overflow flag to the host; it is read one update later, so nobody waits."""

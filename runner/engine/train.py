@@ -90,6 +90,7 @@ class TrainingRun:
     metrics: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     tracker_id: str | None = None
+    updates_before: int = 0  # those of the phases before the current one
 
     def train(self, start: Loaded | None) -> Outcome:
         """Run every phase that is not done yet. `start` is the checkpoint to go on from.
@@ -98,6 +99,7 @@ class TrainingRun:
         """
         names = self._phase_names()
         first = names.index(start.state["phase"]) if start else 0
+        self.updates_before = start.state["updates_before"] if start else 0
         for name in names[first:]:
             phase = _Phase(self, name, start)
             start = None
@@ -105,6 +107,7 @@ class TrainingRun:
                 stopped_by = phase.run()
             if stopped_by:
                 return Outcome(stopped_by, phase.position.update, self.metrics)
+            self.updates_before += phase.total
         return Outcome(None, phase.position.update, self.metrics)
 
     def _phase_names(self) -> list[str]:
@@ -162,7 +165,7 @@ class _Phase:
         every = plan.settings.evaluate.every
         self.evaluate_every = max(1, self.total // 10) if every == "auto" else int(every)
         self.evaluated_at = self.saved_at = -1
-        self.peak_items_per_s = 0.0
+        self._best_update: int | None = None
         if start:
             self._restore(start)
         self.writer = Writer(
@@ -303,12 +306,17 @@ class _Phase:
 
     def _snapshot(self, is_best: bool) -> Snapshot:
         parts, plan = self.run_.parts, self.run_.plan
+        number = self.run_.updates_before + self.position.update
+        if is_best:
+            self._best_update = number
         meter = self.meter.state()  # raises where the loss is not finite: such weights are never saved
         optimizer, numbers = export_state(self.training.optimizer)
         random, rest = random_state(parts.world.device)
         values = plan.values()
         state = {
             "phase": self.name,
+            "phase_update": self.position.update,
+            "updates_before": self.run_.updates_before,
             "total": self.total,
             "optimizer": numbers,
             "schedule": self.schedule.state(),
@@ -316,12 +324,10 @@ class _Phase:
             "meter": meter,
             "random": rest,
             "best": self.run_.best,
-            "best_update": self.position.update if is_best else self._best_update,
+            "best_update": self._best_update,
             "metrics": self.run_.metrics,
             "values": values,
         }
-        if is_best:
-            self._best_update = self.position.update
         facts = {
             "epoch": self.position.update // self.order.updates_per_epoch,
             "samples": self.order.samples_before(self.position.update),
@@ -336,28 +342,26 @@ class _Phase:
         }
         copied = checkpoints.snapshot_tensors
         tensors = {"model": copied(parts.bare.state_dict()), "optimizer": copied(optimizer), "random": copied(random)}
-        return Snapshot(self.position.update, tensors, state, facts)
+        return Snapshot(number, tensors, state, facts)
 
     def _restore(self, start: Loaded) -> None:
         parts = self.run_.parts
         load_model(parts.bare, start)
         import_state(self.training.optimizer, start.tensors("optimizer"), start.state["optimizer"])
         self.schedule.load(start.state["schedule"])
-        parts.precision.load(start.state["precision"]) if start.state["precision"] else None
+        parts.precision.load(start.state["precision"])
         self.meter.load(start.state["meter"])
         self.run_.best = start.state["best"]
         self._best_update = start.state["best_update"]
         self.run_.metrics = dict(start.state["metrics"])
-        self.position.update = start.update
-        self.saved_at = start.update
-        self.evaluated_at = start.update if self.run_.metrics and self._evaluates_at(start.update) else -1
+        update = int(start.state["phase_update"])
+        self.position.update = self.saved_at = update
+        self.evaluated_at = update if self.run_.metrics and self._evaluates_at(update) else -1
         # Last, for building the parts drew from the generators too.
         restore_random_state(start.tensors("random"), start.state["random"], parts.world.device)
 
     def _evaluates_at(self, update: int) -> bool:
         return bool(self.evaluate_every and update % self.evaluate_every == 0) or update >= self.total
-
-    _best_update: int | None = None
 
     def _best_so_far(self) -> Any:
         if self._best_update is None:

@@ -1,0 +1,250 @@
+"""A run from its configuration to its exit code: directory, plan, resume, training, and what is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from runner import __version__
+from runner.base.configuration import Configuration, Request, compose, to_yaml
+from runner.base.errors import AccelRunError, DataError, Exit, InputMissing, StorageError
+from runner.durable.directory import RunDirectory, check_name, default_name
+from runner.observe.screen import Screen
+from runner.plan.inventory import Inventory, take_inventory
+from runner.plan.plan import Plan, make_plan
+
+
+def train(request: Request) -> tuple[Exit, RunDirectory]:
+    """Train what the request asks for; return how it ended and where it lies.
+
+    Raises AccelRunError; the same is then in error.json of the run directory, if there is one.
+    """
+    configuration = compose(request)
+    name = configuration.settings.run or default_name(configuration.choices["task"].name)
+    check_name(name)
+    inventory = take_inventory()
+    plan = make_plan(configuration, inventory)
+    directory = RunDirectory.create_or_open(Path(configuration.settings.output_root), name)
+    began = time.time()
+    with directory, Screen(directory) as screen:
+        record: dict[str, Any] = {
+            "name": name,
+            "state": "running",
+            "task": plan.choices["task"].name,
+            "task_file": plan.task_file,
+            "config_dir": str(request.config_dir) if request.config_dir else None,
+            "overrides": list(request.overrides),
+            "command": shlex.join(["accel-run", *sys.argv[1:]]),
+            "pid": os.getpid(),
+            "started": _now(),
+        }
+        previous = _read(directory.run_json)
+        record["tracker_id"] = previous.get("tracker_id")
+        try:
+            _leave_traces(directory, configuration, plan, inventory, record)
+            code = _train(plan, directory, screen, record, inventory)
+        except BaseException as error:
+            _end_badly(error, directory, record, began)
+            raise
+        record |= {"state": "preempted" if code == Exit.PREEMPTED else "done", "exit_code": int(code), "ended": _now()}
+        directory.write("run.json", _json(record))
+    return code, directory
+
+
+def _train(plan: Plan, directory: RunDirectory, screen: Screen, record: dict[str, Any], inventory: Inventory) -> Exit:
+    """Build the parts, find where to go on, train, and say how it ended."""
+    from runner.base.choice import make
+    from runner.durable.files import AppendLog
+    from runner.durable.signals import StopRequest
+    from runner.engine.assemble import assemble
+    from runner.engine.train import Observers, TrainingRun
+    from runner.observe.benchmark import BENCHMARKS
+    from runner.observe.monitor import MONITORS
+    from runner.observe.profiler import PROFILERS
+    from runner.observe.trackers import TRACKERS
+
+    def made(table: Mapping[str, Any], group: str, *given: Any) -> Any:
+        choice = plan.choices[group]
+        return make(table, choice.function, *given, **choice.options)
+
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        metrics = stack.enter_context(AppendLog(directory.metrics))
+        start = _where_to_go_on(plan, directory, screen, metrics)
+        tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), record["tracker_id"])
+        record["tracker_id"] = tracker.id
+        directory.write("run.json", _json(record))
+        monitor = made(MONITORS, "monitor", directory.gpu_csv)
+        stack.callback(monitor.stop)
+        parts = assemble(plan, stack)
+        observers = Observers(
+            metrics, tracker, monitor, made(PROFILERS, "profiler", directory.profile),
+            made(BENCHMARKS, "benchmark", parts.world), screen,
+        )  # fmt: skip
+        run = TrainingRun(plan, parts, directory, observers, stop, tracker_id=tracker.id if start else None)
+        screen.report_start(plan, parts, inventory, start)
+        exit_code = 1
+        try:
+            outcome = run.train(start)
+            exit_code = int(outcome.exit_code)
+        finally:
+            tracker.finish(timeout_s=30.0 if exit_code == 0 else 5.0, exit_code=exit_code)
+        result = observers.benchmark.result()
+        if result is not None:
+            directory.write("benchmark.json", _json(result))
+        record |= {"update": outcome.update, "metrics": dict(outcome.metrics)}
+        screen.report_end(run, outcome)
+        return outcome.exit_code
+
+
+def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics: Any) -> Any:
+    """Return the checkpoint to start from, or None; the metrics are cut to its length."""
+    from runner.durable.checkpoint import load, newest_valid, recover, set_aside
+    from runner.engine.train import check_resume
+
+    wanted = plan.settings.resume
+    if wanted == "fresh":
+        if set_aside(directory.checkpoints):
+            screen.say("resume=fresh: the earlier checkpoints were put aside, in checkpoints/earlier-*")
+        _put_aside(directory, metrics)
+        return None
+    found = recover(directory.checkpoints)
+    for name, reasons in found.skipped:
+        screen.warn(f"checkpoint {name} was passed over: {'; '.join(reasons)}")
+    start = found.checkpoint
+    if start is None and wanted != "auto":
+        other = RunDirectory.find(Path(plan.settings.output_root), wanted)
+        path = newest_valid(other.checkpoints)
+        if path is None:
+            raise InputMissing(f"run {other.name} has no valid checkpoint", where=f"resume={wanted}")
+        start = load(path)
+        screen.say(f"starts from {path}")
+        check_resume(plan, start, screen.say)
+        return start
+    if start is None:
+        metrics.cut(0)
+        return None
+    check_resume(plan, start, screen.say)
+    known = int(start.manifest["metrics_bytes"])
+    if metrics.length < known:
+        raise DataError(
+            f"metrics.jsonl has {metrics.length} bytes, but the checkpoint knows {known}", where=str(directory.metrics),
+            fix="put it back, or start anew with resume=fresh",
+        )  # fmt: skip
+    repeated = _updates_in(directory.metrics) - int(start.state["phase_update"])
+    metrics.cut(known)
+    lost = f"; {repeated} updates after it are repeated" if repeated > 0 else ""
+    screen.say(f"resumes at update {start.state['phase_update']} from {start.path.name}{lost}")
+    return start
+
+
+def _put_aside(directory: RunDirectory, metrics: Any) -> None:
+    """Keep the rows of the run that is started anew under another name."""
+    if metrics.length:
+        number = 1
+        while (directory.path / f"metrics-earlier-{number}.jsonl").exists():
+            number += 1
+        directory.write(f"metrics-earlier-{number}.jsonl", directory.metrics.read_bytes())
+        metrics.cut(0)
+
+
+def _leave_traces(
+    directory: RunDirectory, configuration: Configuration, plan: Plan, inventory: Inventory, record: Mapping[str, Any]
+) -> None:
+    """Write what the run can be understood and repeated from."""
+    directory.write("config.yaml", to_yaml(configuration))
+    directory.write("overrides.yaml", "".join(f"- {json.dumps(word)}\n" for word in configuration.request.overrides) or "[]\n")
+    directory.write("plan.json", plan.to_json())
+    directory.write("environment.json", _json(_environment(inventory)))
+    directory.write("run.json", _json(record))
+
+
+def _environment(inventory: Inventory) -> dict[str, Any]:
+    return {
+        "accel-run": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "git": _git_state(Path.cwd()),
+        "inventory": json.loads(inventory.to_json()),
+    }
+
+
+def _git_state(folder: Path) -> dict[str, str] | None:
+    """Return commit and branch of the user's checkout, read from .git without starting git."""
+    for parent in (folder, *folder.parents):
+        head = parent / ".git" / "HEAD"
+        try:
+            text = head.read_text().strip()
+            if not text.startswith("ref: "):
+                return {"commit": text}
+            reference = text[5:]
+            loose = parent / ".git" / reference
+            if loose.is_file():
+                return {"branch": reference, "commit": loose.read_text().strip()}
+            packed = (parent / ".git" / "packed-refs").read_text().splitlines()
+            return {"branch": reference, "commit": next(line.split()[0] for line in packed if line.endswith(reference))}
+        except (OSError, StopIteration):
+            if head.exists():
+                return None
+    return None
+
+
+def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, Any], began: float) -> None:
+    """Write error.json and the state of the run; never in the way of the error itself."""
+    from runner.durable.checkpoint import newest_valid
+
+    code = int(error.exit_code) if isinstance(error, AccelRunError) else int(Exit.SOFTWARE)
+    problems = error.problems if isinstance(error, AccelRunError) else ()
+    try:
+        last = newest_valid(directory.checkpoints)
+        content = {
+            "cause": problems[0].what if problems else f"{type(error).__name__}: {error}",
+            "where": problems[0].where if problems else "",
+            "fix": problems[0].fix if problems else "",
+            "problems": [dataclasses.asdict(problem) for problem in problems],
+            "exit_code": code,
+            "last_checkpoint": last.name if last else None,
+            "time": _now(),
+            "seconds": time.time() - began,
+        }
+        directory.write("error.json", _json(content))
+        directory.write("run.json", _json({**record, "state": "failed", "exit_code": code, "ended": _now()}))
+    except StorageError:
+        pass
+
+
+def _updates_in(metrics: Path) -> int:
+    """Return the update of the last row that can be read."""
+    last = 0
+    try:
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            last = max(last, int(json.loads(line).get("update", 0)))
+    except (OSError, ValueError, AttributeError):
+        pass
+    return last
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
