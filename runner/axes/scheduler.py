@@ -36,8 +36,9 @@ class Schedule:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` returned; raise IncompatibleResume where it is another schedule's."""
         if set(state) != set(self.state()):
+            kept, wanted = (", ".join(sorted(keys)) or "nothing" for keys in (state, self.state()))
             raise IncompatibleResume(
-                f"the checkpoint's schedule keeps {sorted(state) or 'nothing'}, but this run's {sorted(self.state()) or 'nothing'}",
+                f"the state of this run's schedule is {wanted}, but the checkpoint has {kept}",
                 where="scheduler",
                 fix="resume with the scheduler it was saved with, or say resume=fresh",
             )
@@ -83,7 +84,8 @@ class Plateau(Schedule):
     def _is_better(self, metric: float) -> bool:
         if self.best is None:
             return math.isfinite(metric)
-        return self.sign * metric < self.sign * self.best * (1.0 - self.sign * self.threshold)
+        # torch multiplies `best` instead, so that a negative metric "improves" by getting a little worse
+        return self.sign * metric < self.sign * self.best - self.threshold * abs(self.best)
 
 
 def constant(updates: int, *, warmup: Count | Factor = 0) -> Schedule:

@@ -1,0 +1,191 @@
+"""Schedules follow torch's own curves, have no memory but the plateau's, and never take an update at 0."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+
+from runner.axes.scheduler import (
+    SCHEDULERS,
+    Schedule,
+    constant,
+    cosine,
+    linear,
+    multistep,
+    one_cycle,
+    plateau,
+    step,
+    warm_restarts,
+)
+from runner.base.errors import ConfigError, IncompatibleResume
+
+UPDATES = 60
+
+
+def curve_of(schedule: Schedule, updates: int = UPDATES) -> list[float]:
+    return [schedule.factor(update) for update in range(updates)]
+
+
+def torchs(name: str, updates: int = UPDATES, **options: Any) -> list[float]:
+    """Return the learning rates that torch's scheduler gives to `updates` updates, with a peak of 1."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = getattr(lr_scheduler, name)(optimizer, **options)
+    rates = []
+    for _ in range(updates):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (constant(UPDATES), torchs("ConstantLR", factor=1.0)),
+        (
+            constant(UPDATES, warmup=7),
+            torchs("LinearLR", start_factor=1 / 7, end_factor=1.0, total_iters=6),
+        ),
+        (
+            linear(UPDATES, warmup=0, final_factor=0.2),
+            torchs("LinearLR", start_factor=1.0, end_factor=0.2, total_iters=UPDATES),
+        ),
+        (
+            cosine(UPDATES, warmup=0, final_factor=0.1),
+            torchs("CosineAnnealingLR", T_max=UPDATES, eta_min=0.1),
+        ),
+        (step(UPDATES, every=13, gamma=0.3), torchs("StepLR", step_size=13, gamma=0.3)),
+        (
+            multistep(UPDATES, milestones=[40, 9, 0.25], gamma=0.5),
+            torchs("MultiStepLR", milestones=[9, 15, 40], gamma=0.5),
+        ),
+        (
+            warm_restarts(UPDATES, period=8, growth=2, final_factor=0.05),
+            torchs("CosineAnnealingWarmRestarts", T_0=8, T_mult=2, eta_min=0.05),
+        ),
+        (
+            warm_restarts(UPDATES, period=8, growth=1),
+            torchs("CosineAnnealingWarmRestarts", T_0=8, T_mult=1),
+        ),
+    ],
+)
+def test_a_schedule_is_torchs_own_curve(ours: Schedule, theirs: list[float]) -> None:
+    assert curve_of(ours, len(theirs)) == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("anneal", ["cos", "linear"])
+def test_one_cycle_is_torchs_own_curve_to_the_last_update(anneal: Any) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1.0, total_steps=UPDATES, pct_start=0.3, anneal_strategy=anneal, cycle_momentum=False
+    )
+    rates = []
+    for update in range(UPDATES):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if update < UPDATES - 1:  # one step more is an error
+            scheduler.step()
+    assert curve_of(one_cycle(UPDATES, warmup=0.3, anneal=anneal)) == pytest.approx(rates, rel=1e-9)
+    assert max(rates) == 1.0
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("cooldown", [0, 3])
+def test_plateau_is_torchs_own_for_positive_metrics(mode: Any, cooldown: int) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = lr_scheduler.ReduceLROnPlateau(
+        optimizer, mode=mode, factor=0.5, patience=2, threshold=0.01, cooldown=cooldown, min_lr=0.1
+    )
+    ours = plateau(100, mode=mode, gamma=0.5, patience=2, threshold=0.01, cooldown=cooldown, floor=0.1)
+    metrics = torch.rand(80, generator=torch.Generator().manual_seed(1)).add(0.5).tolist() + [float("nan")] * 3
+    levels = set()
+    for update, metric in enumerate(metrics):
+        theirs.step(metric)
+        ours.observe(metric, update)
+        assert ours.factor(update) == pytest.approx(optimizer.param_groups[0]["lr"])
+        levels.add(ours.factor(update))
+    assert min(levels) == 0.1
+    assert len(levels) > 3
+
+
+def test_a_negative_metric_that_gets_a_little_worse_is_not_an_improvement() -> None:
+    schedule = plateau(100, patience=0, threshold=0.1)
+    for update, metric in enumerate([-1.0, -0.95]):
+        schedule.observe(metric, update)
+    assert schedule.factor(2) == pytest.approx(0.1)
+
+
+def test_plateau_observes_nothing_while_it_warms_up() -> None:
+    schedule = plateau(100, warmup=5, patience=0)
+    for update in range(5):
+        schedule.observe(1.0 + update, update)
+    assert curve_of(schedule, 6) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+def test_plateau_continues_from_its_saved_state() -> None:
+    metrics = [3.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5]
+    straight, resumed = plateau(99, patience=1, cooldown=1), plateau(99, patience=1, cooldown=1)
+    for update, metric in enumerate(metrics[:4]):
+        straight.observe(metric, update)
+    resumed.load(json.loads(json.dumps(straight.state())))
+    for update, metric in enumerate(metrics[4:], start=4):
+        straight.observe(metric, update)
+        resumed.observe(metric, update)
+        assert resumed.factor(update) == straight.factor(update)
+    assert resumed.state() == straight.state()
+    assert straight.factor(99) < 1.0
+
+
+def test_the_state_of_another_schedule_is_refused() -> None:
+    with pytest.raises(IncompatibleResume, match=r"best, level, num_bad, rest, but the checkpoint has nothing"):
+        plateau(10).load({})
+    with pytest.raises(IncompatibleResume):
+        cosine(10).load(plateau(10).state())
+    cosine(10).load(step(10).state())
+
+
+@pytest.mark.parametrize("option", SCHEDULERS)
+@given(updates=st.integers(1, 400), warmup=st.one_of(st.integers(0, 400), st.floats(0, 0.999)))
+def test_factors_are_above_0_and_at_most_1_from_the_first_update_on(option: str, updates: int, warmup: float) -> None:
+    if warmup > updates:
+        with pytest.raises(ConfigError, match="at most the number of updates"):
+            SCHEDULERS[option](updates, warmup=warmup)
+        return
+    factors = curve_of(SCHEDULERS[option](updates, warmup=warmup), updates)
+    assert 0.0 < min(factors)
+    assert max(factors) <= 1.0
+
+
+@pytest.mark.parametrize("option", ["constant", "linear", "cosine", "plateau", "warm_restarts"])
+def test_warmup_is_a_straight_line_from_its_first_share_to_the_peak(option: str) -> None:
+    factors = curve_of(SCHEDULERS[option](100, warmup=10))
+    assert factors[:10] == pytest.approx([(update + 1) / 10 for update in range(10)])
+    assert factors[10] == 1.0
+    assert curve_of(SCHEDULERS[option](100, warmup=0.1)) == factors
+
+
+def test_a_schedule_has_no_memory() -> None:
+    for function in SCHEDULERS.values():
+        schedule = function(UPDATES, warmup=0.1)
+        forward = curve_of(schedule)
+        assert [schedule.factor(update) for update in reversed(range(UPDATES))] == forward[::-1]
+
+
+@pytest.mark.parametrize("option", SCHEDULERS)
+def test_a_run_that_is_longer_than_its_schedule_keeps_a_valid_factor(option: str) -> None:
+    schedule = SCHEDULERS[option](UPDATES)
+    assert all(0.0 <= schedule.factor(update) <= 1.0 for update in range(UPDATES, 3 * UPDATES))
+
+
+def test_an_interval_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler.every: must be above 0"):
+        step(10, every=0.0)
+    with pytest.raises(ConfigError, match=r"scheduler.milestones"):
+        multistep(10, milestones=[0.5, 0])
