@@ -27,6 +27,7 @@ class Clock:
     hooks: float = 0.0
     evaluation: float = 0.0
     saving: float = 0.0
+    starting: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
     def outside_updates(self) -> float:

@@ -13,15 +13,17 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner import __version__
 from runner.base.configuration import Configuration, Request, compose, to_yaml
 from runner.base.errors import AccelRunError, DataError, Exit, InputMissing, StorageError
 from runner.durable.directory import RunDirectory, check_name, default_name
-from runner.observe.screen import Screen
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from runner.engine.screen import Screen
 
 
 def train(request: Request) -> tuple[Exit, RunDirectory]:
@@ -34,6 +36,8 @@ def train(request: Request) -> tuple[Exit, RunDirectory]:
     check_name(name)
     inventory = take_inventory()
     plan = make_plan(configuration, inventory)
+    from runner.engine.screen import Screen  # needs torch, which wrong settings must not wait for
+
     directory = RunDirectory.create_or_open(Path(configuration.settings.output_root), name)
     began = time.time()
     with directory, Screen(directory) as screen:

@@ -36,7 +36,7 @@ from runner.engine.saving import CHECKPOINTS, SavePolicy
 from runner.engine.tasks import CheckedLoss, fault_of
 from runner.observe.benchmark import Benchmark
 from runner.observe.profiler import Profiler
-from runner.observe.screen import Screen
+from runner.engine.screen import Screen
 from runner.observe.trackers import Tracker
 from runner.plan.plan import Plan
 
@@ -91,6 +91,13 @@ class TrainingRun:
     best: float | None = None
     tracker_id: str | None = None
     updates_before: int = 0  # those of the phases before the current one
+    total: int = 0  # updates of the last phase
+    last_row: Row = field(default_factory=dict)
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that were skipped because a number overflowed."""
+        return self.parts.precision.num_skipped()
 
     def train(self, start: Loaded | None) -> Outcome:
         """Run every phase that is not done yet. `start` is the checkpoint to go on from.
@@ -105,6 +112,7 @@ class TrainingRun:
             start = None
             with phase:
                 stopped_by = phase.run()
+            self.optimizer, self.total, self.last_row = phase.training.optimizer, phase.total, phase.meter.last_row
             if stopped_by:
                 return Outcome(stopped_by, phase.position.update, self.metrics)
             self.updates_before += phase.total
@@ -189,6 +197,7 @@ class _Phase:
         observers.screen.begin(self.name, self.position.update, self.total, self.order)
         batches = self._batches()
         self.run_.parts.bare.train()
+        self.clock.starting = time.perf_counter() - self.clock.started - self.clock.data - self.clock.hooks
         updates = train_updates(training, batches, self.total)
         try:
             for step in updates:
@@ -217,7 +226,7 @@ class _Phase:
         for index, reason in step.bad:
             observers.screen.event("bad sample", index=index, reason=reason, update=update)
         if observers.screen.due(update):
-            observers.screen.draw(update, self._values(step))
+            observers.screen.draw(update, self._values(step), observers.monitor.line())
         if self.evaluate_every and update % self.evaluate_every == 0:
             self._evaluate()
         if self.policy.due(update, self.order.updates_per_epoch):

@@ -1,0 +1,30 @@
+"""`accel-run both`: train, then predict with what was trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from runner.commands.arguments import SETTINGS_HELP, read
+
+HELP = f"""usage: accel-run both [key=value ...]
+
+Trains as `accel-run train` does, then predicts as `accel-run inference` does, with the run just trained.
+
+{SETTINGS_HELP}
+examples
+  accel-run both
+  accel-run both updates=100 inference.samples=1
+"""
+
+
+def run(words: list[str]) -> int:
+    """Train and predict; the exit code of the first that does not end well."""
+    from runner.base.configuration import merge_overrides
+    from runner.engine.infer import infer
+    from runner.engine.session import train
+
+    request = read(words).request
+    code, directory = train(request)
+    if code:
+        return int(code)
+    return int(infer(replace(request, overrides=merge_overrides(request.overrides, [f"run={directory.name}"]))))

@@ -1,0 +1,28 @@
+"""`accel-run inference`: predict with the newest checkpoint of a run."""
+
+from __future__ import annotations
+
+from runner.commands.arguments import read
+
+HELP = """usage: accel-run inference [run=last|NAME|DIR] [key=value ...]      (short: accel-run infer)
+
+Loads the newest valid checkpoint of the run, predicts with the task it was trained on, and writes into its
+predictions folder, with latency and throughput in predictions/summary.json.
+
+settings
+  run=last                     the run trained last (default), a run's name, or its folder
+  inference.KEY=VALUE          what the task offers, e.g. inference.prompt="def " inference.samples=5
+  inference.seed=0             the same seed predicts the same
+  device=auto                  auto takes the GPU with the most free memory
+
+examples
+  accel-run inference
+  accel-run infer run=first inference.samples=5
+"""
+
+
+def run(words: list[str]) -> int:
+    """Predict and write the predictions."""
+    from runner.engine.infer import infer
+
+    return int(infer(read(words).request))

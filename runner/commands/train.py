@@ -1,0 +1,33 @@
+"""`accel-run train`: train a task, or several settings of it one after another."""
+
+from __future__ import annotations
+
+from runner.commands.arguments import SETTINGS_HELP, read
+
+HELP = f"""usage: accel-run train [key=value ...] [-m]
+
+Trains the task of the configuration and leaves everything in outputs/<run name>. The same command with the same
+run=NAME goes on where it stopped: after Ctrl-C, SIGTERM (exit 75), a crash or a kill.
+
+{SETTINGS_HELP}
+  -m                           a sweep: every combination of comma lists, one process at a time
+
+examples
+  accel-run train
+  accel-run train +hardware=t4 updates=1000 run=first
+  accel-run train --task ./my_task.py optimizer.lr=0.01
+  accel-run train -m optimizer.lr=0.001,0.003 seed=0,1
+"""
+
+
+def run(words: list[str]) -> int:
+    """Train; return 0, or 75 when it was saved and stopped."""
+    arguments = read(words, multirun=True)
+    if arguments.multirun:
+        from runner.launch.sweep import sweep
+
+        return sweep(arguments.request)
+    from runner.engine.session import train
+
+    code, _ = train(arguments.request)
+    return int(code)

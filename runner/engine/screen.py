@@ -1,0 +1,208 @@
+"""What the person at the terminal sees of a run, and what console.log and events.jsonl keep of it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runner.axes.optimizer import expected_state_bytes, state_bytes
+from runner.base.order import Order
+from runner.durable.checkpoint import Loaded
+from runner.durable.directory import RunDirectory
+from runner.observe.events import Console, Events
+from runner.observe.progress import Progress, make_progress
+from runner.observe.report import EndOfRun, StartOfRun, Technique, end_summary, prints_only_ascii, start_report
+from runner.plan.inventory import Inventory
+from runner.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from runner.engine.assemble import Parts
+    from runner.engine.train import Outcome, TrainingRun
+
+
+class Screen:
+    """Progress while a phase runs, words before and after it; a copy of the words in the run directory."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.console = Console(directory.console)
+        self.events = Events(directory.events)
+        self.progress = Progress()
+        self.monitor_line = ""
+        self.first_update_is_due = True
+        self._due = self.progress.due
+        self._ascii = prints_only_ascii(sys.stdout)
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end(0)
+        self.console.close()
+        self.events.close()
+
+    def say(self, text: str) -> None:
+        """Say one line."""
+        self.console.info(text)
+
+    def warn(self, text: str) -> None:
+        """Say what the user may want to change."""
+        self.console.warning(text)
+        self.events.record("warning", text=text)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Keep a row in events.jsonl; a bad sample is also said, once for all of them."""
+        self.events.record(kind, **fields)
+        if kind == "bad sample":
+            self.console.warn_once("samples that cannot be read are left out; events.jsonl lists them")
+
+    def begin(self, phase: str, done: int, total: int, order: Order) -> None:
+        """A phase begins."""
+        self.event("phase", phase=phase, update=done, total=total, samples=order.num_samples)
+        epochs = total / order.updates_per_epoch
+        self.say(f"{phase}: {total - done} updates of {total} to make ({order.num_samples:,} samples, {epochs:.2g} epochs)")
+        self.progress = make_progress(sys.stdout)
+        self.console.speak_through(self.progress.note)
+        self.progress.start(total, done)
+        self._due = self.progress.due
+
+    def first_update(self, update: int) -> None:
+        """The first update of this process is made."""
+        self.first_update_is_due = False
+        self.events.record("first update", update=update, unix_s=time.time())
+
+    def due(self, update: int) -> bool:
+        """Tell whether something would be drawn now."""
+        return self._due(update)
+
+    def draw(self, update: int, values: Mapping[str, float], monitor: str = "") -> None:
+        """Draw the progress with these values."""
+        self.progress.update(update, {key: value for key, value in values.items() if value == value}, monitor)
+
+    def evaluated(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Say the metrics of an evaluation."""
+        self.say(f"update {update}: " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+    def end(self, update: int) -> None:
+        """The phase is over: the terminal is free again."""
+        self.progress.finish()
+        self.progress = Progress()
+        self.console.speak_through(None)
+
+    def report_start(self, plan: Plan, parts: Parts, inventory: Inventory, start: Loaded | None) -> None:
+        """Say what the run is made of, before the first update."""
+        weights = list(parts.bare.parameters())
+        versions = {
+            "torch": torch.__version__, "CUDA": inventory.cuda_version, "cuDNN": inventory.cudnn_version,
+            "driver": inventory.driver_version,
+        }  # fmt: skip
+        text = start_report(
+            StartOfRun(
+                run_name=self.directory.name,
+                task=f"task {plan.choices['task'].name}",
+                devices=(f"{plan.device}: {plan.device_name} — {plan.reason('device')}",),
+                software={name: str(version) for name, version in versions.items() if version},
+                techniques=tuple(_techniques(plan)),
+                num_parameters=sum(weight.numel() for weight in weights),
+                num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
+                global_batch_size=plan.batch.global_batch_size,
+                micro_batch_size=plan.batch.micro_batch_size,
+                accumulation_steps=plan.batch.accumulation_steps,
+                world_size=plan.batch.world_size,
+                run_dir=str(self.directory.path),
+                notes=(*plan.notes, *parts.notes),
+            ),
+            ascii_only=self._ascii,
+        )
+        self.say(text)
+        if start is None:
+            self.events.record("start", update=0)
+        else:
+            self.events.record("resume", update=start.state["phase_update"], checkpoint=start.path.name)
+
+    def report_end(self, run: TrainingRun, outcome: Outcome) -> None:
+        """Say how the run ended, what limited it, and what can be done next."""
+        clock, plan, device = run.clock, run.plan, run.parts.world.device
+        total = time.perf_counter() - clock.started
+        hooks = max(0.0, clock.hooks - clock.saving)
+        seconds = {
+            "data_wait": clock.data,
+            "hooks": hooks,
+            "checkpoint_wait": clock.saving,
+            "compute": max(0.0, total - clock.data - clock.hooks - clock.starting),
+        }
+        memory = {str(device): torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
+        tracker, notes = run.observers.tracker.note, []
+        if run.observers.profiler.note:
+            notes.append(run.observers.profiler.note)
+        if run.observers.benchmark.note:
+            notes.append(run.observers.benchmark.note)
+        if plan.choices["tracker"].name != "none":
+            notes.append(tracker)
+        if run.num_skipped:
+            notes.append(f"{run.num_skipped} updates were skipped because float16 overflowed")
+        before, after = expected_state_bytes(run.optimizer), state_bytes(run.optimizer)
+        if after < before:
+            notes.append(f"optimizer state {after / 2**20:.1f} MiB instead of {before / 2**20:.1f} MiB")
+        text = end_summary(
+            EndOfRun(
+                outcome=f"saved ({outcome.stopped_by})" if outcome.stopped_by else "done",
+                update=outcome.update,
+                total_updates=run.total,
+                total_s=total,
+                loss=run.last_row.get("train/loss"),
+                metrics=outcome.metrics,
+                baselines={f"val/{name}": value for name, value in run.parts.task.baselines().items()},
+                seconds=seconds,
+                items_per_s=run.last_row.get("perf/items_per_s"),
+                item=run.parts.task.item,
+                peak_memory_gib=memory,
+                places={"run": str(self.directory.path), "metrics": str(self.directory.metrics)},
+                notes=tuple(notes),
+                next_commands=tuple(self._next(plan, outcome)),
+            ),
+            ascii_only=self._ascii,
+        )
+        self.say("\n" + text)
+        self.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
+
+    def _next(self, plan: Plan, outcome: Outcome) -> list[str]:
+        root = "" if plan.settings.output_root == "outputs" else f" output_root={shlex.quote(plan.settings.output_root)}"
+        if outcome.stopped_by:
+            words = [word for word in sys.argv[1:] if not word.startswith("run=")] or ["train"]
+            return [f"{shlex.join(['accel-run', *words, f'run={self.directory.name}'])}   (goes on where it stopped)"]
+        return [f"accel-run inference run={self.directory.name}{root}", f"accel-run status run={self.directory.name}{root}"]
+
+
+def _techniques(plan: Plan) -> list[Technique]:
+    """Return each technique with what it does here, or why it is off."""
+    found = []
+    for group, off in _OFF.items():
+        choice = plan.choices[group]
+        reason = plan.reason(group)
+        is_on = choice.name not in off
+        detail = ", ".join(f"{key} {value}" for key, value in choice.options.items() if key in _SHOWN)
+        why = reason if reason != "default" else _DEFAULT_REASON.get(choice.name, "by default")
+        found.append(Technique(f"{group} {choice.name}" if is_on else group, is_on, f"{why}" + (f" ({detail})" if detail and is_on else "")))
+    return found
+
+
+# group -> the options that mean it is off
+_OFF: Mapping[str, tuple[str, ...]] = {
+    "precision": ("fp32",),
+    "optimizer": (),
+    "attention": (),
+    "compile": ("off",),
+    "memory": ("none",),
+    "dataloader": (),
+    "prefetch": ("none",),
+    "backend": (),
+    "tracker": ("none",),
+}
+_SHOWN = ("kernel", "num_workers", "pin_memory", "init_scale", "level")
+_DEFAULT_REASON = {"off": "not asked for", "none": "not asked for"}
