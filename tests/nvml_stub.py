@@ -32,7 +32,7 @@ class NvmlStub:
     def write(self, state: State) -> Path:
         """Put the GPUs into the state file at once, so that a process watching them never reads half of it."""
         path, fresh = self.folder / "state", self.folder / "state.new"
-        fresh.write_text("".join(f"{key}={value}\n" for key, value in state.items()))
+        fresh.write_text(as_text(state))
         return fresh.replace(path)
 
     def environment(self, state: State | None, *, driver: str = "new", **variables: str) -> dict[str, str]:
@@ -69,6 +69,11 @@ def build_stub(folder: Path) -> NvmlStub:
     (folder / "none").mkdir()
     (folder / "none" / "libnvidia-ml.so.1").touch()  # cannot be loaded, and hides the driver of a real GPU machine
     return NvmlStub(folder)
+
+
+def as_text(state: State) -> str:
+    """Return the lines that the library reads."""
+    return "".join(f"{key}={value}\n" for key, value in state.items())
 
 
 def gpu(index: int, **values: object) -> dict[str, object]:

@@ -61,7 +61,7 @@ class Device:
 
     @property
     def flash_attention(self) -> bool:
-        """PyTorch's flash attention runs here: capability 8.0 and above (sdp_utils.cpp, check_sm_version)."""
+        """PyTorch's flash attention runs here: capability 8.0 and above (sdp_utils.cpp, hardware support)."""
         return self._at_least(8, 0)
 
     @property
@@ -312,7 +312,7 @@ def _seen(index: int, known: TorchDevice, gpu: Gpu | None, nvml: Nvml, torch_vie
         index=index,
         name=known.name,
         uuid=gpu.uuid if gpu else f"GPU-{known.uuid}" if known.uuid else "",
-        memory_bytes=known.memory_bytes,  # what can be allocated: a little less than NVML's, which counts ECC and driver
+        memory_bytes=known.memory_bytes,  # what can be allocated; NVML counts a little more
         free_bytes=_free_bytes(nvml, gpu),
         capability=known.capability,
         usable=not why_not,

@@ -1,0 +1,161 @@
+"""Laws of conf/hardware: facts have a source, options are selected and not changed, and mathematics is left alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from runner.plan.inventory import inventory_of_profile
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+NAMES = [
+    "a100", "auto", "cpu", "h100", "h200", "pair_11gb_8gb", "rtx3050ti_4gb", "rtx_entry", "rtx_high", "rtx_mid", "t4",
+]  # fmt: skip
+FACTS = {
+    "memory_gib", "capability", "fp16_tensor_tflops", "bf16_tensor_tflops", "tf32_tflops", "fp32_tflops",
+    "memory_bandwidth_gb_s", "tdp_w",
+}  # fmt: skip
+
+# What a profile may select: mechanics. Optimizer, scheduler and task are the user's.
+OPTIONS = {
+    "precision": {"auto", "fp32", "tf32", "bf16", "fp16"},
+    "backend": {"default", "fast", "deterministic"},
+    "attention": {"auto", "math", "flash", "efficient", "cudnn"},
+    "dataloader": {"default", "thread"},
+    "memory": {"none", "checkpoint", "selective"},
+    "prefetch": {"none", "stream", "auto"},
+}
+
+
+@cache
+def profile(name: str) -> dict[str, Any]:
+    content = OmegaConf.to_container(OmegaConf.load(CONF / "hardware" / f"{name}.yaml"))
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
+def selected(name: str) -> dict[str, str]:
+    return {key: value for entry in profile(name).get("defaults", []) for key, value in entry.items()}
+
+
+def devices(name: str) -> list[dict[str, Any]]:
+    return list(profile(name)["hardware"]["devices"])
+
+
+def test_the_promised_profiles_are_there() -> None:
+    assert sorted(path.stem for path in (CONF / "hardware").glob("*.yaml")) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_states_facts_and_selects_options_and_nothing_else(name: str) -> None:
+    first_line = (CONF / "hardware" / f"{name}.yaml").read_text().splitlines()[0]
+
+    assert first_line == "# @package _global_"
+    assert set(profile(name)) <= {"defaults", "hardware"}
+    assert {"title", "devices"} <= set(profile(name)["hardware"]) <= {"title", "devices", "guidance"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_selects_only_options_that_exist(name: str) -> None:
+    for key, option in selected(name).items():
+        assert key.startswith("override /"), f"{key} would add a group, not choose in one"
+        group = key.removeprefix("override /")
+        assert option in OPTIONS[group], f"{group}={option}"
+        assert not (CONF / group).is_dir() or (CONF / group / f"{option}.yaml").is_file(), f"{group}={option}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_fact_has_its_source(name: str) -> None:
+    for device in devices(name):
+        facts = set(device) - {"name", "kind", "source"}
+        assert facts <= FACTS
+        assert set(device.get("source", {})) == facts
+        assert all(isinstance(text, str) and text for text in device.get("source", {}).values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_facts_agree_with_each_other(name: str) -> None:
+    for device, planned in zip(devices(name), inventory_of_profile(profile(name)["hardware"]).devices, strict=False):
+        assert planned.native_bf16 == ("bf16_tensor_tflops" in device)
+        assert planned.native_tf32 == ("tf32_tflops" in device)
+        assert planned.fp16_tensor_cores == ("fp16_tensor_tflops" in device)
+        assert device["fp16_tensor_tflops"] == device.get("bf16_tensor_tflops", device["fp16_tensor_tflops"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_options_selected_are_native_to_every_device_of_the_profile(name: str) -> None:
+    chosen = selected(name)
+    for device in inventory_of_profile(profile(name)["hardware"]).devices:
+        assert device.native_bf16 or chosen["override /precision"] != "bf16"
+        assert device.fp16_tensor_cores or chosen["override /precision"] != "fp16"
+        assert device.flash_attention or chosen.get("override /attention") != "flash"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "guidance" in profile(name)["hardware"]])
+def test_guidance_says_that_it_is_not_measured(name: str) -> None:
+    guidance = profile(name)["hardware"]["guidance"]
+    low, high = guidance["speed_up_over_cpu"]
+
+    assert guidance["measured"] is False
+    assert "not measured" in guidance["text"]
+    assert 1 < low < high
+    assert guidance["batch_size_at_least"] >= 16
+    assert guidance["source"]
+
+
+def test_every_tier_has_guidance() -> None:
+    tiers = {profile(name)["hardware"].get("guidance", {}).get("tier") for name in NAMES} - {None}
+
+    assert tiers == {"entry-level", "mid-range", "high-end", "professional"}
+
+
+def test_a_t4_is_planned_without_bfloat16_and_tf32() -> None:
+    (device,) = inventory_of_profile(profile("t4")["hardware"]).devices
+
+    assert (device.native_bf16, device.native_tf32, device.flash_attention) == (False, False, False)
+    assert device.fp16_tensor_cores
+
+
+def test_auto_and_cpu_bring_no_gpu() -> None:
+    assert profile("auto") == {"hardware": {"title": "whatever is here", "devices": []}}
+    assert inventory_of_profile(profile("cpu")["hardware"]).devices == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_computed_follows_from_its_formula(name: str) -> None:
+    for device in devices(name):
+        for fact, source in device.get("source", {}).items():
+            formula = source.split(";")[0]
+            factors = [float(each) for each in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?= \w|,| x|$)", formula)]
+            if "computed" in formula and "GHz" in formula:
+                assert device[fact] == pytest.approx(math.prod(factors) / 1000, abs=0.05), formula
+            elif "computed" in formula and "Gbit/s" in formula:
+                assert device[fact] == pytest.approx(math.prod(factors[:2]) / 8), formula
+
+
+def test_hydra_composes_every_profile_and_the_command_line_beats_it(tmp_path: Path) -> None:
+    for group, options in OPTIONS.items():
+        for option in options:
+            file = tmp_path / group / f"{option}.yaml"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"chosen: {option}\n")
+    (tmp_path / "hardware").symlink_to(CONF / "hardware")
+    first = {group: min(options) for group, options in OPTIONS.items()}
+    lines = ["- _self_", *(f"- {group}: {option}" for group, option in first.items()), "- hardware: auto"]
+    (tmp_path / "config.yaml").write_text("defaults:\n" + "".join(f"  {line}\n" for line in lines))
+
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+        for name in NAMES:
+            composed = hydra.compose("config", [f"hardware={name}"])
+            expected = first | {key.removeprefix("override /"): option for key, option in selected(name).items()}
+            assert {group: composed[group].chosen for group in OPTIONS} == expected
+            assert composed.hardware.title == profile(name)["hardware"]["title"]
+        assert hydra.compose("config", ["hardware=t4", "precision=fp32"]).precision.chosen == "fp32"
+        assert hydra.compose("config", ["precision=fp32", "hardware=t4"]).precision.chosen == "fp32"

@@ -1,0 +1,288 @@
+"""Laws of the inventory: what torch can use, what is only there, and why; the same from NVML, torch or a profile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.base.errors import ConfigError
+from runner.observe.nvml import Gpu, Nvml
+from runner.plan.inventory import (
+    GIB,
+    Cpu,
+    Device,
+    Inventory,
+    TorchDevice,
+    TorchView,
+    cgroup_limits,
+    inventory_of_profile,
+    match_devices,
+    read_cpu,
+    take_inventory,
+)
+from tests.nvml_stub import MIB, PAIR, T4, NvmlStub, as_text
+
+# Takes the inventory, and again with the GPUs of $THEN: one process for both, because torch takes seconds to import.
+TAKE = """
+import json, os, pathlib, time
+import torch
+start = time.perf_counter()
+from runner.plan.inventory import take_inventory
+taken = [take_inventory().to_json()]
+seconds = time.perf_counter() - start
+if "THEN" in os.environ:
+    pathlib.Path(os.environ["NVML_STUB"]).write_text(os.environ["THEN"])
+    taken.append(take_inventory().to_json())
+print(json.dumps({"seconds": seconds, "taken": taken}))
+"""
+
+needs_a_cpu_build = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="this torch has CUDA, which does not ask the stub"
+)
+
+
+class OtherNvml(Nvml):
+    """An NVML that shows the GPUs it is given, each with 1 GiB free."""
+
+    def __init__(self, gpus: Sequence[Gpu], cuda_version: str = "13.0") -> None:
+        super().__init__(why_not="" if gpus else "no driver")
+        self.gpus, self.cuda_version, self.driver_version = tuple(gpus), cuda_version, "580.0"
+
+    def read(self, gpu: Gpu) -> dict[str, float | None]:
+        return super().read(gpu) | {"memory_free_bytes": GIB}
+
+
+# The driver counts by bus: the slow card first. CUDA counts the fast one first.
+SLOW = Gpu(0, "GPU-0000aaaa", "NVIDIA GeForce RTX 2080 Ti", 11 * GIB, (7, 5))
+FAST = Gpu(1, "GPU-1111bbbb", "NVIDIA GeForce RTX 3070", 8 * GIB, (8, 6))
+CUDA_BUILD = TorchView("2.13.0+cu130", cuda_version="13.0", architectures=("sm_75", "sm_80", "sm_90", "compute_120"))
+
+
+def torch_with(*gpus: Gpu, **changes: Any) -> TorchView:
+    """Return what a CUDA build says when it sees these GPUs, in this order."""
+    devices = tuple(TorchDevice(gpu.name, gpu.uuid[4:], gpu.memory_bytes or 0, gpu.capability) for gpu in gpus)
+    return replace(CUDA_BUILD, devices=devices, **changes)
+
+
+@needs_a_cpu_build
+def test_gpus_under_a_torch_without_cuda_are_listed_in_order_with_the_reason(nvml_stub: NvmlStub) -> None:
+    alone, pair = nvml_stub.run(TAKE, T4, THEN=as_text(PAIR))["taken"]
+    (t4,) = alone["devices"]
+
+    assert (t4["name"], t4["memory_bytes"], t4["capability"]) == ("Tesla T4", 15360 * MIB, [7, 5])
+    assert t4["free_bytes"] == (15360 - 8192 - 400) * MIB
+    assert alone["driver_version"] == "580.159.03"
+    assert [(each["index"], each["memory_bytes"]) for each in pair["devices"]] == [(0, 11264 * MIB), (1, 8192 * MIB)]
+    assert not any(each["usable"] for each in (t4, *pair["devices"]))
+    assert all("this torch build has no CUDA" in each["why_not"] for each in (t4, *pair["devices"]))
+
+
+@needs_a_cpu_build
+def test_without_a_gpu_there_is_a_reason_and_a_cpu_in_milliseconds(nvml_stub: NvmlStub) -> None:
+    answer = nvml_stub.run(TAKE, None)
+    (found,) = answer["taken"]
+
+    assert found["devices"] == []
+    assert "no NVIDIA driver is installed" in found["notes"][0]
+    assert found["cpu"]["logical_cores"] >= found["cpu"]["physical_cores"] >= 1
+    assert found["cpu"]["memory_bytes"] > GIB / 4
+    assert answer["seconds"] < 1, "0.04 s on an idle machine; torch itself takes 1.3 s"
+
+
+def test_an_inventory_survives_json() -> None:
+    here = take_inventory()
+    told = replace(here, devices=match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST), {})[0])
+
+    assert Inventory.from_json(json.loads(json.dumps(told.to_json()))) == told
+    assert Inventory.from_json(json.loads(json.dumps(here.to_json()))) == here
+
+
+def test_torchs_order_and_the_drivers_are_joined_by_uuid() -> None:
+    devices, notes = match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST, SLOW), {})
+
+    assert [(each.index, each.name, each.uuid) for each in devices] == [
+        (0, FAST.name, FAST.uuid),
+        (1, SLOW.name, SLOW.uuid),
+    ]
+    assert [each.torch_name for each in devices] == ["cuda:0", "cuda:1"]
+    assert all(each.usable and each.free_bytes == GIB for each in devices)
+    assert notes == (), "by UUID the order is certain, so there is nothing to warn of"
+
+
+def test_a_hidden_gpu_is_listed_with_who_hides_it() -> None:
+    devices, _ = match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST), {"CUDA_VISIBLE_DEVICES": "GPU-1111"})
+
+    assert [(each.name, each.usable) for each in devices] == [(FAST.name, True), (SLOW.name, False)]
+    assert devices[1].why_not == "hidden by CUDA_VISIBLE_DEVICES=GPU-1111"
+
+
+def test_all_gpus_hidden_is_not_blamed_on_the_driver() -> None:
+    devices, _ = match_devices(OtherNvml([SLOW], "11.4"), CUDA_BUILD, {"CUDA_VISIBLE_DEVICES": ""})
+
+    assert devices[0].why_not == "hidden by CUDA_VISIBLE_DEVICES="
+
+
+def test_an_old_driver_is_named_with_both_versions() -> None:
+    (device,), notes = match_devices(OtherNvml([FAST], "12.4"), replace(CUDA_BUILD, complaint="driver too old"), {})
+
+    assert "driver 580.0 (CUDA 12.4) is too old for this torch build (CUDA 13.0)" in device.why_not
+    assert notes == ("torch: driver too old",)
+
+
+def test_any_other_refusal_is_told_in_torchs_words() -> None:
+    (device,), _ = match_devices(OtherNvml([FAST]), replace(CUDA_BUILD, complaint="CUDA error 802"), {})
+
+    assert device.why_not == "torch does not see it: CUDA error 802"
+
+
+def test_a_gpu_without_kernels_in_this_build_is_not_usable() -> None:
+    pascal = Gpu(0, "GPU-1080", "NVIDIA GeForce GTX 1080", 8 * GIB, (6, 1))
+    (device,), _ = match_devices(OtherNvml([pascal]), torch_with(pascal), {})
+
+    assert not device.usable
+    assert "no kernels for capability 6.1" in device.why_not
+
+
+@pytest.mark.parametrize(
+    ("architecture", "capability", "runs"),
+    [
+        ("sm_80", (8, 6), True),  # the same major, a higher minor
+        ("sm_86", (8, 0), False),
+        ("sm_80", (9, 0), False),  # machine code does not cross majors
+        ("compute_80", (9, 0), True),  # PTX does
+        ("compute_90", (8, 0), False),
+        ("sm_90a", (9, 0), True),
+        ("sm_100a", (10, 3), False),
+        ("sm_100f", (10, 3), True),
+        ("sm_120", (12, 1), True),
+    ],
+)
+def test_kernels_run_where_cuda_lets_them(architecture: str, capability: tuple[int, int], *, runs: bool) -> None:
+    gpu = Gpu(0, "GPU-x", "x", GIB, capability)
+    (device,), _ = match_devices(OtherNvml([gpu]), torch_with(gpu, architectures=(architecture,)), {})
+
+    assert device.usable is runs
+
+
+def test_a_gpu_that_nvml_does_not_show_is_usable_with_unknown_free_memory() -> None:
+    (device,), notes = match_devices(OtherNvml([]), torch_with(FAST), {})
+
+    assert device.usable
+    assert device.uuid == FAST.uuid
+    assert device.free_bytes is None
+    assert notes == ("no driver",)
+
+
+def test_a_mig_instance_is_matched_and_its_gpu_not_listed_beside_it() -> None:
+    instance = Gpu(0, "MIG-77aa", "NVIDIA A100 MIG 3g.40gb", 40 * GIB, (8, 0))
+    parent = Gpu(0, "GPU-a100", "NVIDIA A100", 80 * GIB, (8, 0), mig=True, instances=(instance,))
+    (device,), _ = match_devices(OtherNvml([parent]), torch_with(instance), {"CUDA_VISIBLE_DEVICES": "MIG-77aa"})
+
+    assert device.usable
+    assert device.uuid == "MIG-77aa"
+
+
+def test_rocm_capabilities_are_not_taken_for_nvidias() -> None:
+    amd = TorchView("2.13.0+rocm", rocm=True, devices=(TorchDevice("AMD Instinct MI50", "", 16 * GIB, None),))
+    (device,), notes = match_devices(OtherNvml([]), amd, {})
+
+    assert device.usable
+    assert not device.native_bf16
+    assert any("ROCm" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "fp16", "bf16_tf32_flash"),
+    [
+        ("NVIDIA GeForce GTX 1080", (6, 1), False, False),
+        ("Tesla V100", (7, 0), True, False),
+        ("Tesla T4", (7, 5), True, False),
+        ("NVIDIA GeForce GTX 1650", (7, 5), False, False),
+        ("NVIDIA A100", (8, 0), True, True),
+        ("NVIDIA GeForce RTX 4080", (8, 9), True, True),
+        ("NVIDIA H200", (9, 0), True, True),
+        ("CPU", None, False, False),
+    ],
+)
+def test_what_is_native_follows_from_the_capability(
+    name: str, capability: tuple[int, int] | None, *, fp16: bool, bf16_tf32_flash: bool
+) -> None:
+    device = Device("cuda", 0, name, capability=capability)
+
+    assert device.fp16_tensor_cores is fp16
+    assert {device.native_bf16, device.native_tf32, device.flash_attention} == {bf16_tf32_flash}
+
+
+def system(root: Path, **files: str) -> Path:
+    """Write a small /proc and /sys; `__` in a name stands for a slash."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_cgroup_version_2_limits_are_the_least_of_all_parents(tmp_path: Path) -> None:
+    root = system(tmp_path, proc__self__cgroup="0::/user/job/step\n")
+    system(root / "sys/fs/cgroup/user", **{"memory.max": "max\n", "cpu.max": "max 100000\n"})
+    system(root / "sys/fs/cgroup/user/job", **{"memory.max": "8589934592\n", "cpu.max": "250000 100000\n"})
+    system(root / "sys/fs/cgroup/user/job/step", **{"memory.max": "max\n", "cpu.max": "400000 100000\n"})
+
+    assert cgroup_limits(root) == (2.5, 8 * GIB)
+
+
+def test_cgroup_version_1_limits_are_found_below_the_mount_of_a_container(tmp_path: Path) -> None:
+    root = system(tmp_path, proc__self__cgroup="5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n3:pids:/\n")
+    quota = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
+    system(root / "sys/fs/cgroup/cpu,cpuacct", **quota)
+    system(root / "sys/fs/cgroup/memory", **{"memory.limit_in_bytes": "2147483648\n"})
+
+    assert cgroup_limits(root) == (1.5, 2 * GIB)
+
+
+def test_without_cgroup_limits_there_are_none(tmp_path: Path) -> None:
+    assert cgroup_limits(tmp_path) == (None, None)
+    root = system(tmp_path, proc__self__cgroup="4:cpu:/\n0::/\n")
+    system(root / "sys/fs/cgroup/cpu", **{"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"})
+    assert cgroup_limits(root) == (None, None)
+
+
+def test_the_cpu_is_as_big_as_the_cgroup_grants(tmp_path: Path) -> None:
+    root = system(
+        tmp_path,
+        proc__self__cgroup="0::/\n",
+        proc__cpuinfo="processor : 0\nmodel name : Test CPU\nflags : fpu avx2 avx512f avx512_bf16\n\nprocessor : 1\n",
+    )
+    system(root / "sys/fs/cgroup", **{"memory.max": "1073741824", "cpu.max": "100000 100000"})
+    cpu, notes = read_cpu("AVX512", root=root)
+
+    assert cpu == Cpu("Test CPU", 1, 1, GIB, "AVX512", ("avx2", "avx512f", "avx512_bf16"))
+    assert cpu.native_bf16
+    assert any("cgroup grants 1.0 of" in note for note in notes)
+
+
+def test_a_profile_makes_the_inventory_of_a_machine_that_is_not_here() -> None:
+    facts = {"title": "a T4", "devices": [{"name": "Tesla T4", "memory_gib": 15.0, "capability": [7, 5]}]}
+    here = replace(take_inventory(), shared_memory_bytes=123)
+    absent = inventory_of_profile(facts, here)
+    (device,) = absent.devices
+
+    assert device == Device("cuda", 0, "Tesla T4", memory_bytes=15 * GIB, capability=(7, 5))
+    assert (absent.cpu, absent.shared_memory_bytes) == (here.cpu, 123)
+    assert "a T4" in absent.notes[0]
+    assert "this machine" in absent.notes[0]
+    assert inventory_of_profile(facts).cpu.logical_cores == 1
+
+
+def test_every_wrong_fact_of_a_profile_is_named_at_once() -> None:
+    facts = {"devices": [{"name": 3, "memory_gib": "much"}, {"name": "x", "memory_gib": 8, "capability": [8, True]}]}
+    with pytest.raises(ConfigError) as caught:
+        inventory_of_profile(facts)
+
+    assert [problem.where for problem in caught.value.problems] == ["hardware.devices[0]"] * 3 + ["hardware.devices[1]"]
