@@ -4,20 +4,14 @@ set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 
-modes=(train inference both plan explain benchmark tune monitor profile report status doctor new)
+modes=(train inference both plan explain status new)
 declare -A meaning=(
     [train]="train a task; the same command with the same run=NAME resumes"
     [inference]="predict with the newest checkpoint of a run (short: infer)"
     [both]="train, then predict with what was trained"
     [plan]="show every derived value with its reason, and stop"
     [explain]="tell which file, profile or override set a value"
-    [benchmark]="measure variants against each other"
-    [tune]="search for the fastest settings"
-    [monitor]="watch the devices while something runs"
-    [profile]="show where the time of an update goes"
-    [report]="make the report page of a run"
     [status]="show a run: progress, checkpoints, last error"
-    [doctor]="check this machine"
     [new]="write a one-file task of your own"
 )
 

@@ -1,0 +1,79 @@
+"""`accel-run new FILE`: write a task of one's own that works as it is, to be changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runner.commands.arguments import read
+
+HELP = """usage: accel-run new my_task.py
+
+Writes a task in one file of under 40 lines that trains as it is: change the model, the data and the loss.
+Then: accel-run train --task ./my_task.py
+
+Everything works with it unchanged: precision, accumulation, checkpoints and resume, workers, sweeps, inference.
+"""
+
+TEMPLATE = '''\
+"""A task of my own: accel-run train --task ./{name}"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from runner import Task
+
+SETTINGS = {{"updates": 200, "global_batch_size": 64, "optimizer.lr": 0.01}}  # defaults; the command line comes after
+
+
+def build(*, hidden: int = 64, depth: int = 2) -> Task:  # each is a setting: task.hidden=128
+    return {task}(hidden, depth)
+
+
+class {task}(Task):
+    def __init__(self, hidden, depth):
+        layers = [nn.Linear(2, hidden), nn.ReLU()]
+        for _ in range(depth - 1):
+            layers += [nn.Linear(hidden, hidden), nn.ReLU()]
+        self.model = nn.Sequential(*layers, nn.Linear(hidden, 2))
+
+    def dataset(self, split):  # "train" or "val": anything with len() and [index]
+        generator = torch.Generator().manual_seed({{"train": 0, "val": 1}}[split])
+        points = torch.rand(4096 if split == "train" else 512, 2, generator=generator) * 2 - 1
+        inside = (points.norm(dim=1) < 0.7).long()
+        return torch.utils.data.TensorDataset(points, inside)
+
+    def loss(self, model, batch):  # the SUM over the samples, and how many there were
+        points, inside = batch
+        return F.cross_entropy(model(points), inside, reduction="sum"), len(points)
+
+    def predict(self, model, generator, *, samples: int = 3):  # each is a setting: inference.samples=5
+        from runner.base.task import Prediction
+
+        points = torch.rand(samples, 2, generator=generator, device=generator.device) * 2 - 1
+        yield Prediction({{"inside.txt": str(model(points).argmax(1).tolist())}}, f"{{points.tolist()}}", items=samples)
+'''
+
+
+def run(words: list[str]) -> int:
+    """Write the file, and never over another one."""
+    from runner.base.errors import AccelRunError, CannotCreate, ConfigError, Exit, Problem
+
+    arguments = read(words, positional=1)
+    if not arguments.positional or arguments.request.overrides:
+        raise ConfigError(Problem("needs the name of one file", "new", "say accel-run new my_task.py"))
+    path = Path(arguments.positional[0])
+    if path.suffix != ".py" or not path.stem.isidentifier():
+        raise ConfigError(Problem("must be a Python file with a plain name", str(path), "say accel-run new my_task.py"))
+    task = "".join(word.capitalize() for word in path.stem.split("_"))
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(TEMPLATE.format(name=path.name, task=task))
+    except FileExistsError:
+        error = AccelRunError("exists already, and is left as it is", where=str(path), fix="take another name")
+        error.exit_code = Exit.CANNOT_CREATE
+        raise error from None
+    except OSError as error:
+        raise CannotCreate(f"cannot be written: {error.strerror}", where=str(path)) from error
+    print(f"wrote {path}; try it: accel-run train --task ./{path}")
+    return 0

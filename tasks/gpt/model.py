@@ -1,0 +1,152 @@
+"""A decoder-only transformer of the GPT-2 family, with a key-value cache for decoding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model; `width` is the residual stream's, `block_size` the longest context in tokens."""
+
+    num_layers: int
+    num_heads: int
+    width: int
+    block_size: int
+    vocab_size: int
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The rows of the embedding: a multiple of 64, which tensor cores need for the output projection."""
+        return -(-self.vocab_size // 64) * 64
+
+
+class Transformer(nn.Module):
+    """Tokens (B, T) to logits (B, T, V): pre-norm blocks, learned positions, output tied to the embedding.
+
+    Weights are drawn from N(0, 0.02); the projections that end in the residual stream from N(0, 0.02 / sqrt(2 L)), so
+    that its variance does not grow with the number of layers L.
+    Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.3.
+    """
+
+    def __init__(self, shape: Shape, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.padded_vocab_size, shape.width)
+        self.positions = nn.Embedding(shape.block_size, shape.width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.apply(_draw_weights)
+        for name, weight in self.named_parameters():
+            if name.endswith(("attention.output.weight", "mlp.output.weight")):
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * shape.num_layers))
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the logits of the token after each of `tokens` (B, T); with a cache after the last one, (B, 1, V).
+
+        cache  what came before `tokens`, extended by them in place: first the prompt, then one token at a time
+        """
+        start = 0 if cache is None else cache.length
+        end = start + tokens.shape[1]
+        assert end <= self.shape.block_size, f"{end} tokens exceed the context of {self.shape.block_size}"
+        x: Tensor = self.dropout(self.embedding(tokens) + self.positions.weight[start:end])
+        if cache is None:
+            for block in self.blocks:
+                x = block(x)
+        else:
+            assert start == 0 or end == start + 1, "a filled cache takes one token at a time"
+            for block, past in zip(self.blocks, cache.layers, strict=True):
+                x = block(x, past)
+            cache.length = end
+            x = x[:, -1:]
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward of four times the width, each added to the residual stream."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(shape.width)
+        self.attention = Attention(shape, dropout)
+        self.mlp_norm = nn.LayerNorm(shape.width)
+        self.mlp = FeedForward(shape, dropout)
+
+    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), past)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Attention(nn.Module):
+    """Causal self-attention (B, T, C) with one projection for queries, keys and values."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.qkv = nn.Linear(shape.width, 3 * shape.width)
+        self.output = nn.Linear(shape.width, shape.width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        if past is not None:
+            k, v = past.extend(k, v)
+        # A single token attends to everything before it; the causal mask would align it with the first key.
+        dropout = self.dropout.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+        return self.dropout(self.output(y.transpose(1, 2).reshape(B, T, C)))
+
+
+class FeedForward(nn.Module):
+    """Two projections with a GELU between them."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        self.input = nn.Linear(shape.width, 4 * shape.width)
+        self.output = nn.Linear(4 * shape.width, shape.width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.output(F.gelu(self.input(x), approximate="tanh")))
+
+
+class Cache:
+    """The keys and values of the tokens seen so far, `length` of them, in every layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.length = 0
+        self.layers = [KeyValues(shape.block_size) for _ in range(shape.num_layers)]
+
+
+class KeyValues:
+    """One layer's keys and values (B, H, T, C / H), in room for `capacity` tokens taken at the first extension."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self.keys: Tensor
+        self.values: Tensor
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append, and return all keys and values up to now."""
+        B, H, T, D = keys.shape
+        if self.length == 0:
+            self.keys = keys.new_empty(B, H, self.capacity, D)
+            self.values = values.new_empty(B, H, self.capacity, D)
+        start, self.length = self.length, self.length + T
+        self.keys[:, :, start : self.length] = keys
+        self.values[:, :, start : self.length] = values
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+
+def _draw_weights(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)

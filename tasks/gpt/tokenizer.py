@@ -1,0 +1,122 @@
+"""From text to tokens and back: bytes, a byte-pair encoding trained on the text, or numbers where no text is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from runner.base.errors import AccelRunError, ConfigError, Problem
+
+SEPARATOR = b"\0"  # ends every document; text has no NUL, and as one byte it counts alike for every tokenizer
+END_OF_TEXT = "<|endoftext|>"  # the byte-pair token that stands for SEPARATOR
+ByteCounts = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Tokenizer(Protocol):
+    """num_tokens tokens, 0 to num_tokens - 1, of which `end` separates documents.
+
+    num_bytes  bytes of text behind each token (num_tokens,), or None if the text is not known
+    """
+
+    num_tokens: int
+    end: int
+    num_bytes: ByteCounts | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class Bytes:
+    """Every byte of UTF-8 is a token."""
+
+    num_tokens = 256
+    end = SEPARATOR[0]
+    num_bytes: ByteCounts | None = np.ones(256, dtype=np.int64)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class BytePairs:
+    """Frequent sequences of bytes are tokens; any text can be encoded.
+
+    Source: Sennrich et al., Neural Machine Translation of Rare Words with Subword Units, ACL 2016; on bytes and split
+    at words as in GPT-2.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._encoding = _tokenizers().Tokenizer.from_file(str(path))
+        # END_OF_TEXT written out in a text is text, not the end of it.
+        self._encoding.encode_special_tokens = True
+        self.num_tokens = int(self._encoding.get_vocab_size())
+        self.end = int(self._encoding.token_to_id(END_OF_TEXT))
+        # The byte-level alphabet writes each byte as one character.
+        lengths = [len(self._encoding.id_to_token(token)) for token in range(self.num_tokens)]
+        lengths[self.end] = len(SEPARATOR)
+        self.num_bytes: ByteCounts | None = np.array(lengths, dtype=np.int64)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._encoding.encode(text).ids)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode many texts on all cores."""
+        return [encoding.ids for encoding in self._encoding.encode_batch_fast(list(texts))]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._encoding.decode(list(tokens), skip_special_tokens=False))
+
+
+class Numbers:
+    """Tokens of an unknown encoding, written as numbers with spaces between them."""
+
+    num_bytes: ByteCounts | None = None
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.end = num_tokens - 1  # the last one, as in GPT-2
+
+    def encode(self, text: str) -> list[int]:
+        tokens = [int(word) if word.isdecimal() else -1 for word in text.split()]
+        if any(not 0 <= token < self.num_tokens for token in tokens):
+            what = f"must be token numbers from 0 to {self.num_tokens - 1} with spaces between them, but is {text!r}"
+            raise ConfigError(Problem(what, "inference.prompt", "the encoding of token shards is not known here"))
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def train_byte_pairs(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Write a byte-pair encoding of at most `vocab_size` tokens, learned from `texts`, to `path` as JSON.
+
+    Raises AccelRunError if the package `tokenizers` is not installed.
+    """
+    library = _tokenizers()
+    encoding = library.Tokenizer(library.models.BPE())
+    encoding.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoding.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    encoding.train_from_iterator(texts, trainer)
+    encoding.save(str(path))
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        what = "a byte-pair encoding needs the package tokenizers, which is not installed"
+        fix = "pip install tokenizers, or use task.tokenizer=byte"
+        raise AccelRunError(what, where="task.tokenizer", fix=fix) from None
+    return tokenizers
