@@ -159,7 +159,7 @@ def test_factors_are_above_0_and_at_most_1_from_the_first_update_on(option: str,
             SCHEDULERS[option](updates, warmup=warmup)
         return
     factors = curve_of(SCHEDULERS[option](updates, warmup=warmup), updates)
-    assert 0.0 < min(factors)
+    assert min(factors) > 0.0
     assert max(factors) <= 1.0
 
 

@@ -1,0 +1,293 @@
+"""Which kernel computes scaled dot product attention, which one really ran, and why not another."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runner.base.errors import ConfigError, Problem
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A choice of kernels, in order of preference; none leaves the choice to torch.
+
+    reason  why the kernel asked for cannot run on this device at all, or empty
+    """
+
+    name: str
+    kernels: tuple[SDPBackend, ...] = ()
+    reason: str = ""
+
+    def context(self) -> AbstractContextManager[None]:
+        """Return the context of a forward pass; enter a new one each time (24 us, nothing for auto)."""
+        return sdpa_kernel(list(self.kernels), set_priority=True) if self.kernels else _NOTHING
+
+
+def auto(device: torch.device) -> Attention:
+    """Leave the choice to torch: the fastest kernel that can do the call."""
+    return Attention("auto")
+
+
+def math(device: torch.device) -> Attention:
+    """Compute with matrix products and a softmax: any input, most memory (the whole score matrix)."""
+    return Attention("math", (SDPBackend.MATH,))
+
+
+def flash(device: torch.device, *, strict: bool = False) -> Attention:
+    """Prefer the flash kernel; calls it cannot do go to the next best one.
+
+    strict  stop at a call it cannot do, instead
+    Raises ConfigError with strict where this device has no such kernel.
+    Source: Dao, FlashAttention-2, 2023; needs compute capability 8.0 and float16 or bfloat16 on a GPU.
+    """
+    return _prefer("flash", SDPBackend.FLASH_ATTENTION, device, strict)
+
+
+def efficient(device: torch.device, *, strict: bool = False) -> Attention:
+    """Prefer the memory-efficient kernel, which takes masks and older GPUs; other calls go to the next best one.
+
+    strict  stop at a call it cannot do, instead
+    Raises ConfigError with strict where this device has no such kernel.
+    Source: Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, 2021; kernels of xFormers.
+    """
+    return _prefer("efficient", SDPBackend.EFFICIENT_ATTENTION, device, strict)
+
+
+def cudnn(device: torch.device, *, strict: bool = False) -> Attention:
+    """Prefer cuDNN's kernel, made for H100 and newer; calls it cannot do go to the next best one.
+
+    strict  stop at a call it cannot do, instead
+    Raises ConfigError with strict where this device has no such kernel.
+    Source: torch.nn.attention.SDPBackend.CUDNN_ATTENTION.
+    """
+    return _prefer("cudnn", SDPBackend.CUDNN_ATTENTION, device, strict)
+
+
+def observed_backends(model_call: Callable[[], object]) -> dict[str, int]:
+    """Run `model_call` once and return how many attention calls each kernel computed.
+
+    Names are flash, efficient, cudnn, math, overrideable and, on the CPU, flash_for_cpu. Compiled code runs eagerly
+    for this call, because a compiled graph hides its operations. Calls are those of the forward pass.
+    """
+    counts: Counter[str] = Counter()
+    for (_, kernel), number in observed_calls(model_call).items():
+        counts[kernel] += number
+    return dict(counts)
+
+
+def observed_calls(model_call: Callable[[], object]) -> dict[tuple[str, str], int]:
+    """Run `model_call` once and return how often each (kind of call, kernel) occurred.
+
+    A kind reads "bfloat16, 128 queries, 128 keys", so that prefill, decoding and cross attention are told apart.
+    """
+    counting = _CountAttention()
+    with _eager(), counting:
+        model_call()
+    return dict(counting.calls)
+
+
+def why_not(
+    backend: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    masked: bool = False,
+    dropout: float = 0.0,
+    training: bool = True,
+    capability: tuple[int, int] | None = None,
+) -> str:
+    """Return why a kernel would refuse a call, as far as shapes tell; empty where nothing speaks against it.
+
+    shape       of the queries: (batch, heads, length, head size)
+    masked      an explicit mask is given (is_causal=True is not one)
+    capability  compute capability to judge by, such as (7, 5); that of `device` by default
+    Source: the checks of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to 2.13.
+    """
+    if backend == "math":
+        return ""
+    if len(shape) != 4:
+        return f"queries must have 4 dimensions (batch, heads, length, head size), but have {len(shape)}"
+    if device.type == "cpu":
+        return _why_not_on_cpu(backend, dropout)
+    if device.type != "cuda":
+        return f"{device.type} has its own kernel, which this choice does not reach"
+    if capability is None:
+        if not torch.cuda.is_available():
+            return "there is no CUDA device here"
+        capability = torch.cuda.get_device_capability(device)
+    call = _Call(shape[-1], dtype, masked, dropout, training, capability)
+    return next((reason for check in _CHECKS[backend] if (reason := check(call))), "")
+
+
+def _prefer(name: str, kernel: SDPBackend, device: torch.device, strict: bool) -> Attention:
+    """Return a preference, with what is known against it before any call is seen."""
+    # a call that every device with the kernel can do
+    reason = why_not(name, (1, 1, 128, 64), torch.float16, device)
+    if reason and strict:
+        raise ConfigError(
+            Problem(
+                f"{name} cannot run: {reason}", f"attention={name}", "say attention=auto, or attention.strict=false"
+            )
+        )
+    if reason:
+        warnings.warn(f"attention={name} has no effect, the next best kernel is used: {reason}", stacklevel=3)
+    rest = (other for other in _NEXT_BEST if other != kernel)
+    return Attention(name, (kernel,) if strict else (kernel, *rest), reason)
+
+
+# Why a kernel refuses a call
+
+
+@dataclass(frozen=True)
+class _Call:
+    head_size: int
+    dtype: torch.dtype
+    masked: bool
+    dropout: float
+    training: bool
+    capability: tuple[int, int]
+
+    @property
+    def half(self) -> bool:
+        return self.dtype in (torch.float16, torch.bfloat16)
+
+
+def _why_not_on_cpu(backend: str, dropout: float) -> str:
+    if backend != "flash":
+        return f"the CPU has no {backend} kernel"
+    return "the CPU's flash kernel has no dropout" if dropout > 0 else ""
+
+
+def _below(call: _Call, needed: tuple[int, int]) -> str:
+    if call.capability >= needed:
+        return ""
+    return f"compute capability {_dotted(needed)} is needed, but the device has {_dotted(call.capability)}"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _not_half(call: _Call) -> str:
+    return "" if call.half else f"inputs must be float16 or bfloat16, but are {_name(call.dtype)}"
+
+
+def _flash_mask(call: _Call) -> str:
+    return "an explicit mask is given; is_causal=True would do" if call.masked else ""
+
+
+def _flash_head(call: _Call) -> str:
+    if call.head_size > 256:
+        return f"the head size must be at most 256, but is {call.head_size}"
+    small_cache = (8, 6) <= call.capability <= (8, 9) or call.capability >= (12, 0)
+    if call.training and small_cache and call.head_size > 192 and (call.head_size <= 224 or call.dropout > 0):
+        return f"capability {_dotted(call.capability)} has no backward for a head size of {call.head_size}"
+    return ""
+
+
+def _efficient_types(call: _Call) -> str:
+    if call.dtype == torch.bfloat16:
+        return "" if call.capability >= (8, 0) else f"bfloat16: {_below(call, (8, 0))}"
+    known = call.dtype in (torch.float16, torch.float32)
+    return "" if known else f"inputs must be float16, bfloat16 or float32, but are {_name(call.dtype)}"
+
+
+def _efficient_head(call: _Call) -> str:
+    tensor_cores = call.capability >= (8, 0) or (call.capability >= (7, 0) and call.half)
+    multiple = (8 if call.half else 4) if tensor_cores else 1
+    return _multiple_of(multiple, call)
+
+
+def _cudnn_head(call: _Call) -> str:
+    limit = 256 if call.capability in ((9, 0), (10, 0), (10, 3)) else 128  # 256 with cuDNN above 9.22
+    if call.head_size > limit:
+        return f"the head size must be at most {limit}, but is {call.head_size}"
+    return _multiple_of(8, call)
+
+
+def _cudnn_deterministic(call: _Call) -> str:
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return "it is not deterministic, and backend=deterministic" if strict else ""
+
+
+def _cudnn_dropout(call: _Call) -> str:
+    return "" if (call.dropout * 16).is_integer() else f"dropout must be a multiple of 1/16, but is {call.dropout}"
+
+
+def _multiple_of(multiple: int, call: _Call) -> str:
+    fits = call.head_size % multiple == 0
+    return "" if fits else f"the head size must be a multiple of {multiple}, but is {call.head_size}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_CHECKS: Mapping[str, Sequence[Callable[[_Call], str]]] = {
+    "flash": (lambda call: _below(call, (8, 0)), _not_half, _flash_mask, _flash_head),
+    "efficient": (lambda call: _below(call, (5, 0)), _efficient_types, _efficient_head),
+    "cudnn": (lambda call: _below(call, (8, 0)), _not_half, _cudnn_head, _cudnn_deterministic, _cudnn_dropout),
+}
+
+
+# Which kernel ran
+
+
+class _CountAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts attention operations by kind and kernel while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::")
+        if name in _OPERATIONS:
+            query, key = args[0], args[1]
+            self.calls[_kind(query, query.shape[-2], key.shape[-2]), _OPERATIONS[name]] += 1
+        elif name == "_safe_softmax":  # torch calls it in the math kernel and nowhere else
+            scores = args[0]
+            self.calls[_kind(scores, scores.shape[-2], scores.shape[-1]), "math"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _kind(tensor: Tensor, num_queries: int, num_keys: int) -> str:
+    return f"{_name(tensor.dtype)}, {num_queries} queries, {num_keys} keys"
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Return a context in which compiled code runs eagerly; nothing is compiled where Dynamo was never imported."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else _NOTHING
+
+
+_NEXT_BEST = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # math can do any call
+_OPERATIONS: Mapping[str, str] = {
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_flash_attention_for_cpu": "flash_for_cpu",
+    "_scaled_dot_product_efficient_attention": "efficient",
+    "_scaled_dot_product_cudnn_attention": "cudnn",
+    "_scaled_dot_product_fused_attention_overrideable": "overrideable",
+    "_scaled_dot_product_attention_math_for_mps": "math",
+}
+
+ATTENTIONS: Mapping[str, Callable[..., Attention]] = {
+    "auto": auto,
+    "math": math,
+    "flash": flash,
+    "efficient": efficient,
+    "cudnn": cudnn,
+}

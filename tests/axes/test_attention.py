@@ -1,0 +1,196 @@
+"""Every choice of kernel gives the same numbers, and the kernel that ran is the one reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+from runner.axes.attention import (
+    ATTENTIONS,
+    Attention,
+    auto,
+    cudnn,
+    efficient,
+    flash,
+    math,
+    observed_backends,
+    observed_calls,
+    why_not,
+)
+from runner.base.errors import ConfigError
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
+
+def query(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def attend(**options: Any) -> Tensor:
+    return scaled_dot_product_attention(query(), query(), query(), **options)
+
+
+@pytest.mark.filterwarnings("ignore:attention=")  # kernels this device lacks
+@pytest.mark.parametrize("option", ATTENTIONS)
+def test_the_kernel_does_not_change_the_result(option: str) -> None:
+    with ATTENTIONS[option](CPU).context():
+        found = attend(is_causal=True)
+    with math(CPU).context():
+        assert_close(found, attend(is_causal=True))  # float32 sums in another order
+
+
+@pytest.mark.filterwarnings("ignore:attention=")
+@pytest.mark.parametrize("option", ATTENTIONS)
+def test_no_choice_makes_a_call_fail(option: str) -> None:
+    choice = ATTENTIONS[option](CPU)
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    for options in ({"dropout_p": 0.5}, {"attn_mask": mask}, {}):
+        with choice.context():
+            attend(**options)
+
+
+def test_a_context_can_be_entered_again_and_leaves_torchs_choice_as_it_was() -> None:
+    before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    for choice in (math(CPU), flash(CPU), auto(CPU)):
+        for _ in range(2):
+            with choice.context(), choice.context():
+                pass
+    assert torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+def test_auto_costs_nothing() -> None:
+    assert auto(CPU).context() is auto(CPU).context()
+
+
+@pytest.mark.parametrize(
+    ("choice", "options", "kernel"),
+    [
+        (auto(CPU), {}, "flash_for_cpu"),
+        (flash(CPU), {"is_causal": True}, "flash_for_cpu"),
+        (flash(CPU), {"dropout_p": 0.1}, "math"),
+        (flash(CPU, strict=True), {}, "flash_for_cpu"),
+        (math(CPU), {}, "math"),
+        (math(CPU), {"attn_mask": torch.zeros(8, 8)}, "math"),
+    ],
+)
+def test_the_kernel_that_ran_is_counted(choice: Attention, options: dict[str, Any], kernel: str) -> None:
+    def call() -> None:
+        with choice.context():
+            attend(**options)
+            with torch.no_grad():
+                attend(**options)
+
+    assert observed_backends(call) == {kernel: 2}
+
+
+def test_attention_inside_torchs_own_modules_is_counted() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    assert observed_backends(lambda: layer(torch.randn(2, 5, 16))) == {"flash_for_cpu": 1}
+
+
+def test_kinds_of_calls_are_told_apart() -> None:
+    short = query(torch.bfloat16)[:, :, :1]
+
+    def decode() -> None:
+        scaled_dot_product_attention(short, query(torch.bfloat16), query(torch.bfloat16))
+        attend()
+        attend()
+
+    assert observed_calls(decode) == {
+        ("bfloat16, 1 queries, 8 keys", "flash_for_cpu"): 1,
+        ("float32, 8 queries, 8 keys", "flash_for_cpu"): 2,
+    }
+
+
+def test_a_model_without_attention_has_no_kernels() -> None:
+    assert observed_backends(lambda: torch.softmax(torch.randn(4, 4), -1) @ torch.randn(4, 4)) == {}
+
+
+def test_compiled_code_is_seen_through() -> None:
+    class Block(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return scaled_dot_product_attention(inputs, inputs, inputs)
+
+    block = Block()
+    block.compile(backend="eager")
+    block(query())
+    assert observed_backends(lambda: block(query())) == {"flash_for_cpu": 1}
+
+
+@pytest.mark.parametrize("function", [efficient, cudnn])
+def test_a_kernel_this_device_lacks_is_said_once_or_refused_if_strict(function: Any) -> None:
+    with pytest.warns(UserWarning, match="no effect.*the CPU has no"):
+        choice = function(CPU)
+    assert "the CPU has no" in choice.reason
+    with pytest.raises(ConfigError, match="the CPU has no"):
+        function(CPU, strict=True)
+
+
+def test_strict_stops_at_a_call_the_kernel_cannot_do() -> None:
+    with (
+        flash(CPU, strict=True).context(),
+        pytest.warns(UserWarning, match="kernel"),
+        pytest.raises(RuntimeError, match="kernel"),
+    ):
+        attend(dropout_p=0.5)
+
+
+SHAPE = (1, 8, 128, 64)
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape", "dtype", "options", "words"),
+    [
+        ("flash", SHAPE, torch.float16, {"capability": (7, 5)}, "8.0 is needed, but the device has 7.5"),
+        ("flash", SHAPE, torch.float32, {"capability": (9, 0)}, "but are float32"),
+        ("flash", SHAPE, torch.bfloat16, {"capability": (9, 0), "masked": True}, "mask"),
+        ("flash", (1, 8, 128, 512), torch.bfloat16, {"capability": (9, 0)}, "at most 256, but is 512"),
+        ("flash", (1, 8, 128, 224), torch.bfloat16, {"capability": (8, 6)}, "no backward"),
+        ("flash", (1, 8, 128, 224), torch.bfloat16, {"capability": (8, 6), "training": False}, ""),
+        ("flash", (1, 8, 128, 224), torch.bfloat16, {"capability": (8, 0)}, ""),
+        ("flash", (8, 128, 64), torch.bfloat16, {"capability": (9, 0)}, "4 dimensions"),
+        ("flash", SHAPE, torch.bfloat16, {"capability": (8, 0)}, ""),
+        ("efficient", SHAPE, torch.float16, {"capability": (7, 5), "masked": True}, ""),
+        ("efficient", SHAPE, torch.bfloat16, {"capability": (7, 5)}, "bfloat16: compute capability 8.0"),
+        ("efficient", SHAPE, torch.float64, {"capability": (9, 0)}, "but are float64"),
+        ("efficient", (1, 8, 128, 20), torch.float16, {"capability": (8, 0)}, "multiple of 8, but is 20"),
+        ("efficient", (1, 8, 128, 20), torch.float32, {"capability": (8, 0)}, ""),
+        ("efficient", (1, 8, 128, 21), torch.float32, {"capability": (7, 5)}, ""),
+        ("efficient", SHAPE, torch.float16, {"capability": (3, 7)}, "5.0 is needed"),
+        ("cudnn", SHAPE, torch.bfloat16, {"capability": (9, 0)}, ""),
+        ("cudnn", (1, 8, 128, 192), torch.bfloat16, {"capability": (8, 0)}, "at most 128"),
+        ("cudnn", SHAPE, torch.bfloat16, {"capability": (9, 0), "dropout": 0.1}, "multiple of 1/16"),
+        ("math", (3,), torch.float64, {"capability": (3, 0)}, ""),
+    ],
+)
+def test_a_refusal_has_its_reason_also_for_a_gpu_that_is_not_here(
+    backend: str, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any], words: str
+) -> None:
+    found = why_not(backend, shape, dtype, CUDA, **options)
+    assert words in found
+    assert bool(words) == bool(found)
+
+
+def test_cudnn_is_refused_where_the_run_must_be_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "deterministic" in why_not("cudnn", SHAPE, torch.bfloat16, CUDA, capability=(9, 0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_other_devices_are_answered_too() -> None:
+    assert "dropout" in why_not("flash", SHAPE, torch.float32, CPU, dropout=0.1)
+    assert why_not("flash", SHAPE, torch.float32, CPU, masked=True) == ""
+    assert "mps" in why_not("flash", SHAPE, torch.float16, torch.device("mps"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_gpu_is_a_reason() -> None:
+    assert "no CUDA device" in why_not("flash", SHAPE, torch.float16, CUDA)
