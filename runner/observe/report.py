@@ -1,0 +1,202 @@
+"""The words at the start and at the end of a run: values in, text out, nothing measured and nothing printed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TextIO
+
+LIMITING_SHARE = 0.10  # a part of the time below this is not worth a user's attention
+
+
+@dataclass(frozen=True)
+class Technique:
+    """Something that makes runs faster or smaller: `why` says what it does here, or why it is off."""
+
+    name: str
+    on: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class StartOfRun:
+    """What is known before the first update.
+
+    devices            one line each: name, memory, capability
+    software           name -> version: torch, CUDA, cuDNN, driver
+    batch_per_rank     samples of one update on each rank, where they are not all micro_batch_size x accumulation_steps
+    notes              lines to add: resumed from where, where the tracker writes
+    """
+
+    run_name: str
+    task: str
+    devices: tuple[str, ...]
+    software: Mapping[str, str]
+    techniques: tuple[Technique, ...]
+    num_parameters: int
+    num_trainable: int
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    world_size: int
+    run_dir: str
+    batch_per_rank: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EndOfRun:
+    """What is known after the last update. None is unknown and is left out, never shown as 0.
+
+    outcome          "done", "saved to be continued", "stopped by an error"
+    metrics          the last validation
+    baselines        metric -> value of a trivial model
+    seconds          part of the update loop -> seconds: data_wait, transfer, compute, hooks, checkpoint_wait
+    peak_memory_gib  device -> GiB
+    places           what -> path
+    next_commands    to be pasted
+    """
+
+    outcome: str
+    update: int
+    total_updates: int
+    total_s: float
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    items_per_s: float | None = None
+    item: str = "sample"
+    peak_memory_gib: Mapping[str, float | None] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    next_commands: tuple[str, ...] = ()
+
+
+def start_report(start: StartOfRun, *, ascii_only: bool = False) -> str:
+    """Return the report before the first update: machine, techniques with a tick or the reason they are off, batch."""
+    off_last = sorted(start.techniques, key=lambda technique: not technique.on)
+    rows = [
+        ("run", f"{start.run_name} ({start.task})"),
+        *_repeat("device", start.devices),
+        ("software", ", ".join(f"{name} {version}" for name, version in start.software.items())),
+        *_repeat("technique", (_technique(technique) for technique in off_last)),
+        ("parameters", f"{_count(start.num_parameters)} total, {_count(start.num_trainable)} trainable"),
+        ("batch", _batch(start)),
+        ("directory", start.run_dir),
+        *_repeat("note", start.notes),
+    ]
+    return _in_ascii(_table(rows)) if ascii_only else _table(rows)
+
+
+def end_summary(end: EndOfRun, *, ascii_only: bool = False) -> str:
+    """Return the report after the last update: results, where the time went, what limited it, what to do next."""
+    speed = "" if end.items_per_s is None else f", {end.items_per_s:,.1f} {end.item}s/s"
+    rows = [
+        (end.outcome, f"{end.update} of {end.total_updates} updates in {_duration(end.total_s)}{speed}"),
+        *_repeat("loss", () if end.loss is None else (f"{end.loss:.4g}",)),
+        *_repeat("validation", (_metric(name, value, end.baselines) for name, value in end.metrics.items())),
+        *_repeat("time", (_split(end.seconds, end.total_s),) if end.seconds and end.total_s > 0 else ()),
+        ("limited by", limited_by(end.seconds, end.total_s)),
+        *_repeat(
+            "peak memory",
+            (f"{device} {gib:.2f} GiB" for device, gib in end.peak_memory_gib.items() if gib is not None),
+        ),
+        *((what, path) for what, path in end.places.items()),
+        *_repeat("note", end.notes),
+        *_repeat("next", end.next_commands),
+    ]
+    return _in_ascii(_table(rows)) if ascii_only else _table(rows)
+
+
+def limited_by(seconds: Mapping[str, float], total: float) -> str:
+    """Return in one sentence what a faster run would need, with the numbers that show it.
+
+    The largest part besides compute counts when it is at least a tenth of the time; else compute is the limit.
+    """
+    if total <= 0 or not seconds:
+        return "unknown: the time was not measured"
+    name = max(seconds, key=lambda part: seconds[part] if part != "compute" else 0.0)
+    if name == "compute" or seconds[name] < LIMITING_SHARE * total:
+        name = "compute"
+    if name not in seconds:
+        return "unknown: the time of compute was not measured"
+    what, meaning = LIMITS.get(name, (name, "was spent there"))
+    spent = seconds[name]
+    return f"{what}: {spent / total:.0%} of the time ({spent:.1f} of {total:.1f} s) {meaning}"
+
+
+def prints_only_ascii(stream: TextIO) -> bool:
+    """Tell whether the signs of these reports cannot be printed on `stream`."""
+    try:
+        "".join(ASCII).encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return True
+    return False
+
+
+def _technique(technique: Technique) -> str:
+    return f"✓ {technique.name} — {technique.why}" if technique.on else f"– {technique.name} off: {technique.why}"  # noqa: RUF001
+
+
+def _batch(start: StartOfRun) -> str:
+    if start.batch_per_rank:
+        return f"{start.global_batch_size} = {' + '.join(map(str, start.batch_per_rank))} (samples per rank)"
+    factors = f"{start.micro_batch_size} x {start.accumulation_steps} x {start.world_size}"
+    return f"{start.global_batch_size} = {factors} (micro-batch x accumulation x ranks)"
+
+
+def _metric(name: str, value: float, baselines: Mapping[str, float]) -> str:
+    beside = f" (baseline {baselines[name]:.4g})" if name in baselines else ""
+    return f"{name} {value:.4g}{beside}"
+
+
+def _split(seconds: Mapping[str, float], total: float) -> str:
+    """Return the parts in percent, largest first; what no part accounts for is `other`."""
+    parts = sorted(seconds.items(), key=lambda part: -part[1])
+    parts.append(("other", max(0.0, total - sum(seconds.values()))))
+    return ", ".join(f"{name.replace('_', ' ')} {spent / total:.0%}" for name, spent in parts)
+
+
+def _count(number: int) -> str:
+    """Return a count with a unit that can be read: 124.4 M (124,439,808)."""
+    for unit, size in (("B", 1_000_000_000), ("M", 1_000_000), ("k", 1_000)):
+        if number >= size:
+            return f"{number / size:.1f} {unit} ({number:,})"
+    return str(number)
+
+
+def _duration(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minute} min"
+    return f"{minute} min {second} s" if minute else f"{seconds:.1f} s"
+
+
+def _repeat(name: str, values: Iterable[str]) -> list[tuple[str, str]]:
+    """Return a row per value, named in the first only."""
+    return [(name if index == 0 else "", value) for index, value in enumerate(values)]
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+
+
+def _in_ascii(text: str) -> str:
+    for sign, plain in ASCII.items():
+        text = text.replace(sign, plain)
+    return text.encode("ascii", errors="replace").decode()
+
+
+ASCII: Mapping[str, str] = {"✓": "+", "–": "-", "—": "-"}  # noqa: RUF001
+
+# Part of the time -> what the limit is called, and what the device or the program did meanwhile.
+LIMITS: Mapping[str, tuple[str, str]] = {
+    "compute": ("compute", "went into forward, backward and optimizer"),
+    "data_wait": ("the data loader", "was spent waiting for the next batch"),
+    "transfer": ("copies to the device", "was spent moving batches"),
+    "hooks": ("work between updates", "went into evaluation, logging and other hooks"),
+    "checkpoint_wait": ("checkpoints", "was spent waiting for a checkpoint to be written"),
+}
