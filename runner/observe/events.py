@@ -1,0 +1,127 @@
+"""What is said while a run goes on: the console with its copy in console.log, and events.jsonl for programs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+Level = Literal["debug", "info", "warning", "error"]
+LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
+
+
+class Console:
+    """Says things on the terminal and keeps them in console.log; on ranks that do not speak, neither.
+
+    Levels below `level` go to the file only. Warnings and errors go to standard error. A disk that is full or a
+    terminal that is gone ends the copy, never the run.
+    """
+
+    def __init__(self, path: Path | None = None, *, level: Level = "info", speaks: bool = True) -> None:
+        self._file = _Appender(path if speaks else None)
+        self._from = LEVELS.index(level) if speaks else len(LEVELS)
+        self._above: Callable[[str], None] | None = None
+        self._warned: set[str] = set()
+
+    def debug(self, text: str) -> None:
+        """Say what only matters when something is searched for."""
+        self._say("debug", text)
+
+    def info(self, text: str) -> None:
+        """Say what the user wants to know."""
+        self._say("info", text)
+
+    def warning(self, text: str) -> None:
+        """Say what the user may want to change."""
+        self._say("warning", text)
+
+    def warn_once(self, text: str) -> None:
+        """Warn, but not twice in the same words."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.warning(text)
+
+    def error(self, text: str) -> None:
+        """Say what went wrong."""
+        self._say("error", text)
+
+    def speak_through(self, note: Callable[[str], None] | None) -> None:
+        """Print with `note` from now on, as a progress bar needs it; None: straight to the terminal again."""
+        self._above = note
+
+    def close(self) -> None:
+        """End the copy in the file; the terminal stays."""
+        self._file.close()
+
+    def _say(self, level: Level, text: str) -> None:
+        self._file.append(f"{_now()} {level:<7} {text}\n")
+        if LEVELS.index(level) < self._from:
+            return
+        shown = f"{level}: {text}" if level in ("warning", "error") else text
+        stream = sys.stderr if level in ("warning", "error") else sys.stdout
+        if self._above is not None:
+            self._above(shown)
+        else:
+            _print(stream, shown)
+
+
+class Events:
+    """Appends rows to events.jsonl, each whole in one write; never raises."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = _Appender(path)
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Append what happened, with the time in UTC. Values JSON does not know are written as text."""
+        self._file.append(json.dumps({"time": _now(), "kind": kind, **fields}, default=str) + "\n")
+
+    @property
+    def num_lost(self) -> int:
+        """Rows that could not be written."""
+        return self._file.num_lost
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class _Appender:
+    """A file that is only ever appended to, readable by its owner alone; None: nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.num_lost = 0
+        self._descriptor = -1
+        self._wanted = path is not None
+        if path is not None:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            with contextlib.suppress(OSError):
+                self._descriptor = os.open(path, flags, 0o600)
+
+    def append(self, text: str) -> None:
+        if not self._wanted:
+            return
+        try:
+            data = text.encode(errors="backslashreplace")
+            self.num_lost += os.write(self._descriptor, data) != len(data)
+        except OSError:
+            self.num_lost += 1
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._wanted = -1, False
+
+
+def _print(stream: TextIO, text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
+        encoding = stream.encoding or "utf-8"
+        print(text.encode(encoding, errors="replace").decode(encoding), file=stream, flush=True)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

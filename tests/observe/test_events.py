@@ -1,0 +1,123 @@
+"""What is said during a run: on the terminal, in console.log and in events.jsonl."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.observe.events import Console, Events
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+
+
+def test_the_terminal_hears_its_level_and_the_file_hears_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = Console(tmp_path / "console.log")
+    console.debug("details")
+    console.info("device: cpu")
+    console.warning("slow disk")
+    console.error("lost")
+    console.close()
+    assert capsys.readouterr() == ("device: cpu\n", "warning: slow disk\nerror: lost\n")
+    lines = (tmp_path / "console.log").read_text().splitlines()
+    assert [re.sub(TIME, "T", line) for line in lines] == [
+        "T debug   details",
+        "T info    device: cpu",
+        "T warning slow disk",
+        "T error   lost",
+    ]
+
+
+def test_a_warning_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    for _ in range(3):
+        console.warn_once("compile has no effect here")
+    assert capsys.readouterr().err == "warning: compile has no effect here\n"
+
+
+def test_ranks_that_do_not_speak_leave_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(tmp_path / "console.log", speaks=False)
+    console.error("same as rank 0")
+    assert capsys.readouterr() == ("", "")
+    assert not (tmp_path / "console.log").exists()
+
+
+def test_words_go_above_the_bar_while_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    console, above = Console(), []
+    console.speak_through(above.append)
+    console.info("saved")
+    console.warning("slow")
+    console.speak_through(None)
+    console.info("done")
+    assert above == ["saved", "warning: slow"]
+    assert capsys.readouterr() == ("done\n", "")
+
+
+def test_a_resumed_run_appends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("first", "second"):
+        console = Console(tmp_path / "console.log")
+        console.info(text)
+        console.close()
+    assert (tmp_path / "console.log").read_text().count("info") == 2
+
+
+def test_the_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    Console(tmp_path / "console.log").close()
+    Events(tmp_path / "events.jsonl").close()
+    for path in tmp_path.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_an_event_is_one_row_of_json(tmp_path: Path) -> None:
+    events = Events(tmp_path / "events.jsonl")
+    events.record("checkpoint_saved", update=200, path=tmp_path, note="two\nlines")
+    events.record("resumed", loss=float("inf"))
+    events.close()
+    first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert re.fullmatch(TIME, first.pop("time"))
+    assert first == {"kind": "checkpoint_saved", "update": 200, "path": str(tmp_path), "note": "two\nlines"}
+    assert second["kind"] == "resumed"
+    assert events.num_lost == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_loses_rows_and_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
+    events = Events(Path("/dev/full"))
+    events.record("saved")
+    events.record("saved")
+    assert events.num_lost == 2
+    events.close()
+    console = Console(Path("/dev/full"))
+    console.info("the terminal still hears")
+    console.close()
+    assert capsys.readouterr().out == "the terminal still hears\n"
+
+
+def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to(tmp_path / "elsewhere")
+    events = Events(tmp_path / "events.jsonl")
+    events.record("saved")
+    assert events.num_lost == 1
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_reader_that_left_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    Console().info("nobody hears")
+
+
+def test_signs_a_terminal_cannot_show_become_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    Console().info("51 °C")
+    assert raw.getvalue() == b"51 ?C\n"
+    monkeypatch.undo()
