@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -103,18 +104,21 @@ class WorkerLoader(Loader):
         self._open: list[Any] = []
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
-        loader: torch.utils.data.DataLoader[MicroBatch] = torch.utils.data.DataLoader(
-            self.fetcher,  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=_Keys(keys),  # type: ignore[arg-type]
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            prefetch_factor=self.prefetch_factor,
-            multiprocessing_context=self.start_method,
-            worker_init_fn=_leave_signals_to_the_parent,
-            # A private generator: a new iterator draws from it, and must not draw from the model's.
-            generator=torch.Generator(),
-        )
+        with warnings.catch_warnings():  # that there are more workers than cores is said by the plan
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            loader: torch.utils.data.DataLoader[MicroBatch] = torch.utils.data.DataLoader(
+                self.fetcher,  # type: ignore[arg-type]
+                batch_size=None,
+                collate_fn=_as_it_is,  # torch's default would turn tuples into lists
+                sampler=_Keys(keys),  # type: ignore[arg-type]
+                num_workers=self.num_workers,
+                pin_memory=self.pin_memory,
+                prefetch_factor=self.prefetch_factor,
+                multiprocessing_context=self.start_method,
+                worker_init_fn=_leave_signals_to_the_parent,
+                # A private generator: a new iterator draws from it, and must not draw from the model's.
+                generator=torch.Generator(),
+            )
         iterator = iter(loader)
         self._open.append(iterator)
         return iterator
@@ -312,6 +316,10 @@ def _join(batches: list[Any]) -> Any:
         columns = [_join(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     raise TypeError(f"a batch holds {type(first).__name__}, not tensors")
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:

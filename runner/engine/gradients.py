@@ -13,23 +13,29 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def correct_and_clip(gradients: list[Tensor], correction: float | Tensor, max_norm: float | None) -> Tensor | None:
+def correct_and_clip(gradients: list[Tensor], correction: float | Tensor | None, max_norm: float | None) -> Tensor | None:
     """Multiply the gradients by `correction`, then scale them down to `max_norm`; return their norm before clipping.
 
     Both factors are applied in one pass. Returns None, and measures nothing, when `max_norm` is None.
     """
     if not gradients:
         return None
+    # A product of two tensors is in one dtype only if both are; the factors are computed in float64 until here.
+    dtype = gradients[0].dtype
+    if isinstance(correction, Tensor):
+        correction = correction.to(dtype)
+    elif correction == 1.0:
+        correction = None
     if max_norm is None:
-        if isinstance(correction, Tensor) or correction != 1.0:
+        if correction is not None:
             torch._foreach_mul_(gradients, correction)
         return None
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    if isinstance(correction, Tensor) or correction != 1.0:
+    if correction is None:
+        scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+    else:
         norm = norm * correction
         scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0) * correction
-    else:
-        scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
     torch._foreach_mul_(gradients, scale)
     return norm
 

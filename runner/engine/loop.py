@@ -76,7 +76,7 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
             bad += skipped
         assert loss_sum is not None
         precision.unscale(run.optimizer)
-        correction = 1.0 / (run.per_item * run.parallel.total(items))
+        correction = 1.0 / (run.per_item * _exact(run.parallel.total(items)))
         grad_norm = correct_and_clip(gradients_of(run.parameters), correction, run.max_grad_norm)
         lr = run.base_lr * run.schedule.factor(position.update - precision.num_skipped())
         for group in run.optimizer.param_groups:
@@ -85,3 +85,10 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
         clear(run.parameters)
         position.update += 1
         yield StepInfo(position.update, loss_sum, items, grad_norm, lr, bad)
+
+
+def _exact(items: Tensor | int) -> Tensor | int:
+    """Return a count that may be multiplied: a float times an integer tensor would be float32."""
+    if isinstance(items, int):
+        return items
+    return items.to(torch.float32 if items.device.type == "mps" else torch.float64)

@@ -335,6 +335,8 @@ def _dataloader(planner: _Planner, device: Device | Cpu) -> None:
         planner.problems.append(
             Problem("worker processes cannot read from the device", "dataloader.cache=device", "say dataloader.num_workers=0")
         )
+    elif isinstance(options.get("num_workers"), int) and options["num_workers"] > cores:
+        planner.notes.append(f"dataloader.num_workers={options['num_workers']} is more than the {cores} cores of this machine")
     if options.get("pin_memory") == "auto":
         planner.set("dataloader", "pin_memory", is_gpu, f"auto: {'copies from it can overlap' if is_gpu else 'no GPU to copy to'}")
     elif options.get("pin_memory") and not is_gpu:
