@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import platform
 import re
@@ -127,13 +128,14 @@ class Inventory:
         """The GPUs that training can use, in torch's order."""
         return tuple(device for device in self.devices if device.usable)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values that json can write."""
-        return dataclasses.asdict(self)
+    def to_json(self) -> str:
+        """Return it as JSON text."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
 
     @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Inventory:
+    def from_json(text: str) -> Inventory:
         """Return the inventory that `to_json` wrote."""
+        values = json.loads(text)
         cpu = {**values["cpu"], "flags": tuple(values["cpu"]["flags"])}
         devices = [{**each, "capability": _pair(each["capability"])} for each in values["devices"]]
         return Inventory(

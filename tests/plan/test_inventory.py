@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,11 +33,11 @@ import json, os, pathlib, time
 import torch
 start = time.perf_counter()
 from runner.plan.inventory import take_inventory
-taken = [take_inventory().to_json()]
+taken = [json.loads(take_inventory().to_json())]
 seconds = time.perf_counter() - start
 if "THEN" in os.environ:
     pathlib.Path(os.environ["NVML_STUB"]).write_text(os.environ["THEN"])
-    taken.append(take_inventory().to_json())
+    taken.append(json.loads(take_inventory().to_json()))
 print(json.dumps({"seconds": seconds, "taken": taken}))
 """
 
@@ -99,8 +98,8 @@ def test_an_inventory_survives_json() -> None:
     here = take_inventory()
     told = replace(here, devices=match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST), {})[0])
 
-    assert Inventory.from_json(json.loads(json.dumps(told.to_json()))) == told
-    assert Inventory.from_json(json.loads(json.dumps(here.to_json()))) == here
+    assert Inventory.from_json(told.to_json()) == told
+    assert Inventory.from_json(here.to_json()) == here
 
 
 def test_torchs_order_and_the_drivers_are_joined_by_uuid() -> None:
