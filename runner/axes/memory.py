@@ -1,0 +1,302 @@
+"""What the model keeps in memory, in which layout, and how much it may take."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.schema import did_you_mean
+from runner.base.values import Auto, Fraction, PositiveInt
+
+# torch is imported inside the functions: allocator_environment must be usable before torch is loaded.
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What was done, in lines for the start report."""
+
+    lines: tuple[str, ...] = ()
+    channels_last_tensors: int = 0
+    checkpointed_blocks: int = 0
+
+
+def none(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    channels_last: Auto | bool = "auto",
+    fraction: Fraction | None = None,
+    allocator: str | None = None,
+) -> MemoryReport:
+    """Keep every activation that the backward pass needs.
+
+    channels_last  lay out convolution weights as N, H, W, C; auto: where there are any, on cuda and cpu
+    fraction       largest share of the GPU's memory this process may take; null: all
+    allocator      settings of torch's allocator, such as expandable_segments:True; null: torch's own
+    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
+    """
+    return _report(model, device, channels_last, fraction, allocator)
+
+
+def checkpoint(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    every: PositiveInt = 1,
+    channels_last: Auto | bool = "auto",
+    fraction: Fraction | None = None,
+    allocator: str | None = None,
+) -> MemoryReport:
+    """Keep only the inputs of the task's blocks and compute the rest again in the backward pass.
+
+    Gradients are the same bit for bit, dropout included; passes without gradients are not touched.
+
+    every          checkpoint one block in so many
+    channels_last  lay out convolution weights as N, H, W, C; auto: where there are any, on cuda and cpu
+    fraction       largest share of the GPU's memory this process may take; null: all
+    allocator      settings of torch's allocator, such as expandable_segments:True; null: torch's own
+    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
+    Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+    """
+    chosen = blocks[::every]
+    for block in dict.fromkeys(chosen):  # a block that is used twice is wrapped once
+        _checkpoint_forward(block)
+    said = _said(chosen, blocks, "computed again in the backward pass")
+    return _report(model, device, channels_last, fraction, allocator, said, len(chosen))
+
+
+def selective(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    save: Literal["matmul", "attention"] = "matmul",
+    channels_last: Auto | bool = "auto",
+    fraction: Fraction | None = None,
+    allocator: str | None = None,
+) -> MemoryReport:
+    """Keep the inputs of the task's blocks and their costly results; compute the cheap ones again.
+
+    Gradients are the same bit for bit; passes without gradients are not touched.
+
+    save           matmul: results of matrix products, convolutions and attention; attention: of attention only
+    channels_last  lay out convolution weights as N, H, W, C; auto: where there are any, on cuda and cpu
+    fraction       largest share of the GPU's memory this process may take; null: all
+    allocator      settings of torch's allocator, such as expandable_segments:True; null: torch's own
+    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
+    Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022;
+            torch.utils.checkpoint.create_selective_checkpoint_contexts.
+    """
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    contexts = partial(create_selective_checkpoint_contexts, _operations(save))
+    for block in dict.fromkeys(blocks):
+        _checkpoint_forward(block, context_fn=contexts)
+    kept = "matrix products and attention" if save == "matmul" else "attention"
+    said = _said(blocks, blocks, f"computed again in the backward pass except {kept}")
+    return _report(model, device, channels_last, fraction, allocator, said, len(blocks))
+
+
+def allocator_environment(text: str | None) -> dict[str, str]:
+    """Return the environment variables that give torch's allocator these settings: set them before torch is loaded.
+
+    text  comma-separated name:value, such as "expandable_segments:True,max_split_size_mb:256"; None gives nothing
+    Raises ConfigError with every setting that torch does not know or a value that is not of its kind.
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
+    """
+    if not text:
+        return {}
+    problems, settings = [], []
+    for part in re.split(r",(?![^\[]*\])", text):  # commas inside [256:1,512:2] belong to the value
+        name, _, value = (piece.strip() for piece in part.partition(":"))
+        kind = _ALLOCATOR_SETTINGS.get(name)
+        if kind is None:
+            problems.append(
+                Problem(
+                    f"torch's allocator has no setting {name or 'without a name'}",
+                    "memory.allocator",
+                    did_you_mean(name, _ALLOCATOR_SETTINGS) or f"it has {', '.join(_ALLOCATOR_SETTINGS)}",
+                )
+            )
+        elif not re.fullmatch(kind.pattern, value):
+            problems.append(Problem(f"{name} must be {kind.words}, but is {value or 'empty'}", "memory.allocator"))
+        else:
+            # torch reads True and False in this spelling only
+            settings.append(f"{name}:{value.capitalize() if kind is _FLAG else value.replace(' ', '')}")
+    if problems:
+        raise ConfigError(problems)
+    return {_ALLOCATOR_VARIABLE: ",".join(settings)}
+
+
+# Activation checkpointing
+
+
+def _checkpoint_forward(block: nn.Module, **options: Any) -> None:
+    """Replace the block's forward in place, so that names in its state_dict stay."""
+    replaced = vars(block).get("forward")  # somebody, such as precision.keep_fp32, replaced it before us
+    inner: Callable[..., Any] = partial(_forget_self, replaced) if replaced else type(block).forward
+
+    def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
+        import torch
+        from torch.utils.checkpoint import checkpoint as recompute
+
+        if not torch.is_grad_enabled():
+            return inner(self, *inputs, **named)
+        compute = partial(inner, self)  # Dynamo can trace a partial, but not the making of a bound method
+        return recompute(compute, *inputs, use_reentrant=False, **options, **named)
+
+    # A bound method, unlike a closure over the block, follows the block into a deep copy.
+    vars(block)["forward"] = MethodType(forward, block)
+
+
+def _forget_self(function: Callable[..., Any], _: nn.Module, *inputs: Any, **named: Any) -> Any:
+    return function(*inputs, **named)
+
+
+def _operations(save: str) -> list[Any]:
+    """Return the operations whose results are kept, of every device."""
+    import torch
+
+    attention = [
+        getattr(torch.ops.aten, name).default for name in _ATTENTION_OPERATIONS if hasattr(torch.ops.aten, name)
+    ]
+    products = [getattr(torch.ops.aten, name).default for name in _PRODUCT_OPERATIONS]
+    return attention + (products if save == "matmul" else [])
+
+
+def _said(chosen: Sequence[nn.Module], blocks: Sequence[nn.Module], how: str) -> str:
+    if not blocks:
+        warnings.warn("activation checkpointing has no effect: the task names no blocks", stacklevel=3)
+        return "activation checkpointing: no effect, the task names no blocks"
+    return f"activation checkpointing: {len(chosen)} of {len(blocks)} blocks {how}"
+
+
+# Layout and limits
+
+
+def _report(
+    model: nn.Module,
+    device: torch.device,
+    channels_last: Literal["auto"] | bool,
+    fraction: float | None,
+    allocator: str | None,
+    checkpointing: str = "activation checkpointing: none",
+    checkpointed_blocks: int = 0,
+) -> MemoryReport:
+    changed = _to_channels_last(model, device, channels_last)
+    lines = [
+        checkpointing,
+        f"channels_last: {changed} tensors changed" if changed else "channels_last: nothing to change",
+        *_limit(device, fraction),
+        *_allocator_in_force(device, allocator),
+    ]
+    return MemoryReport(tuple(lines), changed, checkpointed_blocks)
+
+
+def _to_channels_last(model: nn.Module, device: torch.device, channels_last: Literal["auto"] | bool) -> int:
+    """Lay out the weights of 2-D convolutions as N, H, W, C; return how many lay otherwise before."""
+    import torch
+
+    if channels_last is False or (channels_last == "auto" and device.type not in ("cuda", "cpu")):
+        return 0
+    # Other 4-D parameters, such as positions, gain nothing from it.
+    weights = {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, (torch.nn.Conv2d, torch.nn.ConvTranspose2d)) and module.weight.dim() == 4
+    }
+    if channels_last is True and not weights:
+        warnings.warn("memory.channels_last has no effect: the model has no 2-D convolutions", stacklevel=4)
+    changed = [weight for weight in weights if not weight.is_contiguous(memory_format=torch.channels_last)]
+    for weight in changed:
+        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    return len(changed)
+
+
+def _limit(device: torch.device, fraction: float | None) -> list[str]:
+    import torch
+
+    if fraction is None:
+        return []
+    if not fraction:
+        raise ConfigError(Problem("must be above 0, but is 0", "memory.fraction"))
+    if device.type != "cuda":
+        warnings.warn(f"memory.fraction has no effect on {device.type}", stacklevel=4)
+        return [f"memory.fraction: no effect on {device.type}"]
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
+    return [f"memory.fraction: at most {fraction:.0%} of the memory of {device}"]
+
+
+def _allocator_in_force(device: torch.device, allocator: str | None) -> list[str]:
+    """Echo the allocator's settings; they had to be in the environment before this process loaded torch."""
+    wanted = allocator_environment(allocator).get(_ALLOCATOR_VARIABLE, "")
+    found = os.environ.get(_ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if wanted and device.type != "cuda":
+        warnings.warn(f"memory.allocator has no effect on {device.type}", stacklevel=4)
+        return [f"memory.allocator: no effect on {device.type}"]
+    if wanted and wanted != found:
+        warnings.warn(
+            f"memory.allocator has no effect: {_ALLOCATOR_VARIABLE} is {found or 'not set'} in this process",
+            stacklevel=4,
+        )
+    return [f"memory.allocator: {found}"] if found else []
+
+
+@dataclass(frozen=True)
+class _Kind:
+    words: str
+    pattern: str
+
+
+_FLAG = _Kind("True or False", "(?i:true|false)")
+_WHOLE = _Kind("a whole number", r"\d+")
+_SHARE = _Kind("a number above 0 and below 1", r"0?\.\d*[1-9]\d*")
+_POWER = "(1|2|4|8|16|32|64)"
+_DIVISIONS = _Kind(
+    "a power of 2 or a list of them such as [256:1,512:2,>:4]",
+    rf"{_POWER}|\[\s*(\d+|>)\s*:\s*{_POWER}\s*(,\s*(\d+|>)\s*:\s*{_POWER}\s*)*\]",
+)
+
+_ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"  # torch >= 2.9; it has priority over PYTORCH_CUDA_ALLOC_CONF
+_ALLOCATOR_SETTINGS: Mapping[str, _Kind] = {
+    "backend": _Kind("native or cudaMallocAsync", "native|cudaMallocAsync"),
+    "expandable_segments": _FLAG,
+    "garbage_collection_threshold": _SHARE,
+    "graph_capture_record_stream_reuse": _FLAG,
+    "large_segment_size_mb": _WHOLE,
+    "max_non_split_rounding_mb": _WHOLE,
+    "max_split_size_mb": _Kind("a whole number of at least 20", r"[2-9]\d|[1-9]\d{2,}"),
+    "per_process_memory_fraction": _Kind("a number above 0 and at most 1", rf"1(\.0*)?|{_SHARE.pattern}"),
+    "pinned_max_cached_size_mb": _WHOLE,
+    "pinned_max_round_threshold_mb": _WHOLE,
+    "pinned_num_register_threads": _WHOLE,
+    "pinned_reserve_segment_size_mb": _WHOLE,
+    "pinned_use_background_threads": _FLAG,
+    "pinned_use_cuda_host_register": _FLAG,
+    "release_lock_on_cudamalloc": _FLAG,
+    "roundup_power2_divisions": _DIVISIONS,
+    "throw_on_cudamalloc_oom": _FLAG,
+}
+
+_PRODUCT_OPERATIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+_ATTENTION_OPERATIONS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+MEMORIES: Mapping[str, Callable[..., MemoryReport]] = {"none": none, "checkpoint": checkpoint, "selective": selective}

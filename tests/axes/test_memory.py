@@ -1,0 +1,328 @@
+"""Saving memory changes no number, no name and no pass without gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runner.axes.memory import MEMORIES, MemoryReport, allocator_environment, checkpoint, none, selective
+from runner.base.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """Attention, a perceptron and dropout; counts its forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+        self.passes = 0
+        self.counts = True
+
+    def forward(self, inputs: Tensor, scale: float = 1.0) -> Tensor:
+        if self.counts:
+            self.passes += 1
+        query, key, value = self.mix(inputs)[:, None].chunk(3, dim=-1)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)[:, 0]
+        return inputs + nn.functional.dropout(torch.tanh(self.out(mixed)), 0.2, self.training) * scale
+
+
+class Stack(nn.Module):
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs, scale=0.5)
+        return inputs
+
+    def passes(self) -> list[int]:
+        return [block.passes for block in self.blocks]  # type: ignore[misc]
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)  # of dropout
+    model.zero_grad()
+    model(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(2))).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
+
+
+CHECKPOINTS: dict[str, Callable[[Stack], MemoryReport]] = {
+    "checkpoint": lambda model: checkpoint(model, list(model.blocks), CPU),
+    "every 2nd": lambda model: checkpoint(model, list(model.blocks), CPU, every=2),
+    "selective matmul": lambda model: selective(model, list(model.blocks), CPU),
+    "selective attention": lambda model: selective(model, list(model.blocks), CPU, save="attention"),
+}
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_checkpointing_changes_no_gradient_and_no_name(how: str) -> None:
+    plain, model = stack(), stack()
+    report = CHECKPOINTS[how](model)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert equal(gradients(model), gradients(plain))
+    recomputed = 2 if how == "every 2nd" else 3
+    assert report.checkpointed_blocks == recomputed
+    assert sum(model.passes()) == sum(plain.passes()) + recomputed
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_passes_without_gradients_are_not_touched(how: str, context: Any) -> None:
+    model = stack().eval()
+    CHECKPOINTS[how](model)
+    with context():
+        found = model(torch.ones(1, 4, 16))
+        assert torch.equal(found, stack().eval()(torch.ones(1, 4, 16)))
+    assert model.passes() == [1, 1, 1]
+    assert found.grad_fn is None
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_checkpointing_works_under_autocast(how: str) -> None:
+    plain, model = stack(), stack()
+    CHECKPOINTS[how](model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+@pytest.mark.parametrize("how", ["checkpoint", "selective matmul"])
+def test_a_checkpointed_block_compiles_to_one_graph(how: str) -> None:
+    plain, model = stack().eval(), stack().eval()  # no dropout: compiled code draws it in another way
+    CHECKPOINTS[how](model)
+    for block in model.blocks:
+        block.counts = False  # type: ignore[assignment]
+        block.compile(backend="aot_eager", fullgraph=True)
+    assert equal(gradients(model), gradients(plain))
+
+
+def test_a_copy_of_a_checkpointed_model_uses_its_own_weights() -> None:
+    model = stack()
+    checkpoint(model, list(model.blocks), CPU)
+    copied = deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert equal(gradients(copied), gradients(stack()))
+    assert model.passes() == [0, 0, 0]
+
+
+def test_a_forward_that_was_replaced_before_stays_in_place() -> None:
+    model = stack()
+    inner = model.blocks[0].forward
+    model.blocks[0].forward = lambda *inputs, **named: inner(*inputs, **named) * 2.0
+    wanted = gradients(model)
+    checkpoint(model, list(model.blocks), CPU)
+    assert equal(gradients(model), wanted)
+
+
+@pytest.mark.parametrize("function", [checkpoint, selective])
+def test_a_block_that_is_used_twice_is_wrapped_once(function: Any) -> None:
+    model = stack()
+    model.blocks[2] = model.blocks[1]
+    plain = deepcopy(model)
+    function(model, list(model.blocks), CPU)
+    assert equal(gradients(model), gradients(plain))
+    assert model.passes() == [2, 4, 4]
+
+
+class CountOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.name().removeprefix("aten::").partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_backward(model: nn.Module) -> Counter[str]:
+    loss = model(torch.randn(2, 5, 16)).square().sum()
+    with CountOperations() as counted:
+        loss.backward()
+    names: Counter[str] = counted.names
+    return names
+
+
+@pytest.mark.parametrize(
+    ("how", "products", "attentions"),
+    [("checkpoint", 6, 3), ("selective matmul", 0, 0), ("selective attention", 6, 0)],
+)
+def test_what_is_saved_is_not_computed_again(how: str, products: int, attentions: int) -> None:
+    model = stack()
+    CHECKPOINTS[how](model)
+    names = operations_of_backward(model)
+    assert names["addmm"] == products
+    assert names["_scaled_dot_product_flash_attention_for_cpu"] == attentions
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """Return how many bytes a forward pass keeps for the backward pass."""
+    sizes: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.randn(2, 5, 16))
+    return sum(sizes)
+
+
+def test_checkpointing_keeps_less() -> None:
+    plain, half, full = stack(), stack(), stack()
+    CHECKPOINTS["every 2nd"](half)
+    CHECKPOINTS["checkpoint"](full)
+    assert saved_bytes(full) < saved_bytes(half) / 2 < saved_bytes(plain) / 2
+
+
+@pytest.mark.parametrize("function", [checkpoint, selective])
+def test_checkpointing_without_blocks_says_that_it_does_nothing(function: Any) -> None:
+    with pytest.warns(UserWarning, match="names no blocks"):
+        report = function(nn.Linear(2, 2), [], CPU)
+    assert "no effect" in report.lines[0]
+
+
+# Layout
+
+
+def image_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 2, 3), nn.Flatten(), nn.Linear(128, 2))
+    model.register_parameter("position", nn.Parameter(torch.zeros(1, 4, 5, 6)))
+    return model
+
+
+def test_channels_last_changes_the_layout_of_convolutions_and_no_value() -> None:
+    plain, model = image_model(), image_model()
+    report = none(model, [], CPU)
+    assert report.channels_last_tensors == 2
+    assert any("2 tensors" in line for line in report.lines)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, plain.get_parameter(name))
+        is_weight = name in ("0.weight", "2.weight")
+        assert parameter.is_contiguous(memory_format=torch.channels_last) == is_weight or parameter.dim() != 4, name
+    image = torch.randn(1, 3, 8, 8)
+    torch.testing.assert_close(model(image), plain(image))
+    assert none(model, [], CPU).channels_last_tensors == 0, "a second time there is nothing to change"
+
+
+def test_channels_last_can_be_left_off_and_auto_leaves_other_models_alone() -> None:
+    assert none(image_model(), [], CPU, channels_last=False).channels_last_tensors == 0
+    assert none(image_model(), [], torch.device("mps")).channels_last_tensors == 0
+    assert none(nn.Linear(2, 2), [], CPU).channels_last_tensors == 0
+    with pytest.warns(UserWarning, match="no 2-D convolutions"):
+        none(nn.Linear(2, 2), [], CPU, channels_last=True)
+
+
+# Limits
+
+
+@pytest.mark.parametrize("option", MEMORIES)
+@pytest.mark.parametrize("key", [{"fraction": 0.5}, {"allocator": "expandable_segments:True"}])
+def test_a_limit_without_effect_on_the_cpu_says_so(option: str, key: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="no effect on cpu"):
+        report = MEMORIES[option](stack(), [nn.Linear(2, 2)], CPU, **key)
+    assert any("no effect on cpu" in line for line in report.lines)
+
+
+def test_a_fraction_of_0_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"memory.fraction: must be above 0"):
+        none(nn.Linear(2, 2), [], CPU, fraction=0.0)
+
+
+def test_allocator_settings_in_the_environment_are_echoed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    lines = none(nn.Linear(2, 2), [], CPU).lines
+    assert "memory.allocator: expandable_segments:True" in lines
+
+
+def test_allocator_settings_that_came_too_late_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    cuda = torch.device("cuda")
+    with pytest.warns(UserWarning, match="PYTORCH_ALLOC_CONF is max_split_size_mb:64"):
+        none(nn.Linear(2, 2), [], cuda, allocator="expandable_segments:true")
+    none(nn.Linear(2, 2), [], cuda, allocator="max_split_size_mb: 64")
+
+
+GOOD = {
+    "expandable_segments:true": "expandable_segments:True",
+    " max_split_size_mb : 256 , backend:native": "max_split_size_mb:256,backend:native",
+    "garbage_collection_threshold:0.8": "garbage_collection_threshold:0.8",
+    "roundup_power2_divisions:[256:1, 512:2,>:8]": "roundup_power2_divisions:[256:1,512:2,>:8]",
+    "roundup_power2_divisions:4": "roundup_power2_divisions:4",
+}
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_allocator_settings_become_one_environment_variable(text: str) -> None:
+    assert allocator_environment(text) == {"PYTORCH_ALLOC_CONF": GOOD[text]}
+
+
+@pytest.mark.parametrize("text", GOOD.values())
+def test_torch_accepts_the_settings_we_accept(text: str) -> None:
+    try:
+        torch._C._accelerator_setAllocatorSettings(text)
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def test_no_settings_change_nothing() -> None:
+    assert allocator_environment(None) == allocator_environment("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("expandable_segment:True", r"did you mean expandable_segments\?"),
+        ("expandable_segments", "must be True or False, but is empty"),
+        ("expandable_segments:yes", "must be True or False, but is yes"),
+        ("max_split_size_mb:19", "at least 20, but is 19"),
+        ("garbage_collection_threshold:1.0", "below 1, but is 1.0"),
+        ("roundup_power2_divisions:3", "a power of 2"),
+        ("roundup_power2_divisions:[256:3]", "a power of 2"),
+        ("backend:cudamallocasync", "native or cudaMallocAsync"),
+        ("nonsense", "has no setting nonsense"),
+    ],
+)
+def test_a_wrong_allocator_setting_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        allocator_environment(text)
+
+
+def test_all_wrong_allocator_settings_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        allocator_environment("backend:x,foo:1,expandable_segments:True")
+    assert len(caught.value.problems) == 2
+
+
+def test_allocator_settings_can_be_read_before_torch_is_loaded() -> None:
+    code = (
+        "import sys; from runner.axes.memory import allocator_environment as read; "
+        "read('expandable_segments:True'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
