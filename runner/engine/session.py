@@ -9,8 +9,8 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,9 @@ from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, make_plan
 
 if TYPE_CHECKING:
+    from runner.durable.checkpoint import Loaded
     from runner.engine.screen import Screen
+    from runner.engine.train import Phase, TrainingRun
 
 
 def train(request: Request) -> tuple[Exit, RunDirectory]:
@@ -66,7 +68,28 @@ def train(request: Request) -> tuple[Exit, RunDirectory]:
 
 
 def _train(plan: Plan, directory: RunDirectory, screen: Screen, record: dict[str, Any], inventory: Inventory) -> Exit:
-    """Build the parts, find where to go on, train, and say how it ended."""
+    """Open the run, train, and say how it ended."""
+    with ExitStack() as stack:
+        run, start = _open(plan, directory, screen, record, stack)
+        screen.report_start(plan, run.parts, inventory, start)
+        exit_code = 1
+        try:
+            outcome = run.train(start)
+            exit_code = int(outcome.exit_code)
+        finally:
+            run.observers.tracker.finish(timeout_s=30.0 if exit_code == 0 else 5.0, exit_code=exit_code)
+        result = run.observers.benchmark.result()
+        if result is not None:
+            directory.write("benchmark.json", _json(result))
+        record |= {"update": outcome.update, "metrics": dict(outcome.metrics)}
+        screen.report_end(run, outcome)
+        return outcome.exit_code
+
+
+def _open(
+    plan: Plan, directory: RunDirectory, screen: Screen, record: dict[str, Any], stack: ExitStack
+) -> tuple[TrainingRun, Loaded | None]:
+    """Build everything a run needs, and find where it goes on; what was opened closes with `stack`."""
     from runner.base.choice import make
     from runner.durable.files import AppendLog
     from runner.durable.signals import StopRequest
@@ -81,34 +104,36 @@ def _train(plan: Plan, directory: RunDirectory, screen: Screen, record: dict[str
         choice = plan.choices[group]
         return make(table, choice.function, *given, **choice.options)
 
-    with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
-        metrics = stack.enter_context(AppendLog(directory.metrics))
-        start = _where_to_go_on(plan, directory, screen, metrics)
-        tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), record["tracker_id"])
-        record["tracker_id"] = tracker.id
-        directory.write("run.json", _json(record))
-        monitor = made(MONITORS, "monitor", directory.gpu_csv)
-        stack.callback(monitor.stop)
-        parts = assemble(plan, stack)
-        observers = Observers(
-            metrics, tracker, monitor, made(PROFILERS, "profiler", directory.profile),
-            made(BENCHMARKS, "benchmark", parts.world), screen,
-        )  # fmt: skip
-        run = TrainingRun(plan, parts, directory, observers, stop, tracker_id=tracker.id if start else None)
-        screen.report_start(plan, parts, inventory, start)
-        exit_code = 1
-        try:
-            outcome = run.train(start)
-            exit_code = int(outcome.exit_code)
-        finally:
-            tracker.finish(timeout_s=30.0 if exit_code == 0 else 5.0, exit_code=exit_code)
-        result = observers.benchmark.result()
-        if result is not None:
-            directory.write("benchmark.json", _json(result))
-        record |= {"update": outcome.update, "metrics": dict(outcome.metrics)}
-        screen.report_end(run, outcome)
-        return outcome.exit_code
+    stop = stack.enter_context(StopRequest())
+    metrics = stack.enter_context(AppendLog(directory.metrics))
+    start = _where_to_go_on(plan, directory, screen, metrics)
+    tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), record["tracker_id"])
+    record["tracker_id"] = tracker.id
+    directory.write("run.json", _json(record))
+    monitor = made(MONITORS, "monitor", directory.gpu_csv)
+    stack.callback(monitor.stop)
+    parts = assemble(plan, stack)
+    profiler = made(PROFILERS, "profiler", directory.profile)
+    observers = Observers(metrics, tracker, monitor, profiler, made(BENCHMARKS, "benchmark", parts.world), screen)
+    return TrainingRun(plan, parts, directory, observers, stop, tracker_id=tracker.id if start else None), start
+
+
+@contextmanager
+def open_phase(request: Request) -> Iterator[Phase]:
+    """Give the first phase of a new run, ready to make updates: for measuring what training costs."""
+    from runner.engine.screen import Screen
+    from runner.engine.train import Phase
+
+    plan = make_plan(configuration := compose(request), take_inventory())
+    assert configuration.settings.run is not None
+    with (
+        RunDirectory.create_or_open(Path(configuration.settings.output_root), configuration.settings.run) as directory,
+        Screen(directory) as screen,
+        ExitStack() as stack,
+    ):
+        run, start = _open(plan, directory, screen, {"tracker_id": None}, stack)
+        with Phase(run, run.phase_names()[0], start) as phase:
+            yield phase
 
 
 def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics: Any) -> Any:

@@ -104,11 +104,11 @@ class TrainingRun:
 
         Raises what the task, the device or the disk make impossible to go on with; the last checkpoint is whole.
         """
-        names = self._phase_names()
+        names = self.phase_names()
         first = names.index(start.state["phase"]) if start else 0
         self.updates_before = start.state["updates_before"] if start else 0
         for name in names[first:]:
-            phase = _Phase(self, name, start)
+            phase = Phase(self, name, start)
             start = None
             with phase:
                 stopped_by = phase.run()
@@ -118,7 +118,8 @@ class TrainingRun:
             self.updates_before += phase.total
         return Outcome(None, phase.position.update, self.metrics)
 
-    def _phase_names(self) -> list[str]:
+    def phase_names(self) -> list[str]:
+        """Return the phases to run, in the task's order. Raises ConfigError for one the task does not have."""
         known = list(self.parts.task.losses)
         wanted = self.plan.settings.phases or known
         problems = [
@@ -131,7 +132,7 @@ class TrainingRun:
         return [name for name in known if name in wanted]
 
 
-class _Phase:
+class Phase:
     """One phase: its data, optimizer, schedule and position, and what happens between its updates."""
 
     def __init__(self, run: TrainingRun, name: str, start: Loaded | None) -> None:
@@ -183,7 +184,7 @@ class _Phase:
             on_failure=lambda error: run.observers.screen.warn(f"the checkpoint was not saved: {error}"),
         )
 
-    def __enter__(self) -> _Phase:
+    def __enter__(self) -> Phase:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -193,28 +194,31 @@ class _Phase:
 
     def run(self) -> str | None:
         """Make the updates that are missing; return the signal that stopped them, or None."""
-        observers, training = self.observers, self.training
-        observers.screen.begin(self.name, self.position.update, self.total, self.order)
+        for _ in self.updates():
+            if self.run_.stop.requested:
+                break
+        began = time.perf_counter()
+        self._close()
+        self.clock.hooks += time.perf_counter() - began
+        return self.run_.stop.requested if self.position.update < self.total else None
+
+    def updates(self) -> Iterator[int]:
+        """Make one update after the other, with all that happens between them, and yield their numbers."""
+        self.observers.screen.begin(self.name, self.position.update, self.total, self.order)
         batches = self._batches()
         self.run_.parts.bare.train()
         self.clock.starting = time.perf_counter() - self.clock.started - self.clock.data - self.clock.hooks
-        updates = train_updates(training, batches, self.total)
         try:
-            for step in updates:
+            for step in train_updates(self.training, batches, self.total):
                 began = time.perf_counter()
                 self._between(step)
                 self.clock.hooks += time.perf_counter() - began
-                if self.run_.stop.requested:
-                    break
+                yield step.update
         except Exception as error:
             fault = fault_of(error, self.run_.parts.source, f"update {self.position.update + 1} of phase {self.name}")
             if fault is None:
                 raise
             raise fault from error
-        began = time.perf_counter()
-        self._close()
-        self.clock.hooks += time.perf_counter() - began
-        return self.run_.stop.requested if self.position.update < self.total else None
 
     # ------------------------------------------------------------ between updates
 
