@@ -239,13 +239,13 @@ def test_token_shards_are_read_where_they_lie(shards: Path, tmp_path: Path) -> N
 
 def test_token_shards_are_continued_in_numbers(shards: Path, tmp_path: Path) -> None:
     task = build(Context(0, shards, tmp_path / "cache"), block_size=16)
-    options = {"samples": 1, "max_new_tokens": 3, "prompt": "17 4"}
+    options: dict[str, Any] = {"samples": 1, "max_new_tokens": 3, "prompt": "17 4"}
     with torch.no_grad():
-        (prediction,) = task.predict(task.model.eval(), options, torch.Generator())
+        (prediction,) = task.predict(task.model.eval(), torch.Generator(), **options)
         assert prediction.text.startswith("17 4 ")
         assert all(0 <= int(word) < 50257 for word in prediction.text.split())
         with pytest.raises(ConfigError, match="token numbers"):
-            list(task.predict(task.model, {"prompt": "def"}, torch.Generator()))
+            list(task.predict(task.model, torch.Generator(), prompt="def"))
 
 
 def test_token_shards_need_both_files_of_whole_tokens(shards: Path, tmp_path: Path) -> None:
