@@ -38,7 +38,7 @@ class Transformer(nn.Module):
         self.shape = shape
         self.embedding = nn.Embedding(shape.padded_vocab_size, shape.width)
         self.positions = nn.Embedding(shape.block_size, shape.width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
         self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.width)
         self.apply(_draw_weights)
@@ -54,7 +54,8 @@ class Transformer(nn.Module):
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         assert end <= self.shape.block_size, f"{end} tokens exceed the context of {self.shape.block_size}"
-        x: Tensor = self.dropout(self.embedding(tokens) + self.positions.weight[start:end])
+        x: Tensor = self.embedding(tokens) + self.positions.weight[start:end]
+        x = F.dropout(x, self.dropout, self.training)
         if cache is None:
             for block in self.blocks:
                 x = block(x)
@@ -78,8 +79,10 @@ class Block(nn.Module):
         self.mlp = FeedForward(shape, dropout)
 
     def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), past)
-        return x + self.mlp(self.mlp_norm(x))
+        attended: Tensor = self.attention(self.attention_norm(x), past)
+        x = x + attended
+        transformed: Tensor = self.mlp(self.mlp_norm(x))
+        return x + transformed
 
 
 class Attention(nn.Module):
@@ -90,17 +93,17 @@ class Attention(nn.Module):
         self.num_heads = shape.num_heads
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.output = nn.Linear(shape.width, shape.width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
         if past is not None:
             k, v = past.extend(k, v)
+        dropout = self.dropout if self.training else 0.0
         # A single token attends to everything before it; the causal mask would align it with the first key.
-        dropout = self.dropout.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
-        return self.dropout(self.output(y.transpose(1, 2).reshape(B, T, C)))
+        return F.dropout(self.output(y.transpose(1, 2).reshape(B, T, C)), self.dropout, self.training)
 
 
 class FeedForward(nn.Module):
@@ -110,10 +113,10 @@ class FeedForward(nn.Module):
         super().__init__()
         self.input = nn.Linear(shape.width, 4 * shape.width)
         self.output = nn.Linear(4 * shape.width, shape.width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.output(F.gelu(self.input(x), approximate="tanh")))
+        return F.dropout(self.output(F.gelu(self.input(x), approximate="tanh")), self.dropout, self.training)
 
 
 class Cache:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.base.task import Context, Prediction, Sum, Task
-from runner.base.values import Factor, PositiveInt
+from runner.base.values import Factor, NonNegative, PositiveInt
 
 from .baselines import bits_per_byte_baselines
 from .data import Corpus, Windows, open_corpus
 from .model import Shape, Transformer
-from .sampling import Sampling, continuations
+from .sampling import continuations
 
 
 def build(
@@ -90,32 +90,41 @@ class GPT(Task):
         figures = bits_per_byte_baselines(self.corpus.text, self.corpus.cache)
         return {"bits_per_byte": figures["bigram"], "bits_per_byte_unigram": figures["unigram"]}
 
-    def predict(self, model: nn.Module, options: Mapping[str, Any], generator: torch.Generator) -> Iterator[Prediction]:
-        """Yield continuations of a prompt; the options are those of `Sampling`.
+    def predict(  # type: ignore[override]  # the options of the contract, by name
+        self,
+        model: nn.Module,
+        generator: torch.Generator,
+        *,
+        prompt: str = "def ",
+        samples: PositiveInt = 3,
+        max_new_tokens: PositiveInt = 256,
+        temperature: NonNegative = 0.8,
+        top_k: PositiveInt | None = None,
+        batch_size: PositiveInt = 1,
+    ) -> Iterator[Prediction]:
+        """Yield continuations of a prompt.
 
-        Raises ConfigError if one of them is out of range.
+        prompt          text to continue; empty: the beginning of a document
+        samples         number of continuations
+        max_new_tokens  tokens made for each, fewer where the model ends the document
+        temperature     divides the logits: below 1 likely tokens become likelier, 0 always takes the likeliest
+        top_k           only the k likeliest tokens can be drawn; null: all
+        batch_size      continuations made at once: more raises the throughput, and the latency; they stay the same
         """
-        sampling = Sampling.of(options)
         tokenizer = self.corpus.tokenizer
-        given = tokenizer.encode(sampling.prompt)
-        prompt = torch.tensor(given or [tokenizer.end], device=generator.device)
+        given = tokenizer.encode(prompt)
+        start = torch.tensor(given or [tokenizer.end], device=generator.device)
         # All random numbers at once, so that a sample does not depend on how many are made beside it.
-        size = (sampling.samples, sampling.max_new_tokens)
-        draws = torch.rand(size, generator=generator, device=generator.device)
-        for first in range(0, sampling.samples, sampling.batch_size):
+        draws = torch.rand(samples, max_new_tokens, generator=generator, device=generator.device)
+        numbers = iter(range(samples))
+        for rows in torch.split(draws, batch_size):
             made = continuations(
-                model,
-                self.shape,
-                prompt,
-                draws[first : first + sampling.batch_size],
-                num_tokens=tokenizer.num_tokens,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
+                model, self.shape, start, rows, num_tokens=tokenizer.num_tokens, temperature=temperature, top_k=top_k
             )
-            for number, tokens in enumerate(made.tolist(), start=first):
+            for tokens in made.tolist():
                 length = tokens.index(tokenizer.end) if tokenizer.end in tokens else len(tokens)
                 text = tokenizer.decode(given + tokens[:length])
-                yield Prediction({f"sample-{number:04d}.txt": text}, text, items=min(length + 1, len(tokens)))
+                yield Prediction({f"sample-{next(numbers):04d}.txt": text}, text, items=min(length + 1, len(tokens)))
 
 
 PUBLISHED_VOCAB_SIZE = 50257

@@ -12,12 +12,11 @@ import pytest
 import torch
 from runner.tasks.gpt.data import Corpus
 from runner.tasks.gpt.model import Cache, Shape, Transformer
-from runner.tasks.gpt.sampling import Sampling, continuations
+from runner.tasks.gpt.sampling import continuations
 from runner.tasks.gpt.task import GPT, SHAPES, build
 from runner.tasks.gpt.tokenizer import Bytes
 from torch import Tensor, nn
 
-from runner.base.errors import ConfigError
 from runner.base.task import Context
 
 SMALL = Shape(num_layers=2, num_heads=2, width=16, block_size=8, vocab_size=256)
@@ -44,7 +43,7 @@ def make_batch(size: int, shape: Shape = SMALL) -> tuple[Tensor, Tensor]:
 def sample(task: GPT, seed: int = 0, **options: Any) -> list[str]:
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
-        return [prediction.text for prediction in task.predict(task.model.eval(), options, generator)]
+        return [prediction.text for prediction in task.predict(task.model.eval(), generator, **options)]
 
 
 # The model
@@ -164,7 +163,7 @@ def test_bits_per_byte_of_bytes_is_the_loss_in_bits() -> None:
 
 def test_the_same_seed_gives_the_same_samples_in_batches_of_any_size() -> None:
     task = make_task()
-    options = {"samples": 5, "max_new_tokens": 20, "prompt": "def "}
+    options: dict[str, Any] = {"samples": 5, "max_new_tokens": 20, "prompt": "def "}
     first = sample(task, 1, **options)
     assert len(set(first)) == 5
     assert all(text.startswith("def ") for text in first)
@@ -175,7 +174,7 @@ def test_the_same_seed_gives_the_same_samples_in_batches_of_any_size() -> None:
 
 def test_temperature_zero_and_the_likeliest_one_are_the_same() -> None:
     task = make_task()
-    options = {"samples": 1, "max_new_tokens": 20, "prompt": "x"}
+    options: dict[str, Any] = {"samples": 1, "max_new_tokens": 20, "prompt": "x"}
     greedy = sample(task, 1, **options, temperature=0.0)
     assert sample(task, 2, **options, temperature=0.0) == greedy
     assert sample(task, 3, **options, top_k=1) == greedy
@@ -218,18 +217,11 @@ def test_a_sample_ends_where_the_document_ends() -> None:
             cache.length += tokens.shape[1]
             return torch.nn.functional.one_hot(torch.tensor([[task.corpus.tokenizer.end]]), 256).float()
 
-    options = {"samples": 1, "max_new_tokens": 5, "prompt": "pass", "temperature": 0.0}
-    (prediction,) = task.predict(AlwaysEnd(), options, torch.Generator())
+    options: dict[str, Any] = {"samples": 1, "max_new_tokens": 5, "prompt": "pass", "temperature": 0.0}
+    (prediction,) = task.predict(AlwaysEnd(), torch.Generator(), **options)
     assert prediction.text == "pass"
     assert prediction.items == 1
     assert prediction.files == {"sample-0000.txt": "pass"}
-
-
-def test_all_wrong_options_are_named_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Sampling.of({"samples": 0, "temperature": -1.0, "top_k": 0, "max_new_tokens": 0, "unrelated": 1})
-    named = {problem.where for problem in caught.value.problems}
-    assert named == {f"inference.{name}" for name in ("samples", "temperature", "top_k", "max_new_tokens")}
 
 
 # The options
