@@ -278,7 +278,7 @@ def on(path_csv: Path | None, uuids: Sequence[str] | None = None, *, interval_s:
     return Monitor(path_csv, interval_s, uuids=uuids)
 
 
-def off(path_csv: Path | None = None, uuids: Sequence[str] | None = None) -> NoMonitor:  # noqa: ARG001 - as `on`
+def off(path_csv: Path | None = None, uuids: Sequence[str] | None = None) -> NoMonitor:
     """Watch nothing."""
     return NoMonitor()
 
