@@ -1,0 +1,152 @@
+"""What torch.compile does with the model, in place: names in the state_dict stay as they are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import nn
+
+from runner.base.errors import ConfigError, Problem
+
+# Compiled code is kept on disk between runs by torch itself (TORCHINDUCTOR_CACHE_DIR).
+
+
+def off(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
+    """Run the model as it is written."""
+
+
+def default(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    backend: Literal["inductor", "eager", "aot_eager"] = "inductor",
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> None:
+    """Compile the whole model.
+
+    backend    inductor: generate kernels; eager and aot_eager: only trace, to find what cannot be compiled
+    dynamic    true: one program for all shapes; false: one per shape; null: the first shape, then a general one
+    fullgraph  stop where the model cannot be one graph
+    Raises ConfigError where the compiler that inductor needs is missing.
+    Source: torch.compile.
+    """
+    _check_compiler(device, backend)
+    model.compile(backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+
+def reduce_overhead(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> None:
+    """Compile the whole model and replay it as CUDA graphs: little work per launch, more memory.
+
+    dynamic    true: one program for all shapes; false: one per shape; null: the first shape, then a general one
+    fullgraph  stop where the model cannot be one graph
+    Raises ConfigError where the compiler that inductor needs is missing.
+    Source: torch.compile, mode "reduce-overhead".
+    """
+    _check_compiler(device, "inductor")
+    if device.type != "cuda":
+        warnings.warn(f"compile=reduce-overhead has no effect beyond compile=default on {device.type}", stacklevel=2)
+    model.compile(mode="reduce-overhead", dynamic=dynamic, fullgraph=fullgraph)
+
+
+def max_autotune(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    cuda_graphs: bool = True,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> None:
+    """Compile the whole model and try several kernels for each product: minutes at the first update.
+
+    cuda_graphs  replay the model as CUDA graphs too
+    dynamic      true: one program for all shapes; false: one per shape; null: the first shape, then a general one
+    fullgraph    stop where the model cannot be one graph
+    Raises ConfigError where the compiler that inductor needs is missing.
+    Source: torch.compile, modes "max-autotune" and "max-autotune-no-cudagraphs".
+    """
+    _check_compiler(device, "inductor")
+    mode = "max-autotune" if cuda_graphs else "max-autotune-no-cudagraphs"
+    model.compile(mode=mode, dynamic=dynamic, fullgraph=fullgraph)
+
+
+def regional(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    backend: Literal["inductor", "eager", "aot_eager"] = "inductor",
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> None:
+    """Compile each of the task's blocks; equal blocks share the code, so the first update comes sooner.
+
+    backend    inductor: generate kernels; eager and aot_eager: only trace, to find what cannot be compiled
+    dynamic    true: one program for all shapes; false: one per shape; null: the first shape, then a general one
+    fullgraph  stop where a block cannot be one graph
+    Raises ConfigError where the compiler that inductor needs is missing.
+    Source: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
+    """
+    _check_compiler(device, backend)
+    if not blocks:
+        warnings.warn("compile=regional compiles the whole model: the task names no blocks", stacklevel=2)
+    for part in dict.fromkeys(blocks) if blocks else [model]:
+        part.compile(backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+
+def _check_compiler(device: torch.device, backend: str) -> None:
+    """Raise ConfigError now rather than in the middle of the first update."""
+    if backend != "inductor":
+        return
+    if device.type == "cpu" and not shutil.which(_cpp_compiler()):
+        problem = Problem(
+            f"compiling for the CPU needs the C++ compiler {_cpp_compiler()}, but it is not installed",
+            "compile",
+            "apt install g++, set CXX, or say compile=off",
+        )
+    elif device.type == "cuda" and find_spec("triton") is None:
+        problem = Problem("compiling for CUDA needs Triton", "compile", "pip install triton, or say compile=off")
+    elif device.type == "cuda" and _capability(device) < (7, 0):
+        major, minor = _capability(device)
+        problem = Problem(
+            f"compiling for CUDA needs compute capability 7.0, but {device} has {major}.{minor}",
+            "compile",
+            "say compile=off",
+        )
+    else:
+        return
+    raise ConfigError(problem)
+
+
+def _cpp_compiler() -> str:
+    """Return the one that Inductor will call."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+COMPILES: Mapping[str, Callable[..., None]] = {
+    "off": off,
+    "default": default,
+    "reduce-overhead": reduce_overhead,
+    "max-autotune": max_autotune,
+    "regional": regional,
+}

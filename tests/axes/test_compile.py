@@ -1,0 +1,145 @@
+"""Compiling changes neither names nor numbers, and what it needs is asked for before the first update."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.axes import compile as axis
+from runner.axes.compile import COMPILES, default, max_autotune, reduce_overhead, regional
+from runner.base.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    model(torch.ones(2, 4)).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Record what would be compiled, and how."""
+    found: list[tuple[nn.Module, dict[str, Any]]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: found.append((self, options)))
+    return found
+
+
+@pytest.mark.parametrize("option", ["default", "regional"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+def test_compiling_changes_no_name_and_no_number(option: str) -> None:
+    plain, model = stack(), stack()
+    COMPILES[option](model, list(model), CPU, backend="aot_eager")
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert type(model) is nn.Sequential
+    found, wanted = gradients(model), gradients(plain)
+    assert all(map(torch.equal, found, wanted))
+    assert len(found) == 6
+
+
+def test_off_does_nothing(calls: list[Any]) -> None:
+    COMPILES["off"](stack(), [nn.Linear(2, 2)], CPU)
+    assert calls == []
+
+
+def test_regional_compiles_each_block_once_and_not_the_model(calls: list[Any]) -> None:
+    model = stack()
+    regional(model, [model[0], model[1], model[0]], CPU, backend="eager", dynamic=True, fullgraph=True)
+    options = {"backend": "eager", "dynamic": True, "fullgraph": True}
+    assert calls == [(model[0], options), (model[1], options)]
+
+
+def test_regional_without_blocks_compiles_the_model_and_says_so(calls: list[Any]) -> None:
+    model = stack()
+    with pytest.warns(UserWarning, match="names no blocks"):
+        regional(model, [], CPU, backend="eager")
+    assert [module for module, _ in calls] == [model]
+
+
+def test_the_modes_reach_torch(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(axis, "_check_compiler", lambda device, backend: None)
+    model, cuda = stack(), torch.device("cuda")
+    reduce_overhead(model, [], cuda)
+    max_autotune(model, [], cuda)
+    max_autotune(model, [], cuda, cuda_graphs=False)
+    modes = [options["mode"] for _, options in calls]
+    assert modes == ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    assert set(modes) <= set(torch._inductor.list_mode_options())
+
+
+def test_cuda_graphs_without_cuda_are_said_to_have_no_effect(calls: list[Any]) -> None:
+    with pytest.warns(UserWarning, match="no effect beyond compile=default on cpu"):
+        reduce_overhead(stack(), [], CPU)
+    assert len(calls) == 1
+
+
+def test_a_model_that_is_not_one_graph_is_refused_with_fullgraph() -> None:
+    class Broken(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return -inputs
+
+    model = Broken()
+    default(model, [], CPU, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        model(torch.ones(2))
+
+
+def test_a_missing_cpp_compiler_is_said_before_the_first_update(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for option in set(COMPILES) - {"off"}:
+        with pytest.raises(ConfigError, match="no-such-compiler"):
+            COMPILES[option](stack(), [], CPU)
+    default(stack(), [], CPU, backend="eager")
+    assert len(calls) == 1
+
+
+def test_missing_triton_and_old_gpus_are_said_before_the_first_update(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any]
+) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(axis, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Triton"):
+        default(stack(), [], cuda)
+    monkeypatch.setattr(axis, "find_spec", lambda name: object())
+    monkeypatch.setattr(axis, "_capability", lambda device: (6, 1))
+    with pytest.raises(ConfigError, match=r"7.0, but cuda has 6.1"):
+        default(stack(), [], cuda)
+    monkeypatch.setattr(axis, "_capability", lambda device: (7, 5))
+    default(stack(), [], cuda)
+    assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # Inductor's own imports
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_inductor_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, plain = nn.Tanh(), nn.Tanh()
+    default(model, [], CPU)
+    torch.testing.assert_close(model(torch.arange(4.0)), plain(torch.arange(4.0)))  # vectorized tanh, a few last bits
+
+
+def test_importing_an_axis_does_not_import_the_compiler() -> None:
+    """Dynamo takes 1.1 s to import: only those who compile, or who take the first optimizer step, pay for it."""
+    names = sorted(path.stem for path in Path(axis.__file__).parent.glob("*.py") if path.stem != "__init__")
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names}: importlib.import_module(f'runner.axes.{{name}}')\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert "optimizer" in names
+    assert subprocess.run([sys.executable, "-W", "error", "-c", code], check=False).returncode == 0

@@ -1,0 +1,87 @@
+"""The YAML files of a group and the functions of its axis say the same: names, keys, defaults and meaning."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from runner.base.schema import REQUIRED, fault, read_functions
+
+ROOT = Path(__file__).parents[2]
+AXES = sorted(path.stem for path in (ROOT / "runner" / "axes").glob("*.py") if (ROOT / "conf" / path.stem).is_dir())
+OPTIONS = [(axis, file.stem) for axis in AXES for file in sorted((ROOT / "conf" / axis).glob("*.yaml"))]
+
+
+def table_of(axis: str) -> Mapping[str, Callable[..., Any]]:
+    """Return the last mapping of functions that the file defines."""
+    module = importlib.import_module(f"runner.axes.{axis}")
+    tables = [
+        value
+        for name, value in vars(module).items()
+        if name.isupper() and not name.startswith("_") and isinstance(value, Mapping)
+    ]
+    assert tables, f"runner/axes/{axis}.py has a table of its options"
+    found: Mapping[str, Callable[..., Any]] = tables[-1]
+    return found
+
+
+def file_of(axis: str, option: str) -> Path:
+    return ROOT / "conf" / axis / f"{option}.yaml"
+
+
+def keys_of(axis: str, option: str) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(file_of(axis, option)))
+
+
+def has_function(axis: str, option: str) -> bool:
+    """Tell whether the option is made by a function: the plan replaces `auto` by another where it is not."""
+    return option != "auto" or option in table_of(axis)
+
+
+def without_lists(value: Any) -> Any:
+    return tuple(map(without_lists, value)) if isinstance(value, (list, tuple)) else value
+
+
+def test_there_are_axes_to_compare() -> None:
+    assert {"optimizer", "scheduler", "compile", "attention", "memory", "backend"} <= set(AXES)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_options_are_the_names_of_the_table(axis: str) -> None:
+    files = {option for group, option in OPTIONS if group == axis and has_function(axis, option)}
+    assert files == set(table_of(axis))
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_table_maps_a_name_to_the_function_of_that_name(axis: str) -> None:
+    for option, function in table_of(axis).items():
+        assert function.__name__ == option.replace("-", "_")
+
+
+@pytest.mark.parametrize(("axis", "option"), OPTIONS)
+def test_keys_and_defaults_are_those_of_the_signature(axis: str, option: str) -> None:
+    if not has_function(axis, option):
+        assert keys_of(axis, option) == {}
+        return
+    signature = read_functions(ROOT / "runner" / "axes" / f"{axis}.py")[option.replace("-", "_")]
+    given = keys_of(axis, option)
+    assert list(given) == list(signature.keys), "in the same order"
+    for name, key in signature.keys.items():
+        assert key.default is not REQUIRED
+        assert without_lists(given[name]) == without_lists(key.default), name
+        assert type(given[name]) is type(key.default) or isinstance(given[name], list), name
+        assert fault(key.type, given[name]) is None, f"{name} {fault(key.type, given[name])}"
+        assert key.help, f"the docstring of {option} says what {name} means"
+
+
+@pytest.mark.parametrize(("axis", "option"), OPTIONS)
+def test_a_file_says_what_it_is_and_what_each_key_means(axis: str, option: str) -> None:
+    first, *lines = file_of(axis, option).read_text(encoding="utf-8").splitlines()
+    assert first.startswith("# ")
+    assert first.endswith(".")
+    assert lines == ["{}"] if not keys_of(axis, option) else all("  # " in line for line in lines)
