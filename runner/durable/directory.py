@@ -198,7 +198,7 @@ class RunDirectory:
 def default_name(task: str) -> str:
     """Return a new run name such as `gpt-20260131-142530-ab12`: task, local time, and four random digits."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("._-") or "run"
-    return f"{plain}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return f"{plain}-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def runs(root: Path) -> list[Path]:

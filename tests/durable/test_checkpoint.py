@@ -1,0 +1,683 @@
+"""Laws of checkpoints: what was acknowledged is never lost, what is damaged is never believed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.base.errors import DataError, Exit, StorageError
+from runner.durable import checkpoint, files
+from runner.durable.checkpoint import Snapshot, Writer, path_of, recover, retain, save, verify
+
+ROOT = Path(__file__).parents[2]
+DTYPES = sorted(checkpoint._DTYPES, key=str)
+
+
+def snapshot(update: int) -> Snapshot:
+    """Return a small snapshot whose every part depends on `update`."""
+    generator = torch.Generator().manual_seed(update)
+    return Snapshot(
+        update=update,
+        tensors={
+            "model": {"weight": torch.randn(3, 4, generator=generator), "bias": torch.randn(3, generator=generator)},
+            "optimizer": {"0.exp_avg": torch.randn(3, 4, generator=generator), "0.step": torch.tensor(float(update))},
+            "random": {"cpu": generator.get_state()},
+        },
+        state={"samples": update * 64, "best": 0.1 + update, "phases": ["train"], "name": "Zoë"},
+        facts={"epoch": update // 10, "world_size": 1, "run_id": "ab12", "metrics_bytes": update * 100},
+    )
+
+
+def assert_is(loaded: checkpoint.Loaded | None, update: int) -> None:
+    """The checkpoint that was loaded is, bit for bit, the snapshot of `update`."""
+    assert loaded is not None
+    expected = snapshot(update)
+    assert loaded.update == update
+    assert loaded.state == expected.state
+    assert {key: loaded.manifest[key] for key in expected.facts} == expected.facts
+    assert set(loaded.stems) == set(expected.tensors)
+    for stem, tensors in expected.tensors.items():
+        assert_same_bits(loaded.tensors(stem), tensors)
+
+
+def assert_same_bits(actual: dict[str, Tensor], expected: Any) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype
+        assert actual[name].shape == tensor.shape
+        assert torch.equal(bits(actual[name]), bits(tensor)), name
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+
+
+def random_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return a tensor of any bit patterns: NaNs with payloads, infinities, denormals."""
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape).bool()
+    size = torch.empty((), dtype=dtype).element_size() * math.prod(shape)
+    return torch.frombuffer(bytearray(os.urandom(size)), dtype=dtype).reshape(shape)
+
+
+def updates_in(directory: Path) -> list[int]:
+    return [int(name.removeprefix("update-")) for name in files.names(directory) if name.startswith("update-")]
+
+
+def damage(path: Path) -> None:
+    """Flip one bit of the model."""
+    content = bytearray((path / "model.safetensors").read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / "model.safetensors").write_bytes(content)
+
+
+# What is loaded is what was saved
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    square = random_tensor(dtype, 5, 7)
+    tensors = {
+        "square": square,
+        "scalar": random_tensor(dtype, 1).reshape(()),
+        "empty": torch.empty(0, 3, dtype=dtype),
+        "transposed": random_tensor(dtype, 3, 5).t(),
+        "strided": random_tensor(dtype, 10)[1::3],
+        "expanded": random_tensor(dtype, 1).expand(4),
+        "tied": square,
+        "view": square[1:3],
+    }
+    path = save(tmp_path, Snapshot(1, {"model": tensors}, {}, {}))
+    assert_same_bits(checkpoint.load(path).tensors("model"), tensors)
+
+
+def test_a_conjugated_view_is_saved_conjugated(tmp_path: Path) -> None:
+    tensor = torch.randn(4, dtype=torch.complex64)
+    path = save(tmp_path, Snapshot(1, {"model": {"conj": tensor.conj()}}, {}, {}))
+    assert torch.equal(checkpoint.load(path).tensors("model")["conj"], tensor.conj())
+
+
+def test_state_and_facts_come_back(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "nan": math.nan,
+        "tiny": 5e-324,
+        "third": 1 / 3,
+        "big": 2**80,
+        "nested": {"a": [None, True, "\ud800"]},
+    }
+    path = save(tmp_path, Snapshot(7, {}, state, {"layers": {10: "a", 9: "b"}, "pair": (1, 2)}))
+    loaded = checkpoint.load(path)
+    assert math.isnan(loaded.state.pop("nan"))  # type: ignore[attr-defined]
+    del state["nan"]
+    assert loaded.state == state
+    assert loaded.manifest["layers"] == {"10": "a", "9": "b"}
+    assert loaded.manifest["pair"] == [1, 2]
+
+
+def test_the_manifest_begins_with_its_own_hash(tmp_path: Path) -> None:
+    manifest = json.loads((save(tmp_path, snapshot(3)) / "MANIFEST.json").read_text())
+    assert list(manifest)[:3] == ["sha256", "format_version", "update"]
+    names = [entry["name"] for entry in manifest["files"]]
+    assert names == ["model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"]
+
+
+def test_a_snapshot_does_not_follow_training() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    taken = checkpoint.snapshot_tensors({"weight": weight, "tail": weight.detach()[1:]})
+    with torch.no_grad():
+        weight.add_(1)
+    assert torch.equal(taken["weight"], torch.zeros(3))
+    assert torch.equal(taken["tail"], torch.zeros(2))
+    assert not taken["weight"].requires_grad
+
+
+def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    wrong = [
+        Snapshot(1, {}, {"object": object()}, {}),
+        Snapshot(1, {}, {}, {"object": {1, 2}}),
+        Snapshot(1, {"model": {"x": torch.zeros(2, dtype=torch.complex128)}}, {}, {}),
+        Snapshot(1, {"model": {"x": torch.eye(2).to_sparse()}}, {}, {}),
+    ]
+    for one in wrong:
+        with pytest.raises(TypeError):
+            save(tmp_path / "checkpoints", one)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_is_private(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", snapshot(1))
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert {entry.stat().st_mode & 0o777 for entry in path.iterdir()} == {0o600}
+
+
+def test_ranks_write_files_of_different_names() -> None:
+    stems = {checkpoint.rank_stem("random", rank) for rank in range(100)}
+    assert len(stems) == 100
+    assert "random-rank00003" in stems
+
+
+# What is damaged is noticed
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = save(tmp_path, snapshot(1))
+    assert verify(path) == []
+    generator = random.Random(0)
+    for file in sorted(path.iterdir()):
+        content = file.read_bytes()
+        every = file.name == "MANIFEST.json"
+        positions = range(len(content)) if every else generator.sample(range(len(content)), 40)
+        for position in positions:
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << generator.randrange(8)
+            file.write_bytes(flipped)
+            assert verify(path), f"{file.name}, byte {position}"
+        file.write_bytes(content)
+    assert verify(path) == []
+
+
+def test_every_truncation_and_every_addition_is_noticed(tmp_path: Path) -> None:
+    path = save(tmp_path, snapshot(1))
+    for file in sorted(path.iterdir()):
+        content = file.read_bytes()
+        changed = [content[:length] for length in {0, 1, 8, len(content) // 2, len(content) - 1}]
+        for other in (*changed, content + b"\n", content + b"\0" * 512):
+            file.write_bytes(other)
+            assert verify(path), file.name
+        file.unlink()
+        assert verify(path), file.name
+        file.write_bytes(content)
+    assert verify(path) == []
+
+
+def test_files_that_changed_places_are_noticed(tmp_path: Path) -> None:
+    first, second = (save(tmp_path, snapshot(update)) for update in (1, 2))
+    for name in files.names(first):
+        ours, theirs = (first / name).read_bytes(), (second / name).read_bytes()
+        (first / name).write_bytes(theirs)
+        assert verify(first), name
+        (first / name).write_bytes(ours)
+    shutil.copytree(second, tmp_path / "update-0000000003")
+    assert verify(tmp_path / "update-0000000003") == ["MANIFEST.json is that of update 2"]
+    shutil.copytree(second, tmp_path / "a-copy-under-another-name")
+    assert verify(tmp_path / "a-copy-under-another-name") == []
+
+
+def test_additional_files_and_links_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, snapshot(1))
+    model = path / "model.safetensors"
+    (path / "more.safetensors").write_bytes(b"")
+    assert verify(path) == ["more.safetensors is there but not in MANIFEST.json"]
+    (path / "more.safetensors").unlink()
+    model.rename(tmp_path / "kept")
+    model.symlink_to(tmp_path / "kept")
+    assert verify(path) == ["model.safetensors must be a plain file"]
+    model.unlink()
+    os.mkfifo(model)
+    assert verify(path) == ["model.safetensors must be a plain file"]
+    model.unlink()
+    (tmp_path / "kept").rename(model)
+    assert verify(path) == []
+    (tmp_path / "update-0000000002").symlink_to(path)
+    assert verify(tmp_path / "update-0000000002")
+    assert verify(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": [{"name": "../../state.json", "size": 2, "sha256": "x"}]},
+        {"files": [{"name": "/etc/passwd", "size": 2, "sha256": "x"}]},
+        {"files": [{"name": "state.json", "size": 2.0, "sha256": "x"}]},
+        {"files": [{"name": "state.json"}]},
+        {"files": [{"name": 3, "size": 1, "sha256": "x"}]},
+        {"files": {"state.json": 1}},
+        {"files": []},
+        {"files": None},
+        {"format_version": 2},
+        {"format_version": None},
+        {"update": "1"},
+        {"update": True},
+        {"update": -1},
+        {"update": 10**10},
+    ],
+    ids=str,
+)
+def test_a_hostile_manifest_with_a_good_hash_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = save(tmp_path, Snapshot(1, {}, {}, {}))
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    del manifest["sha256"]
+    (path / "MANIFEST.json").write_bytes(checkpoint._sealed(manifest))
+    assert verify(path) == []
+    (path / "MANIFEST.json").write_bytes(checkpoint._sealed(manifest | change))
+    assert verify(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 200_000, b'{"a":' * 900 + b"1" + b"}" * 900, b"1" * 5000, b"NaN"],
+    ids=lambda text: repr(text[:10]),
+)
+def test_no_manifest_is_so_odd_that_checking_it_fails(tmp_path: Path, text: bytes) -> None:
+    path = save(tmp_path, snapshot(1))
+    (path / "MANIFEST.json").write_bytes(text)
+    assert verify(path)
+
+
+def test_what_changes_after_the_check_is_not_loaded(tmp_path: Path) -> None:
+    loaded = checkpoint.load(save(tmp_path, snapshot(1)))
+    damage(loaded.path)
+    with pytest.raises(DataError, match="changed since"):
+        loaded.tensors("model")
+    with pytest.raises(DataError, match="it has model, optimizer, random"):
+        loaded.tensors("scaler")
+    with pytest.raises(DataError, match="does not agree with its hash"):
+        checkpoint.load(loaded.path)
+
+
+def test_a_file_that_is_no_safetensors_is_bad_data(tmp_path: Path) -> None:
+    path = save(tmp_path, Snapshot(1, {}, {}, {}))
+    size, sha256 = files.write_new(path / "model.safetensors", [b"\xff" * 64])
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    del manifest["sha256"]
+    manifest["files"].append({"name": "model.safetensors", "size": size, "sha256": sha256})
+    (path / "MANIFEST.json").write_bytes(checkpoint._sealed(manifest))
+    with pytest.raises(DataError, match="not in the safetensors format"):
+        checkpoint.load(path).tensors("model")
+
+
+# Recovery
+
+
+def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
+    assert recover(tmp_path / "checkpoints") == checkpoint.Recovery(None)
+    (tmp_path / ".tmp-update-0000000001-ab").mkdir()
+    (tmp_path / "notes").write_text("not ours")
+    assert recover(tmp_path) == checkpoint.Recovery(None)
+    assert files.names(tmp_path) == ["notes"]
+
+
+def test_the_newest_valid_checkpoint_wins_and_damaged_ones_are_moved_aside(tmp_path: Path) -> None:
+    for update in (1, 2, 3, 4):
+        save(tmp_path, snapshot(update))
+    damage(path_of(tmp_path, 4))
+    (path_of(tmp_path, 3) / "state.json").unlink()
+    assert checkpoint.newest_valid(tmp_path) == path_of(tmp_path, 2)
+    assert updates_in(tmp_path) == [1, 2, 3, 4]
+    recovery = recover(tmp_path)
+    assert_is(recovery.checkpoint, 2)
+    assert recovery.skipped == (
+        ("update-0000000004", ("model.safetensors does not agree with its hash",)),
+        ("update-0000000003", ("state.json is missing",)),
+    )
+    assert updates_in(tmp_path) == [1, 2]
+    assert {"damaged-update-0000000003-1", "damaged-update-0000000004-1"} <= set(files.names(tmp_path))
+    assert_is(checkpoint.load(save(tmp_path, snapshot(3))), 3)
+
+
+def test_only_damaged_ones_left_is_65_every_time_until_set_aside(tmp_path: Path) -> None:
+    for update in (1, 2):
+        damage(save(tmp_path, snapshot(update)))
+    for _ in range(3):
+        with pytest.raises(DataError, match="resume=fresh") as caught:
+            recover(tmp_path)
+        assert caught.value.exit_code == Exit.BAD_DATA
+    assert checkpoint.newest_valid(tmp_path) is None
+    assert checkpoint.set_aside(tmp_path) == 2
+    assert recover(tmp_path).checkpoint is None
+    assert len(files.names(tmp_path)) == 2
+
+
+def test_starting_afresh_hides_later_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, snapshot(9))
+    assert checkpoint.set_aside(tmp_path) == 1
+    save(tmp_path, snapshot(1))
+    assert_is(recover(tmp_path).checkpoint, 1)
+    assert verify(tmp_path / "earlier-update-0000000009-1") == []
+
+
+def test_what_cannot_be_read_is_passed_over_but_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for update in (1, 2):
+        save(tmp_path, snapshot(update))
+    listdir = os.listdir
+
+    def denied(path: Any) -> list[str]:
+        if Path(path) == path_of(tmp_path, 2):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return listdir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", denied)
+        recovery = recover(tmp_path)
+    assert_is(recovery.checkpoint, 1)
+    assert "too many files are open" in recovery.skipped[0][1][0]
+    assert_is(recover(tmp_path).checkpoint, 2)
+
+
+def test_saving_the_same_update_again_keeps_a_valid_one_and_replaces_a_damaged_one(tmp_path: Path) -> None:
+    path = save(tmp_path, snapshot(1))
+    inode = path.stat().st_ino
+    assert save(tmp_path, snapshot(1)) == path
+    assert path.stat().st_ino == inode
+    damage(path)
+    assert_is(checkpoint.load(save(tmp_path, snapshot(1))), 1)
+    assert files.names(tmp_path) == ["damaged-update-0000000001-1", "update-0000000001"]
+
+
+# Faults: every operation of the system fails once, or is the last one before the process dies
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Faults:
+    """Counts the operations that change the file system and meddles with the one numbered `at`."""
+
+    OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "close", "unlink", "rmdir")
+
+    def __init__(self, kind: str = "", at: int = -1) -> None:
+        self.kind, self.at, self.count = kind, at, 0
+        self.trace: list[tuple[str, str]] = []
+        self._names: dict[int, str] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in self.OPERATIONS:
+                patch.setattr(os, name, self._meddle(name, getattr(os, name)))
+            yield
+
+    def _meddle(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **keywords: Any) -> Any:
+            number, self.count = self.count, self.count + 1
+            subject = self._names.get(arguments[0], "?") if isinstance(arguments[0], int) else str(arguments[0])
+            self.trace.append((name, subject))
+            if number == self.at and self.kind == "killed before":
+                raise Killed
+            if number == self.at and self.kind.startswith("E"):
+                if name == "close":
+                    real(*arguments, **keywords)  # as the system does
+                code = getattr(errno, self.kind)
+                raise OSError(code, os.strerror(code))
+            if number == self.at and self.kind == "killed half way" and name == "write":
+                real(arguments[0], bytes(arguments[1][: len(arguments[1]) // 2]))
+                raise Killed
+            result: Any = None if name == "fsync" else real(*arguments, **keywords)  # the disk need not be worn
+            if name == "open":
+                self._names[result] = subject
+            if number == self.at:
+                raise Killed
+            return result
+
+        return operation
+
+
+KINDS = ["EIO", "ENOSPC", "killed before", "killed half way", "killed after"]
+
+
+def save_quickly(directory: Path, update: int) -> Path:
+    """Save without waiting for the disk."""
+    with Faults().active():
+        return save(directory, snapshot(update))
+
+
+def count_operations(act: Callable[[], object]) -> int:
+    faults = Faults()
+    with faults.active():
+        act()
+    return faults.count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Path, kind: str) -> None:
+    num_operations = count_operations(lambda: save(tmp_path / "counting", snapshot(2)))
+    assert num_operations > 25
+    for at in range(num_operations):
+        directory = tmp_path / str(at)
+        save_quickly(directory, 1)
+        acknowledged = 1
+        with Faults(kind, at).active():
+            try:
+                save(directory, snapshot(2))
+                acknowledged = 2
+            except StorageError:
+                assert files.names(directory) == ["update-0000000001"]
+            except Killed:
+                pass
+        found = recover(directory)
+        assert found.skipped == ()
+        assert found.checkpoint is not None
+        assert found.checkpoint.update >= acknowledged
+        assert_is(found.checkpoint, found.checkpoint.update)
+        assert_is(checkpoint.load(save_quickly(directory, 3)), 3)
+        assert not any(name.startswith(files.TEMPORARY) for name in files.names(directory))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_at_any_point_of_retention_leaves_the_newest_two(tmp_path: Path, kind: str) -> None:
+    def fill(directory: Path) -> Path:
+        for update in (1, 2, 3, 4):
+            save_quickly(directory, update)
+        return directory
+
+    counting = fill(tmp_path / "counting")
+    num_operations = count_operations(lambda: retain(counting, 2))
+    assert updates_in(counting) == [3, 4]
+    assert num_operations > 15
+    for at in range(num_operations):
+        directory = fill(tmp_path / str(at))
+        with Faults(kind, at).active(), suppress(StorageError, Killed):
+            retain(directory, 2)
+        assert all(verify(path_of(directory, update)) == [] for update in updates_in(directory))
+        assert updates_in(directory)[-2:] == [3, 4]
+        assert_is(recover(directory).checkpoint, 4)
+        retain(directory, 2)
+        assert files.names(directory) == ["update-0000000003", "update-0000000004"]
+
+
+def test_everything_is_on_disk_before_the_name_appears(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    faults = Faults()
+    with faults.active():
+        target = save(directory, snapshot(1))
+    renames = [position for position, (name, _) in enumerate(faults.trace) if name == "rename"]
+    assert len(renames) == 1
+    before, after = faults.trace[: renames[0]], faults.trace[renames[0] + 1 :]
+    temporary = faults.trace[renames[0]][1]
+    for name in files.names(target):
+        file = f"{temporary}/{name}"
+        last_write = max(position for position, step in enumerate(before) if step == ("write", file))
+        assert before.index(("fsync", file)) > last_write, name
+    manifest = before.index(("open", f"{temporary}/MANIFEST.json"))
+    assert all(("fsync", f"{temporary}/{name}") in before[:manifest] for name in files.names(target) if name[0] != "M")
+    assert before.index(("fsync", temporary)) > before.index(("fsync", f"{temporary}/MANIFEST.json"))
+    assert ("fsync", str(directory)) in after
+
+
+def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+    script = f"""
+import importlib.util, os, random, signal, sys, time
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("laws", {__file__!r})
+laws = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(laws)
+directory = Path({str(tmp_path / "checkpoints")!r})
+generator, acknowledged = random.Random(0), 0
+for _ in range(15):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        update = acknowledged
+        while True:
+            update += 1
+            laws.save(directory, laws.snapshot(update))
+            os.write(writing, update.to_bytes(8, "little"))
+            laws.retain(directory, 2)
+    os.close(writing)
+    told = os.read(reading, 8)
+    time.sleep(generator.uniform(0, 0.04))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    told += os.read(reading, 1 << 20)
+    os.close(reading)
+    acknowledged = int.from_bytes(told[-8:], "little")
+    recovery = laws.recover(directory)
+    assert not recovery.skipped, recovery.skipped
+    assert recovery.checkpoint.update >= acknowledged
+    laws.assert_is(recovery.checkpoint, recovery.checkpoint.update)
+    acknowledged = recovery.checkpoint.update
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# Retention
+
+
+def test_an_old_checkpoint_is_out_of_sight_before_it_is_taken_apart(tmp_path: Path) -> None:
+    for update in (1, 2, 3):
+        save_quickly(tmp_path, update)
+    faults = Faults()
+    with faults.active():
+        retain(tmp_path, 2)
+    steps = [name for name, _ in faults.trace]
+    assert steps.index("rename") < steps.index("fsync") < steps.index("unlink")
+
+
+@pytest.mark.parametrize("keep_last", [-1, 0, 1, 2, 3, 9])
+def test_never_fewer_than_two_are_kept(tmp_path: Path, keep_last: int) -> None:
+    for update in range(1, 6):
+        save(tmp_path, snapshot(update))
+        retain(tmp_path, keep_last)
+    expected = min(5, max(2, keep_last))
+    assert updates_in(tmp_path) == list(range(6 - expected, 6))
+
+
+def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
+    for update in range(1, 6):
+        save(tmp_path, snapshot(update))
+    damage(path_of(tmp_path, 5))
+    damage(path_of(tmp_path, 3))
+    retain(tmp_path, 2)
+    assert updates_in(tmp_path) == [2, 3, 4, 5]
+
+
+def test_the_best_one_is_kept_whatever_its_age(tmp_path: Path) -> None:
+    for update in range(1, 6):
+        save(tmp_path, snapshot(update))
+    retain(tmp_path, 2, best=path_of(tmp_path, 1))
+    assert updates_in(tmp_path) == [1, 4, 5]
+
+
+# The writer
+
+
+def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    write_new = files.write_new
+
+    def slow(*arguments: Any) -> Any:
+        gate.wait(10)
+        return write_new(*arguments)
+
+    monkeypatch.setattr(files, "write_new", slow)
+    saved: list[Path] = []
+    with Writer(tmp_path, on_saved=saved.append) as writer:
+        writer.submit(snapshot(1))
+        assert files.names(tmp_path)[-1:] != ["update-0000000001"]
+        gate.set()
+        assert writer.wait() == 1
+        writer.submit(snapshot(2))
+    assert writer.acknowledged == 2
+    assert saved == [path_of(tmp_path, 1), path_of(tmp_path, 2)]
+    assert_is(recover(tmp_path).checkpoint, 2)
+
+
+def test_a_failed_save_is_told_and_the_third_in_a_row_ends_the_run(tmp_path: Path) -> None:
+    obstacle, directory = tmp_path / "disk", tmp_path / "disk" / "checkpoints"
+    told: list[StorageError] = []
+    writer = Writer(directory, on_failure=told.append)
+    obstacle.write_text("in the way")
+    for update in (1, 2):
+        writer.submit(snapshot(update))
+        assert writer.wait() is None
+    obstacle.unlink()
+    writer.submit(snapshot(3))
+    assert writer.wait() == 3
+    shutil.rmtree(obstacle)
+    obstacle.write_text("in the way")
+    for update in (4, 5, 6):
+        writer.submit(snapshot(update))
+    writer.close()
+    with pytest.raises(StorageError, match="3 saves in a row failed") as caught:
+        writer.submit(snapshot(7))
+    assert caught.value.exit_code == Exit.INPUT_OUTPUT
+    assert writer.acknowledged == 3
+    assert writer.failures == told
+    assert len(told) == 5
+
+
+def test_the_writer_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    with Writer(tmp_path, keep_last=2) as writer:
+        for update in range(1, 7):
+            writer.submit(snapshot(update), is_best=update in (1, 2))
+    assert updates_in(tmp_path) == [2, 5, 6]
+    with Writer(tmp_path, keep_last=2, best=path_of(tmp_path, 2)) as writer:
+        writer.submit(snapshot(7))
+    assert updates_in(tmp_path) == [2, 6, 7]
+
+
+def test_retention_that_fails_is_told_but_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise StorageError("cannot remove")
+
+    monkeypatch.setattr(checkpoint, "retain", fail)
+    with Writer(tmp_path) as writer:
+        for update in range(1, 6):
+            writer.submit(snapshot(update))
+    assert writer.acknowledged == 5
+    assert len(writer.failures) == 5
+
+
+def test_a_fault_of_the_program_reaches_the_thread_that_trains(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    writer.submit(Snapshot(1, {}, {"object": object()}, {}))
+    with pytest.raises(TypeError):
+        writer.wait()
+    writer.submit(snapshot(2))
+    assert writer.wait() == 2
+
+
+def test_no_thread_is_left_behind(tmp_path: Path) -> None:
+    before = threading.enumerate()
+    writer = Writer(tmp_path)
+    for update in range(5):
+        writer.submit(snapshot(update))
+    writer.close()
+    writer.close()
+    assert threading.enumerate() == before

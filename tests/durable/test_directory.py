@@ -1,0 +1,178 @@
+"""Laws of the run directory: names, lock, finding."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base.errors import AccelRunError, CannotCreate, ConfigError, Exit, InputMissing, RunInUse, SecurityRefusal
+from runner.durable.directory import RunDirectory, default_name, runs
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_run(root: Path, name: str, age: float = 0.0) -> Path:
+    """Make a run whose run.json was last written `age` seconds ago."""
+    with RunDirectory.create_or_open(root, name) as run:
+        run.write("run.json", "{}")
+        then = run.run_json.stat().st_mtime - age
+        os.utime(run.run_json, (then, then))
+    return run.path
+
+
+@pytest.mark.parametrize("name", ["gpt", "a", "0", "gpt-20260131-142530-ab12", "A.b_c-d", "a..b"])
+def test_plain_names_are_allowed(tmp_path: Path, name: str) -> None:
+    with RunDirectory.create_or_open(tmp_path / "outputs", name) as run:
+        assert run.path == tmp_path / "outputs" / name
+        assert run.checkpoints.is_dir()
+        assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+        assert stat.S_IMODE(run.write("plan.json", "{}").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../a", "a/b", "/tmp/a", ".hidden", "-a", "_a", "a b", "a\n", "a\0", "ä", "~", "last"]
+)
+def test_other_names_are_refused_and_nothing_is_made(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunDirectory.create_or_open(tmp_path / "outputs", name)
+    assert caught.value.exit_code == Exit.CONFIG
+    assert caught.value.problems[0].where == f"run={name}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_outside_the_root_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "gpt").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SecurityRefusal):
+        RunDirectory.create_or_open(tmp_path / "outputs", "gpt")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_two_processes_never_share_a_run(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+from runner.durable.directory import RunDirectory
+run = RunDirectory.create_or_open(Path({str(tmp_path)!r}), "gpt")
+print("held", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunInUse, match=rf"process {holder.pid} on .* since 20\d\d-") as caught:
+            RunDirectory.create_or_open(tmp_path, "gpt")
+        assert caught.value.exit_code == Exit.IN_USE
+        holder.kill()
+        holder.wait(timeout=10)
+    RunDirectory.create_or_open(tmp_path, "gpt").release()
+
+
+def test_a_lock_file_that_says_nothing_is_no_obstacle(tmp_path: Path) -> None:
+    first = RunDirectory.create_or_open(tmp_path, "gpt")
+    for note in ("", "[]", "{}", "\ufffd", '{"pid": null, "host": 1, "started": 2}'):
+        (first.path / ".lock").write_text(note)
+        with pytest.raises(RunInUse, match="another process"):
+            RunDirectory.create_or_open(tmp_path, "gpt")
+    first.release()
+    first.release()
+    RunDirectory.create_or_open(tmp_path, "gpt").release()
+
+
+def test_opening_sweeps_what_a_crash_left_and_nothing_else(tmp_path: Path) -> None:
+    path = make_run(tmp_path, "gpt")
+    (path / ".tmp-run.json-0a1b").write_text("{")
+    RunDirectory.create_or_open(tmp_path, "gpt").release()
+    assert sorted(entry.name for entry in path.iterdir()) == [".lock", "checkpoints", "run.json"]
+
+
+def test_a_run_that_cannot_be_made_ends_with_73(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root, name in ((tmp_path / "file", "gpt"), (tmp_path, "file"), (tmp_path, "n" * 300)):
+        with pytest.raises(CannotCreate) as caught:
+            RunDirectory.create_or_open(root, name)
+        assert caught.value.exit_code == Exit.CANNOT_CREATE
+
+
+def test_missing_permission_ends_with_77(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(*_: object) -> Any:  # chmod does not keep root out
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "mkdir", deny)
+    with pytest.raises(AccelRunError) as caught:
+        RunDirectory.create_or_open(tmp_path, "gpt")
+    assert caught.value.exit_code == Exit.PERMISSION
+    assert AccelRunError("another").exit_code == Exit.SOFTWARE
+
+
+def test_last_is_the_run_that_was_written_to_last(tmp_path: Path) -> None:
+    make_run(tmp_path, "old", age=100)
+    make_run(tmp_path, "new", age=10)
+    make_run(tmp_path, "older", age=200)
+    (tmp_path / "not-a-run").mkdir()
+    (tmp_path / "file").write_text("")
+    assert RunDirectory.find(tmp_path, "last").name == "new"
+    assert [path.name for path in runs(tmp_path)] == ["new", "old", "older"]
+    (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
+    assert RunDirectory.find(tmp_path).name == "old"
+
+
+def test_a_run_is_found_by_name_and_by_path_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "outputs", "gpt")
+    with RunDirectory.create_or_open(tmp_path / "outputs", "gpt"):
+        assert RunDirectory.find(tmp_path / "outputs", "gpt").name == "gpt"
+        assert RunDirectory.find(tmp_path / "none", str(tmp_path / "outputs" / "gpt")).name == "gpt"
+        monkeypatch.chdir(tmp_path)
+        assert RunDirectory.find(Path("elsewhere"), "outputs/gpt").name == "gpt"
+
+
+@pytest.mark.parametrize("run", ["gbt-1", "/nowhere", "..", "a\0b", "n" * 300, ""])
+def test_a_missing_run_is_answered_with_those_that_exist(tmp_path: Path, run: str) -> None:
+    make_run(tmp_path, "gpt-1", age=5)
+    make_run(tmp_path, "cape")
+    with pytest.raises(InputMissing, match="runs, newest first: cape, gpt-1") as caught:
+        RunDirectory.find(tmp_path, run)
+    assert caught.value.exit_code == Exit.NO_INPUT
+    assert ("did you mean gpt-1?" in str(caught.value)) == (run == "gbt-1")
+
+
+def test_no_runs_at_all_is_said(tmp_path: Path) -> None:
+    for run in ("last", "gpt"):
+        with pytest.raises(InputMissing, match="accel-run train"):
+            RunDirectory.find(tmp_path / "outputs", run)
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_without_the_lock_only_what_can_be_made_again_is_written(tmp_path: Path) -> None:
+    make_run(tmp_path, "gpt")
+    found = RunDirectory.find(tmp_path, "gpt")
+    found.write("report.html", "<p>")
+    assert found.write("predictions/val/0.txt", "text") == found.predictions / "val" / "0.txt"
+    for name in ("run.json", "checkpoints/x"):
+        with pytest.raises(AssertionError):
+            found.write(name, "{}")
+    RunDirectory.join(found.path).write("run.json", "{}")
+
+
+@pytest.mark.parametrize("name", ["../run.json", "/etc/x", "a//b", "", "plots/../../x", ".lock"])
+def test_nothing_is_written_outside_the_run(tmp_path: Path, name: str) -> None:
+    with RunDirectory.create_or_open(tmp_path, "gpt") as run, pytest.raises(AssertionError):
+        run.write(name, "x")
+
+
+def test_default_names_are_allowed_and_differ(tmp_path: Path) -> None:
+    assert re.fullmatch(r"gpt-\d{8}-\d{6}-[0-9a-f]{4}", default_name("gpt"))
+    assert len({default_name("gpt") for _ in range(20)}) > 15
+    for task in ("my task.py", "../x", "ä", "", "-"):
+        RunDirectory.create_or_open(tmp_path, default_name(task)).release()

@@ -1,0 +1,270 @@
+"""Laws of the door to the run directory."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base.errors import Exit, StorageError
+from runner.durable import files
+
+ROOT = Path(__file__).parents[2]
+
+
+def failing(error: int) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(error, os.strerror(error))
+
+    return fail
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_written_file_holds_what_was_given_and_is_private(tmp_path: Path) -> None:
+    files.atomic_write(tmp_path / "run.json", '{"ä": 1}')
+    files.atomic_write(tmp_path / "run.json", b"second")
+    assert (tmp_path / "run.json").read_bytes() == b"second"
+    assert mode_of(tmp_path / "run.json") == 0o600
+    assert files.names(tmp_path) == ["run.json"]
+
+
+@pytest.mark.parametrize("operation", ["open", "write", "fsync", "rename"])
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    path = tmp_path / "run.json"
+    files.atomic_write(path, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, operation, failing(errno.EIO))
+        with pytest.raises(StorageError):
+            files.atomic_write(path, "new")
+    assert path.read_text() == "old"
+    assert files.names(tmp_path) == ["run.json"]
+
+
+def test_content_is_on_disk_before_its_name_and_the_name_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace: list[str] = []
+
+    def traced(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any) -> Any:
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode)
+            trace.append("fsync folder" if is_folder else name)
+            return real(*arguments)
+
+        return operation
+
+    for name in ("write", "fsync", "rename"):
+        monkeypatch.setattr(os, name, traced(name, getattr(os, name)))
+    files.atomic_write(tmp_path / "run.json", "{}")
+    assert trace == ["write", "fsync", "rename", "fsync folder"]
+
+
+def test_a_full_disk_is_named_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "write", failing(errno.ENOSPC))
+    with pytest.raises(StorageError) as caught:
+        files.write_new(tmp_path / "model", [b"abc"])
+    assert "the disk is full" in str(caught.value)
+    assert str(tmp_path / "model") in str(caught.value)
+    assert caught.value.exit_code == Exit.INPUT_OUTPUT
+
+
+def test_size_and_hash_are_those_of_the_content(tmp_path: Path) -> None:
+    chunks: list[bytes | bytearray | memoryview] = [b"", os.urandom(3 << 20), bytearray(b"x" * 17), memoryview(b"tail")]
+    size, digest = files.write_new(tmp_path / "data", chunks)
+    content = (tmp_path / "data").read_bytes()
+    assert content == b"".join(chunks)
+    assert (size, digest) == (len(content), hashlib.sha256(content).hexdigest())
+    assert digest == files.digest_of(tmp_path / "data")
+
+
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data[:3])))
+    files.atomic_write(tmp_path / "data", "a longer text than three bytes")
+    assert (tmp_path / "data").read_text() == "a longer text than three bytes"
+
+
+@pytest.mark.parametrize("dangling", [True, False])
+def test_a_new_file_never_goes_through_a_link(tmp_path: Path, dangling: bool) -> None:
+    victim = tmp_path / "victim"
+    if not dangling:
+        victim.write_text("precious")
+    (tmp_path / "name").symlink_to(victim)
+    with pytest.raises(StorageError):
+        files.write_new(tmp_path / "name", [b"overwritten"])
+    assert (tmp_path / "name").is_symlink()
+    assert dangling != victim.exists()
+
+
+def test_a_name_that_is_taken_keeps_its_content(tmp_path: Path) -> None:
+    (tmp_path / "name").write_text("first")
+    with pytest.raises(StorageError, match="exists already"):
+        files.write_new(tmp_path / "name", [b"second"])
+    assert (tmp_path / "name").read_text() == "first"
+
+
+def test_only_plain_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "plain").write_text("here")
+    (tmp_path / "link").symlink_to(tmp_path / "plain")
+    for name in ("pipe", "link", "missing"):
+        with pytest.raises(StorageError):
+            files.read(tmp_path / name)
+    assert files.read(tmp_path / "plain", at_most=4) == b"here"
+    with pytest.raises(StorageError):
+        files.read(tmp_path / "plain", at_most=3)
+
+
+def test_removing_a_link_keeps_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("kept")
+    (tmp_path / "outgoing").mkdir()
+    (tmp_path / "outgoing" / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    files.remove(tmp_path / "link")
+    files.remove(tmp_path / "outgoing")
+    assert files.names(tmp_path) == ["kept"]
+    assert (tmp_path / "kept" / "file").read_text() == "kept"
+
+
+def test_new_folders_are_private(tmp_path: Path) -> None:
+    files.make_directory(tmp_path / "a" / "b")
+    files.make_directory(tmp_path / "a" / "b")
+    assert mode_of(tmp_path / "a") == mode_of(tmp_path / "a" / "b") == 0o700
+
+
+@pytest.mark.parametrize(("error", "raises"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_only_a_file_system_that_cannot_sync_folders_is_forgiven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, raises: bool
+) -> None:
+    monkeypatch.setattr(os, "fsync", failing(error))
+    if raises:
+        with pytest.raises(StorageError):
+            files.fsync_directory(tmp_path)
+    else:
+        files.fsync_directory(tmp_path)
+
+
+def test_length_counts_what_is_in_the_file(tmp_path: Path) -> None:
+    with files.AppendLog(tmp_path / "log") as log:
+        log.write("one")
+        assert log.length == 0
+        log.flush()
+        assert log.length == 4
+        log.write("zwölf\n")
+        log.flush(sync=True)
+        assert log.length == (tmp_path / "log").stat().st_size == 11
+    with files.AppendLog(tmp_path / "log") as log:
+        assert log.length == 11
+    log.close()
+    assert (tmp_path / "log").read_text() == "one\nzwölf\n"
+    assert mode_of(tmp_path / "log") == 0o600
+
+
+@pytest.mark.parametrize("whole", ["", "one\n", "one\ntwo\n", "x" * (3 << 20) + "\n"])
+@pytest.mark.parametrize("torn", ["", "t", "y" * (2 << 20)])
+def test_a_torn_last_line_is_cut_off(tmp_path: Path, whole: str, torn: str) -> None:
+    (tmp_path / "log").write_text(whole + torn)
+    with files.AppendLog(tmp_path / "log") as log:
+        log.write("next")
+    assert (tmp_path / "log").read_text() == whole + "next\n"
+
+
+def test_a_flush_that_fails_tears_no_line_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = files.AppendLog(tmp_path / "log")
+    log.write("first")
+    log.flush()
+    log.write("second")
+    write, calls = os.write, []
+
+    def half_then_full(descriptor: int, data: memoryview) -> int:
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "full")
+        return write(descriptor, bytes(data[:3]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half_then_full)
+        with pytest.raises(StorageError, match="the disk is full"):
+            log.flush()
+    assert (tmp_path / "log").read_text() == "first\n"
+    log.write("third")
+    log.close()
+    assert (tmp_path / "log").read_text() == "first\nsecond\nthird\n"
+
+
+def test_cutting_never_makes_a_log_longer(tmp_path: Path) -> None:
+    with files.AppendLog(tmp_path / "log") as log:
+        log.write("one")
+        log.write("two")
+        log.flush()
+        log.write("forgotten")
+        log.cut(100)
+        assert log.length == 8
+        log.cut(4)
+        assert log.length == 4
+        log.write("three")
+    assert (tmp_path / "log").read_text() == "one\nthree\n"
+
+
+def test_lines_of_several_threads_stay_whole(tmp_path: Path) -> None:
+    with files.AppendLog(tmp_path / "log") as log:
+
+        def write(word: str) -> None:
+            for _ in range(200):
+                log.write(word * 20)
+                log.flush()
+
+        threads = [threading.Thread(target=write, args=(word,)) for word in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert log.length == (tmp_path / "log").stat().st_size
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sorted(lines) == [word * 20 for word in "abcd" for _ in range(200)]
+
+
+def test_a_lock_ends_with_its_process_even_if_a_forked_child_lives_on(tmp_path: Path) -> None:
+    script = f"""
+import os, sys, time
+from pathlib import Path
+from runner.durable import files
+lock = files.Lock(Path({str(tmp_path / ".lock")!r}), "held")
+child = os.fork()
+if child == 0:
+    os.write(1, b"forked\\n")
+    time.sleep(30)
+    os._exit(0)
+os.write(1, b"%d\\n" % child)
+sys.stdin.read()
+os._exit(0)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        said = {process.stdout.readline().strip(), process.stdout.readline().strip()}
+        child = int((said - {"forked"}).pop())
+        try:
+            with pytest.raises(files.Held) as caught:
+                files.Lock(tmp_path / ".lock", "mine")
+            assert caught.value.note == "held"
+            process.stdin.close()
+            process.wait(timeout=10)
+            files.Lock(tmp_path / ".lock", "mine").release()
+        finally:
+            os.kill(child, 9)

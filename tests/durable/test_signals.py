@@ -1,0 +1,85 @@
+"""Laws of being asked to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import Exit
+from runner.durable.signals import StopRequest
+
+ROOT = Path(__file__).parents[2]
+CHILD = """
+import time
+from runner.durable.signals import StopRequest
+with StopRequest() as stop:
+    print("ready", flush=True)
+    while stop.requested is None:
+        time.sleep(0.01)
+    print(stop.requested, flush=True)
+    print("kept in the buffer", end="")
+    time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_the_first_signal_only_sets_a_flag(number: signal.Signals) -> None:
+    with StopRequest() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), number)
+        assert stop.requested == number.name
+
+
+def test_old_handlers_come_back_whatever_happens() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    with pytest.raises(ZeroDivisionError), StopRequest():
+        assert [signal.getsignal(number) for number in numbers] != before
+        raise ZeroDivisionError
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_warning_is_not_the_first_request() -> None:
+    with StopRequest() as stop:
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.requested == "SIGUSR1"
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_leaves_at_once_with_130(first: signal.Signals, second: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(first)
+        assert child.stdout.readline() == f"{first.name}\n"
+        child.send_signal(second)
+        out, err = child.communicate(timeout=10)
+        assert child.returncode == Exit.INTERRUPTED
+        assert out in ("", "kept in the buffer")
+        assert "without saving" in err
+        assert "Traceback" not in err
+
+
+def test_only_the_main_thread_may_listen() -> None:
+    caught: list[BaseException] = []
+
+    def listen() -> None:
+        try:
+            StopRequest().__enter__()
+        except AssertionError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
