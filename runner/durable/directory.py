@@ -47,7 +47,7 @@ class RunDirectory:
         Raises ConfigError for a name that is not allowed, SecurityRefusal where the folder is a link, RunInUse where
         another process holds it, CannotCreate, and AccelRunError with exit code 77 where permission is missing.
         """
-        _check_name(name)
+        check_name(name)
         path = root / name
         try:
             if files.exists(path) and path.resolve().parent != root.resolve():
@@ -225,7 +225,7 @@ def _last_written(path: Path) -> float:
     return written
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
     if name == LAST:
         what, fix = "the name 'last' stands for the newest run", "choose another name"
     elif not _NAME.fullmatch(name):

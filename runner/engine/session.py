@@ -110,7 +110,7 @@ def _open(
     tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), record["tracker_id"])
     record["tracker_id"] = tracker.id
     directory.write("run.json", _json(record))
-    monitor = made(MONITORS, "monitor", directory.gpu_csv)
+    monitor = made(MONITORS, "monitor", directory.gpu_csv, [plan.device_uuid] if plan.device_uuid else None)
     stack.callback(monitor.stop)
     parts = assemble(plan, stack)
     profiler = made(PROFILERS, "profiler", directory.profile)

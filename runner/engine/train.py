@@ -205,6 +205,7 @@ class Phase:
     def updates(self) -> Iterator[int]:
         """Make one update after the other, with all that happens between them, and yield their numbers."""
         self.observers.screen.begin(self.name, self.position.update, self.total, self.order)
+        self.observers.monitor.enter_phase(self.name)
         batches = self._batches()
         self.run_.parts.bare.train()
         self.clock.starting = time.perf_counter() - self.clock.started - self.clock.data - self.clock.hooks

@@ -45,7 +45,9 @@ class Blocks(Benchmark):
             now = time.perf_counter()
             if after:
                 self._times_ms.append(1e3 * (now - self._edge) / self.block)
-                self.note = f"step time {statistics.median(self._times_ms):.3f} ms (median of {len(self._times_ms)} blocks)"
+                self.note = (
+                    f"step time {statistics.median(self._times_ms):.3f} ms (median of {len(self._times_ms)} blocks)"
+                )
             self._edge = now
 
     def result(self) -> dict[str, Any] | None:

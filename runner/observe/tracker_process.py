@@ -42,7 +42,7 @@ class Wandb:
     """A wandb run, started or continued; rows it already has are not given to it twice."""
 
     def __init__(self, *, mode: str, init_timeout_s: float, run_dir: str, **named: Any) -> None:
-        import wandb
+        import wandb  # noqa: TID251 - the other half of runner/observe/trackers.py
 
         settings: dict[str, Any] = {
             "console": "off",
@@ -83,7 +83,7 @@ class Wandb:
         update = row.get("update")
         if isinstance(update, int):
             if row.get("phase") != self._phase and self._base + update < self._step:
-                self._base = self._step
+                self._base = self._step + 1
             self._phase = row.get("phase")
             self._step = max(self._base + update, self._step)  # wandb drops a step that goes back
         if self._step >= self._first:
@@ -212,6 +212,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.umask(0o077)
+    os.nice(5)  # the cores belong to the training
     serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # without wandb's exit handlers, which would wait for the network; its service ends with us
 

@@ -12,7 +12,6 @@ import os
 import queue
 import secrets
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -112,7 +111,6 @@ class BackgroundTracker(Tracker):
         self._ends_at = math.inf  # monotonic; set by finish
         self._exit_code = 0
         self._process: Process | None = None
-        self._lock = threading.Lock()  # a process is born or killed, never both at once
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
 
     @property
@@ -149,9 +147,8 @@ class BackgroundTracker(Tracker):
         self._queue.put(None)
         if self._thread.is_alive():
             self._thread.join(max(0.0, timeout_s - FAREWELL_S))
-        with self._lock:
-            if self._process is not None:
-                self._process.kill()
+        if self._process is not None:
+            self._process.kill()  # one that is born after this is not asked anything any more, and ends by itself
         if self._thread.is_alive():
             self._thread.join(FAREWELL_S)
         # A thread that hangs in spite of all that still owns the batches; what it holds was not confirmed either.
@@ -170,10 +167,9 @@ class BackgroundTracker(Tracker):
         """Give the rows to this attempt until the last one; False when it failed before."""
         kept_s = 0.0 if attempt is self._attempts[-1] else OFFLINE_S
         try:
-            with self._lock:
-                if time.monotonic() >= self._ends_at - kept_s:
-                    raise Failed("no time left to start it")
-                self._process = process = Process()
+            if time.monotonic() >= self._ends_at - kept_s:
+                raise Failed("no time left to start it")
+            self._process = process = Process()
         except (Failed, OSError) as error:
             self._reasons.append(f"{attempt.name}: {error}")
             return False
@@ -197,111 +193,6 @@ class BackgroundTracker(Tracker):
     def _take(self) -> bool:
         self._unconfirmed = next(self._batches, [])
         return bool(self._unconfirmed)
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The rows of metrics.jsonl from an update on, up to the size the file had."""
-
-    path: Path
-    from_update: int
-    size: int
-
-    def rows(self) -> Iterator[Row]:
-        """Yield the rows; lines that cannot be read are left out."""
-        with contextlib.suppress(OSError), self.path.open("rb") as file:
-            while file.tell() < self.size and (line := file.readline()):
-                with contextlib.suppress(ValueError):
-                    row = json.loads(line)
-                    if isinstance(row, dict) and row.get("update", 0) >= self.from_update:
-                        yield row
-
-
-def _batches(rows: queue.SimpleQueue[Row | Replay | None]) -> Iterator[list[Row]]:
-    """Yield what is there in lists of at most BATCH_ROWS, waiting for the first row of each; ends at None."""
-    batch: list[Row] = []
-    while True:
-        if batch and rows.empty():
-            yield batch
-            batch = []
-        item = rows.get()
-        if item is None:
-            break
-        for row in item.rows() if isinstance(item, Replay) else (item,):
-            batch.append(row)
-            if len(batch) == BATCH_ROWS:
-                yield batch
-                batch = []
-    if batch:
-        yield batch
-
-
-class Failed(Exception):
-    """The process failed, ended, or did not answer in time."""
-
-
-class Process:
-    """runner.observe.tracker_process, running, and the line to it. Leaving the `with` block ends it."""
-
-    def __init__(self) -> None:
-        self._line, theirs = socket.socketpair()
-        self._heard = b""
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    # -P: modules beside the script must not shadow what wandb imports
-                    [sys.executable, "-P", str(Path(__file__).with_name("tracker_process.py")), str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,  # nobody to ask
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl+C and signals to the group of the run do not reach it
-                    env={"WANDB_ERROR_REPORTING": "false", **os.environ},
-                )
-        except OSError:
-            self._line.close()
-            raise
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.kill()
-        self._process.wait()
-        self._line.close()
-
-    def let_end(self) -> None:
-        """Give the process, which has nothing more to do, a moment to end by itself."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-
-    def kill(self) -> None:
-        """End the process and its group; wandb's own service sees that its parent is gone and ends within a second."""
-        with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def ask(self, order: Row, limit_s: float, ends_at: Callable[[], float]) -> dict[str, Any]:
-        """Return the answer to `order`. Raises Failed after `limit_s`, or at `ends_at()`, which may come nearer."""
-        limit = time.monotonic() + limit_s
-        try:
-            self._line.settimeout(max(0.01, min(limit_s, ends_at() - time.monotonic(), LOG_S)))
-            self._line.sendall(json.dumps(order, default=str).encode() + b"\n")
-            while b"\n" not in self._heard:
-                left_s = min(limit, ends_at()) - time.monotonic()
-                if left_s <= 0:
-                    raise Failed("no answer in time")
-                self._line.settimeout(min(left_s, 0.1))
-                with contextlib.suppress(TimeoutError):
-                    if not (heard := self._line.recv(65536)):
-                        raise Failed("its process ended")
-                    self._heard += heard
-        except OSError as error:
-            raise Failed(f"its process cannot be reached ({error})") from error
-        line, _, self._heard = self._heard.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        if "failed" in answer:
-            raise Failed(answer["failed"])
-        return answer
 
 
 def none(run_dir: Path, run_name: str, config: Mapping[str, Any], previous_id: str | None) -> Tracker:
@@ -382,6 +273,115 @@ def tensorboard(
     return BackgroundTracker((show,))
 
 
+@dataclass(frozen=True)
+class Replay:
+    """The rows of metrics.jsonl from an update on, up to the size the file had."""
+
+    path: Path
+    from_update: int
+    size: int
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows; lines that cannot be read are left out."""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            while file.tell() < self.size and (line := file.readline()):
+                with contextlib.suppress(ValueError, TypeError):
+                    row = json.loads(line)
+                    if isinstance(row, dict) and int(row.get("update", 0)) >= self.from_update:
+                        yield row
+
+
+def _batches(rows: queue.SimpleQueue[Row | Replay | None]) -> Iterator[list[Row]]:
+    """Yield what is there in lists of at most BATCH_ROWS, waiting for the first row of each; ends at None."""
+    batch: list[Row] = []
+    while True:
+        if batch and rows.empty():
+            yield batch
+            batch = []
+        item = rows.get()
+        if item is None:
+            break
+        for row in item.rows() if isinstance(item, Replay) else (item,):
+            batch.append(row)
+            if len(batch) == BATCH_ROWS:
+                yield batch
+                batch = []
+    if batch:
+        yield batch
+
+
+class Failed(Exception):
+    """The process failed, ended, or did not answer in time."""
+
+
+class Process:
+    """runner.observe.tracker_process, running, and the line to it. Leaving the `with` block ends it."""
+
+    def __init__(self) -> None:
+        self._line, theirs = socket.socketpair()
+        self._heard = b""
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    # -P: modules beside the script must not shadow what wandb imports
+                    [sys.executable, "-P", str(Path(__file__).with_name("tracker_process.py")), str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,  # nobody to ask
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl+C and signals to the group of the run do not reach it
+                    env={"WANDB_ERROR_REPORTING": "false", **os.environ},
+                )
+        except OSError:
+            self._line.close()
+            raise
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        self._process.wait()
+        self._line.close()
+
+    def let_end(self) -> None:
+        """Give the process, which has nothing more to do, a moment to end by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+
+    def kill(self) -> None:
+        """End the process at once; wandb's own service sees that its parent is gone and ends within a second."""
+        self._process.kill()
+
+    def ask(self, order: Row, limit_s: float, ends_at: Callable[[], float]) -> dict[str, Any]:
+        """Return the answer to `order`. Raises Failed after `limit_s`, or at `ends_at()`, which may come nearer."""
+        limit = time.monotonic() + limit_s
+        try:
+            self._line.settimeout(max(0.01, min(limit_s, ends_at() - time.monotonic(), LOG_S)))
+            self._line.sendall(json.dumps(order, default=str, skipkeys=True).encode() + b"\n")
+            while b"\n" not in self._heard:
+                left_s = min(limit, ends_at()) - time.monotonic()
+                if left_s <= 0:
+                    raise Failed("no answer in time")
+                self._line.settimeout(min(left_s, 0.1))
+                try:
+                    heard = self._line.recv(65536)
+                except TimeoutError:
+                    if self._process.poll() is None:
+                        continue
+                    heard = b""  # a process forked by the run may hold the other end open, so no end is heard
+                if not heard:
+                    raise Failed("its process ended")
+                self._heard += heard
+        except OSError as error:
+            raise Failed(f"its process cannot be reached ({error})") from error
+        line, _, self._heard = self._heard.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "failed" in answer:
+            raise Failed(answer["failed"])
+        return answer
+
+
 def _choose_mode(mode: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return online, offline or disabled, and why where that is not plain from the setting."""
     if mode == "auto" and (asked := environ.get("WANDB_MODE")):
@@ -397,10 +397,10 @@ def _has_key(environ: Mapping[str, str]) -> bool:
     """Tell whether wandb would find credentials; they are looked at by nobody here."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    home = Path(environ.get("HOME", "~")).expanduser()
+    home = Path(environ.get("HOME", "/"))
     named = environ.get("NETRC")
-    for path in [Path(named).expanduser()] if named else [home / ".netrc", home / "_netrc"]:
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
+    for path in [Path(named)] if named else [home / ".netrc", home / "_netrc"]:
+        with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):  # ValueError: not text
             return netrc.netrc(path).authenticators(urlsplit(_server(environ, home)).netloc) is not None
     return False
 
@@ -408,7 +408,7 @@ def _has_key(environ: Mapping[str, str]) -> bool:
 def _server(environ: Mapping[str, str], home: Path) -> str:
     """Return the address of the wandb server: from the environment, wandb's settings file, or the public one."""
     settings = configparser.ConfigParser(interpolation=None)
-    with contextlib.suppress(OSError, configparser.Error):
+    with contextlib.suppress(OSError, ValueError, configparser.Error):
         settings.read(Path(environ.get("WANDB_CONFIG_DIR", home / ".config" / "wandb")) / "settings")
     stored = settings.get("default", "base_url", fallback="https://api.wandb.ai")
     return environ.get("WANDB_BASE_URL") or stored

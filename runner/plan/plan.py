@@ -48,6 +48,7 @@ class Plan:
 
     device: str
     device_name: str
+    device_uuid: str
     choices: Mapping[str, Choice]
     task_file: str | None
     updates: int | None
@@ -117,8 +118,9 @@ def make_plan(configuration: Configuration, inventory: Inventory, world_size: in
     if planner.problems:
         raise ConfigError(planner.problems)
     return Plan(
-        device=_torch_name(device),
+        device=device.torch_name if isinstance(device, Device) else "cpu",
         device_name=device.name if isinstance(device, Device) else f"CPU ({device.name}, {device.logical_cores} cores)",
+        device_uuid=device.uuid if isinstance(device, Device) else "",
         choices=planner.choices,
         task_file=str(configuration.request.task_file) if configuration.request.task_file else None,
         updates=updates,
@@ -135,7 +137,7 @@ def make_plan(configuration: Configuration, inventory: Inventory, world_size: in
 def inventory_for(configuration: Configuration, here: Callable[[], Inventory]) -> tuple[Inventory, str]:
     """Return the inventory to plan for without running: the profile's machine if it names one, else this one."""
     if configuration.hardware.get("devices"):
-        return inventory_of_profile(configuration.hardware), f"the machine of profile {configuration.profile}"
+        return inventory_of_profile(configuration.hardware, here()), f"the machine of profile {configuration.profile}"
     return here(), "this machine"
 
 
@@ -154,7 +156,11 @@ class _Planner:
     def device(self) -> Device | Cpu:
         """Choose the device, or raise DeviceMissing for one asked for by name."""
         wanted = self.configuration.settings.device
-        usable = [device for device in self.inventory.devices if device.usable]
+        usable = self.inventory.usable
+        described = self.configuration.hardware.get("devices") or []
+        if wanted == "auto" and described and all(item.get("kind") == "cpu" for item in described):
+            self.reasons["device"] = f"profile {self.configuration.profile}"
+            return self.inventory.cpu
         if wanted == "auto":
             gpus = [device for device in usable if device.kind in ("cuda", "mps")]
             if not gpus:
@@ -176,7 +182,7 @@ class _Planner:
         for device in usable:
             if device.kind == kind and device.index == int(number or 0):
                 return device
-        known = ", ".join(_torch_name(device) for device in usable) or "no GPU"
+        known = ", ".join(device.torch_name for device in usable) or "no GPU"
         unusable = [f"{device.name}: {device.why_not}" for device in self.inventory.devices if not device.usable]
         raise DeviceMissing(
             f"{wanted} is not here; this machine has {', '.join([known, 'cpu'])}"
@@ -187,7 +193,7 @@ class _Planner:
 
     def fit_profile(self, device: Device | Cpu) -> None:
         """Where the profile's GPU is not here, put back the shipped default of each group it selected."""
-        described = self.configuration.hardware.get("devices") or []
+        described = [item for item in self.configuration.hardware.get("devices") or [] if item.get("kind") != "cpu"]
         if not described or isinstance(device, Device):
             wanted = [str(item.get("name", "")) for item in described]
             if isinstance(device, Device) and wanted and not any(_same_gpu(name, device.name) for name in wanted):
@@ -371,12 +377,6 @@ def _task(planner: _Planner, device: Device | Cpu) -> None:
     if planner.choices["task"].options.get("size") == "auto":
         is_gpu = isinstance(device, Device)
         planner.set("task", "size", "full" if is_gpu else "tiny", "auto: " + ("a GPU is here" if is_gpu else "sized for a CPU"))
-
-
-def _torch_name(device: Device | Cpu) -> str:
-    if isinstance(device, Cpu):
-        return "cpu"
-    return "mps" if device.kind == "mps" else f"{device.kind}:{device.index}"
 
 
 def _same_gpu(described: str, found: str) -> bool:
