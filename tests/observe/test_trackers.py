@@ -1,0 +1,603 @@
+"""Trackers can neither hold training up, nor end it, nor lose a row without counting it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from runner.base.errors import AccelRunError
+from runner.base.schema import read_functions
+from runner.observe import tracker_process, trackers
+from runner.observe.trackers import TRACKERS, Tracker
+
+ROOT = Path(trackers.__file__).parents[2]
+KEY = "0123456789abcdef0123456789abcdef01234567"  # the form of a key, and nobody's
+MARK = "ACCEL_RUN_TEST_MARK"
+
+
+@pytest.fixture(autouse=True)
+def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No account, no settings, an empty home; afterwards no process and no thread may be left."""
+    for name in list(os.environ):
+        if name.startswith("WANDB_") or name == "NETRC":
+            monkeypatch.delenv(name)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)  # inherited by whatever is started
+    yield
+    limit = time.monotonic() + 5
+    while left := with_mark(mark):
+        assert time.monotonic() < limit, f"still there: {left}"
+        time.sleep(0.05)
+    assert [thread.name for thread in threading.enumerate() if thread.name == "tracker"] == []
+
+
+def with_mark(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:  # gone meanwhile, somebody else's, or a zombie
+            continue
+    return found
+
+
+def rows(first: int, last: int) -> list[dict[str, Any]]:
+    return [{"update": n, "phase": "train", "train/loss": 1 / (n + 1), "val/loss": None} for n in range(first, last)]
+
+
+def make(tmp_path: Path, previous_id: str | None = None, **options: Any) -> Tracker:
+    config = {"optimizer": {"lr": 0.1}, "path": Path("x")}
+    return TRACKERS["wandb"](tmp_path / "run", "a run", config, previous_id, **options)
+
+
+def log_all(tracker: Tracker, given: list[dict[str, Any]]) -> float:
+    """Log the rows and return the longest time one of them took."""
+    longest = 0.0
+    for row in given:
+        began = time.perf_counter()
+        tracker.log(row)
+        longest = max(longest, time.perf_counter() - began)
+    return longest
+
+
+def timed(action: Any, *arguments: Any) -> float:
+    began = time.perf_counter()
+    action(*arguments)
+    return time.perf_counter() - began
+
+
+def next_second() -> None:
+    """Wait, since folders and files of trackers are named by the second."""
+    time.sleep(1.01 - time.time() % 1)
+
+
+def offline_rows(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return (step, row) of all offline folders, in the order of their names, which is that of time."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
+        for data in tracker_process._records(path.read_bytes()):
+            record = Record.FromString(data)
+            if record.HasField("history"):
+                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                found.append((record.history.step.num, items))
+    return found
+
+
+# The choices
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_the_yaml_of_a_tracker_is_its_signature(name: str) -> None:
+    keys = read_functions(Path(trackers.__file__))[name].keys
+    given = yaml.safe_load((ROOT / "conf" / "tracker" / f"{name}.yaml").read_text())
+    assert given == {key.name: key.default for key in keys.values()}
+
+
+def test_there_is_a_yaml_for_each_tracker_and_no_other() -> None:
+    assert {path.stem for path in (ROOT / "conf" / "tracker").glob("*.yaml")} == set(TRACKERS)
+
+
+def test_no_tracker_has_the_same_verbs(tmp_path: Path) -> None:
+    tracker = TRACKERS["none"](tmp_path / "run", "a run", {}, None)
+    tracker.start()
+    tracker.replay(tmp_path / "metrics.jsonl")
+    tracker.log({"update": 1})
+    tracker.finish(1.0)
+    assert (tracker.id, tracker.num_dropped) == (None, 0)
+    assert tracker.note == "none (tracker=none); metrics.jsonl has every row"
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "environ", "chosen"),
+    [
+        ("auto", {}, ("offline", "no API key")),
+        ("auto", {"WANDB_API_KEY": KEY}, ("online", "")),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, ("offline", "WANDB_MODE=offline")),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "dryrun"}, ("offline", "WANDB_MODE=dryrun")),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, ("disabled", "WANDB_MODE=disabled")),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "online"}, ("online", "")),
+        ("auto", {"WANDB_MODE": "online"}, ("offline", "no API key")),
+        ("online", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, ("online", "")),
+        ("online", {}, ("offline", "no API key")),
+        ("offline", {"WANDB_API_KEY": KEY}, ("offline", "mode=offline")),
+        ("disabled", {"WANDB_API_KEY": KEY}, ("disabled", "mode=disabled")),
+    ],
+)
+def test_the_mode_follows_setting_environment_and_key(
+    mode: str, environ: dict[str, str], chosen: tuple[str, str]
+) -> None:
+    assert trackers._choose_mode(mode, environ) == chosen
+
+
+def test_a_key_in_netrc_counts_for_its_own_server_only(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / ".netrc").write_text(f"machine wandb.example login user password {KEY}\n")
+    (home / ".netrc").chmod(0o600)
+    assert not trackers._has_key({"HOME": str(home)})
+    assert trackers._has_key({"HOME": str(home), "WANDB_BASE_URL": "https://wandb.example"})
+    (home / ".config" / "wandb").mkdir(parents=True)
+    (home / ".config" / "wandb" / "settings").write_text("[default]\nbase_url = https://wandb.example\n")
+    assert trackers._has_key({"HOME": str(home)})
+    assert not trackers._has_key({"HOME": str(home), "NETRC": str(tmp_path / "none")})
+    (home / ".netrc").write_bytes(b"\xff\xfe nonsense")
+    assert not trackers._has_key({"HOME": str(home)})
+
+
+def test_disabled_starts_nothing(tmp_path: Path) -> None:
+    tracker = make(tmp_path, mode="disabled")
+    tracker.start()
+    tracker.log({"update": 1})
+    tracker.finish(1.0)
+    assert tracker.note == "wandb disabled (mode=disabled); metrics.jsonl has every row"
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+# The real wandb, offline
+
+
+def test_without_a_key_every_row_is_in_an_offline_folder(tmp_path: Path) -> None:
+    tracker = make(tmp_path, tags=["t"], group="g")
+    assert timed(tracker.start) < 0.2
+    assert log_all(tracker, rows(0, 500)) < 0.2
+    assert timed(tracker.finish, 30.0) < 30.0
+    held = offline_rows(tmp_path / "run")
+    assert [step for step, _ in held] == list(range(500))
+    assert all(row["update"] == step and row["train/loss"] == 1 / (step + 1) for step, row in held)
+    assert all("val/loss" not in row for _, row in held)  # unknown is left out
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    assert tracker.note == f"wandb offline; upload with: wandb sync {folder} (no API key)"
+    assert folder.name.endswith(f"-{tracker.id}")
+    assert tracker.num_dropped == 0
+    for path in (tmp_path / "run" / "wandb").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, f"{path} can be read by others"
+
+
+def test_a_resumed_run_holds_each_update_once(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    first.start()
+    log_all(first, rows(0, 60))
+    first.finish(30.0)
+    next_second()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    # Rows 60 to 79 were never handed over, the last line was being written when the run was killed.
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows(0, 80)) + '{"update": 80, "tr')
+    second = make(tmp_path, first.id)
+    second.start()
+    second.replay(metrics)
+    with metrics.open("a") as file:  # rows written after the call are logged, not replayed
+        file.write("\n" + json.dumps(rows(80, 81)[0]) + "\n")
+    log_all(second, rows(50, 100))  # resumed from a checkpoint at 50: the same updates again
+    second.finish(30.0)
+    assert second.id == first.id
+    assert [step for step, _ in offline_rows(tmp_path / "run")] == list(range(100))
+    assert f"wandb sync {tmp_path / 'run' / 'wandb'}/offline-run-*-{first.id}" in second.note
+
+
+RUN_TO_BE_KILLED = """
+import sys, time
+from pathlib import Path
+from runner.observe.trackers import TRACKERS
+tracker = TRACKERS["wandb"](Path(sys.argv[1]), "a run", {}, None)
+tracker.start()
+for update in range(200):
+    tracker.log({"update": update})
+while "wandb sync" not in tracker.note or tracker._queue.qsize() or tracker._unconfirmed:
+    time.sleep(0.01)
+print("logged", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_run_leaves_its_rows_and_no_process(tmp_path: Path) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN_TO_BE_KILLED, str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == b"logged\n"
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    run.stdout.close()
+    limit = time.monotonic() + 10
+    while with_mark(os.environ[MARK]):  # the tracker's process sees that the run is gone, and completes the folder
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    assert [step for step, _ in offline_rows(tmp_path / "run")] == list(range(200))
+
+
+# The real wandb and servers that are not what they should be
+
+
+class Server:
+    """As much of a wandb server as one run needs; keeps the rows it was sent."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.history: list[str] = []
+        self.requests = 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                outer.requests += 1
+                answer = json.dumps(outer.answer(self.path, body)).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            do_PUT = do_GET = do_POST  # noqa: N815 - the names http.server calls
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def answer(self, path: str, body: bytes) -> Any:
+        if path.endswith("file_stream"):
+            if sent := json.loads(body).get("files", {}).get("wandb-history.jsonl"):
+                self.history[sent["offset"] :] = sent["content"]
+            return {"exitcode": None, "limits": {}}
+        name = json.loads(body)["variables"].get("name") if path.endswith("graphql") else None
+        project = {"id": "p", "name": "accel-run", "entity": {"id": "e", "name": "me"}}
+        bucket: dict[str, Any] = {"id": "b", "name": name, "displayName": name, "config": "{}", "project": project}
+        bucket |= {"historyLineCount": len(self.history), "eventsLineCount": 0, "logLineCount": 0}
+        bucket |= {"summaryMetrics": "{}", "eventsTail": "[]", "tags": [], "wandbConfig": '{"t": {}}'}
+        bucket |= {"historyTail": json.dumps(self.history[-1:])}
+        data: dict[str, Any] = {"viewer": {"id": "v", "entity": "me", "flags": "{}", "teams": {"edges": []}}}
+        data |= {"model": {**project, "bucket": bucket if self.history else None}}
+        data |= {"upsertBucket": {"bucket": bucket, "inserted": not self.history}}
+        data |= {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}
+        return {"data": data}
+
+    @property
+    def updates(self) -> list[int]:
+        return [json.loads(row)["update"] for row in self.history]
+
+
+def test_online_rows_arrive_and_a_resumed_run_sends_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        first = make(tmp_path)
+        first.start()
+        log_all(first, rows(0, 30))
+        first.finish(30.0)
+        assert server.updates == list(range(30))
+        assert first.note == f"wandb: {server.url}/me/accel-run/runs/{first.id}"
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows(0, 40)))
+        next_second()
+        second = make(tmp_path, first.id)
+        second.start()
+        second.replay(metrics)
+        log_all(second, rows(25, 60))
+        second.finish(30.0)
+        assert server.updates == list(range(60))
+        assert first.num_dropped == second.num_dropped == 0
+    for path in tmp_path.rglob("*"):  # the folder of the run, and what wandb keeps at home
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"the key is in {path}"
+
+
+def test_a_server_that_refuses_the_key_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server(status=401) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        tracker = make(tmp_path)
+        tracker.start()
+        log_all(tracker, rows(0, 50))
+        tracker.finish(30.0)
+        assert server.requests > 0
+    assert [step for step, _ in offline_rows(tmp_path / "run")] == list(range(50))
+    assert "401" in tracker.note
+    assert KEY not in tracker.note
+
+
+def test_a_network_that_swallows_everything_costs_no_time_and_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as black_hole:  # connects, never answers
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{black_hole.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        tracker = make(tmp_path)
+        assert timed(tracker.start) < 0.2
+        assert log_all(tracker, rows(0, 100)) < 0.2
+        time.sleep(1.0)  # somewhere in the start online
+        assert timed(tracker.finish, 3.0) < 3.5
+    held = [step for step, _ in offline_rows(tmp_path / "run")]
+    assert len(held) + tracker.num_dropped == 100
+    assert held == list(range(len(held)))
+
+
+# A wandb that does whatever is asked of it
+
+FAKE = """
+import json, os, signal, time
+
+class Settings:
+    def __init__(self, **settings): pass
+
+class Run:
+    url, starting_step = "http://fake/run", 0
+
+    def __init__(self, mode, does, folder):
+        self.mode, self.does, self.num_rows = mode, does, 0
+        self.settings = Settings()
+        self.settings.sync_dir = folder
+        self.path = os.path.join(folder, f"{mode}.jsonl")
+
+    def define_metric(self, *names, **options): pass
+
+    def log(self, row, step):
+        self.num_rows += 1
+        if self.num_rows == 50 and "in init" not in self.does:
+            misbehave(self.does)
+        with open(self.path, "a") as file:
+            file.write(json.dumps({**row, "step": step}) + "\\n")
+
+    def finish(self, exit_code):
+        if self.does == "never ends": time.sleep(60)
+
+def misbehave(does):
+    if "hangs" in does: time.sleep(5)
+    if "dawdles" in does: time.sleep(1)
+    if "raises" in does: raise RuntimeError("no: " + os.environ.get("WANDB_API_KEY", ""))
+    if "exits" in does: raise SystemExit(1)
+    if "interrupts" in does: signal.raise_signal(signal.SIGINT); raise KeyboardInterrupt
+    if "dies" in does: os._exit(3)
+
+def init(*, mode, dir, **named):
+    does = json.loads(os.environ["FAKE_WANDB"]).get(mode, "ok")
+    if "in init" in does:
+        misbehave(does)
+    return Run(mode, does, dir)
+
+def teardown(): pass
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what to call to say how wandb behaves in each mode."""
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "wandb.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    return lambda **modes: monkeypatch.setenv("FAKE_WANDB", json.dumps(modes))
+
+
+def fake_rows(tmp_path: Path, mode: str) -> list[int]:
+    path = tmp_path / "run" / f"{mode}.jsonl"
+    return [json.loads(line)["update"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    "does", ["hangs in init", "raises in init", "exits in init", "interrupts in init", "dies in init"]
+)
+def test_a_start_online_that_fails_ends_offline_with_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any, does: str
+) -> None:
+    monkeypatch.setattr(trackers, "OPEN_S", 1.0)
+    fake(online=does)
+    tracker = make(tmp_path)
+    assert timed(tracker.start) < 0.2
+    assert log_all(tracker, rows(0, 1000)) < 0.2
+    tracker.finish(20.0)
+    assert fake_rows(tmp_path, "offline") == list(range(1000))
+    assert tracker.num_dropped == 0
+    assert tracker.note.startswith("wandb offline; upload with: wandb sync ")
+    assert "(wandb online: " in tracker.note
+    assert KEY not in tracker.note
+
+
+@pytest.mark.parametrize("does", ["raises", "exits", "dies"])
+def test_a_wandb_that_fails_in_the_middle_goes_on_offline(tmp_path: Path, fake: Any, does: str) -> None:
+    fake(online=does)
+    tracker = make(tmp_path)
+    tracker.start()
+    log_all(tracker, rows(0, 1000))
+    tracker.finish(20.0)
+    confirmed = 1000 - len(fake_rows(tmp_path, "offline"))
+    assert set(fake_rows(tmp_path, "online")) | set(fake_rows(tmp_path, "offline")) == set(range(1000))
+    assert fake_rows(tmp_path, "offline") == list(range(confirmed, 1000))
+    assert confirmed < 50
+    assert tracker.num_dropped == 0
+
+
+@pytest.mark.parametrize("does", ["raises in init", "dies in init"])
+def test_a_wandb_that_fails_both_ways_is_off_and_every_row_is_counted(tmp_path: Path, fake: Any, does: str) -> None:
+    fake(online=does, offline=does)
+    tracker = make(tmp_path)
+    tracker.start()
+    log_all(tracker, rows(0, 100))
+    tracker.finish(20.0)
+    assert tracker.num_dropped == 100
+    assert tracker.note.startswith("tracker off, metrics.jsonl has every row (wandb online: ")
+    assert tracker.note.endswith("; 100 rows are only in metrics.jsonl")
+
+
+@pytest.mark.parametrize("does", ["hangs in init", "hangs"])
+def test_finish_keeps_its_time_when_wandb_hangs(tmp_path: Path, fake: Any, does: str) -> None:
+    fake(online=does, offline=does)
+    tracker = make(tmp_path, mode="offline")
+    tracker.start()
+    assert log_all(tracker, rows(0, 100)) < 0.2
+    assert timed(tracker.finish, 1.5) < 2.0
+    assert timed(tracker.finish, 1.5) < 0.1  # and a second call finds nothing to do
+    assert tracker.num_dropped == 100  # none of them was confirmed
+
+
+def test_an_upload_that_never_ends_is_cut_short_and_told(tmp_path: Path, fake: Any) -> None:
+    fake(online="never ends")
+    tracker = make(tmp_path)
+    tracker.start()
+    log_all(tracker, rows(0, 40))
+    while "http://fake/run" not in tracker.note:
+        time.sleep(0.01)
+    assert timed(tracker.finish, 1.5) < 2.0
+    assert f"not all of it was uploaded, do: wandb sync --include-online {tmp_path / 'run'}" in tracker.note
+    assert tracker.num_dropped == 0
+
+
+def test_what_does_not_fit_in_the_queue_is_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any
+) -> None:
+    monkeypatch.setattr(trackers, "QUEUE_ROWS", 100)
+    fake(offline="dawdles in init")  # meanwhile nothing leaves the queue
+    tracker = make(tmp_path, mode="offline")
+    tracker.start()
+    given = rows(0, 10_000)
+    began = time.perf_counter()
+    log_all(tracker, given)
+    assert time.perf_counter() - began < 1.0
+    assert tracker.num_dropped == 9_900
+    tracker.finish(20.0)
+    assert fake_rows(tmp_path, "offline") == list(range(100))
+    assert tracker.note.endswith("; 9900 rows are only in metrics.jsonl")
+
+
+def test_the_process_is_out_of_reach_of_signals_to_the_run(tmp_path: Path, fake: Any) -> None:
+    fake()
+    tracker = make(tmp_path)
+    tracker.start()
+    while "http://fake/run" not in tracker.note:
+        time.sleep(0.01)
+    (child,) = psutil.Process().children()
+    assert os.getsid(child.pid) == child.pid != os.getsid(0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as SLURM sends them, to every process
+        child.send_signal(number)
+    log_all(tracker, rows(0, 10))
+    tracker.finish(20.0)
+    assert fake_rows(tmp_path, "online") == list(range(10))
+
+
+def test_a_phase_that_counts_from_zero_goes_on_behind_the_one_before(tmp_path: Path, fake: Any) -> None:
+    fake()
+    tracker = make(tmp_path)
+    tracker.start()
+    log_all(tracker, rows(0, 10))
+    log_all(tracker, [{**row, "phase": "router"} for row in rows(0, 10)])
+    tracker.finish(20.0)
+    held = [json.loads(line) for line in (tmp_path / "run" / "online.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in held] == list(range(20))
+    assert [row["update"] for row in held] == [*range(10), *range(10)]
+
+
+def test_values_wandb_cannot_store_do_not_end_tracking(tmp_path: Path, fake: Any) -> None:
+    fake()
+    tracker = make(tmp_path)
+    tracker.start()
+    tracker.log({"update": 0, "path": tmp_path, "nan": float("nan"), ("a", "tuple"): 1})  # type: ignore[dict-item]
+    tracker.log({"update": 1})
+    tracker.finish(20.0)
+    assert fake_rows(tmp_path, "online") == [0, 1]
+
+
+def test_a_machine_without_room_for_a_process_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python-here"))
+    tracker = make(tmp_path)
+    tracker.start()
+    log_all(tracker, rows(0, 10))
+    tracker.finish(5.0)
+    assert tracker.num_dropped == 10
+    assert tracker.note.startswith("tracker off, metrics.jsonl has every row (")
+
+
+def test_rows_of_a_tracker_that_was_never_started_are_counted(tmp_path: Path) -> None:
+    tracker = make(tmp_path)
+    log_all(tracker, rows(0, 10))
+    tracker.finish(1.0)
+    tracker.log({"update": 10})
+    assert tracker.num_dropped == 11
+
+
+# TensorBoard
+
+
+def test_without_tensorboard_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(AccelRunError, match="pip install tensorboard"):
+        TRACKERS["tensorboard"](tmp_path / "run", "a run", {}, None)
+
+
+@pytest.mark.filterwarnings("default")  # tensorboard's own
+def test_tensorboard_shows_each_update_once_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows(0, 50)))
+    for first, last in ((0, 60), (50, 80)):
+        tracker = TRACKERS["tensorboard"](tmp_path / "run", "a run", {}, None)
+        assert timed(tracker.start) < 0.2
+        if first:
+            tracker.replay(metrics)
+        log_all(tracker, rows(first, last))
+        tracker.finish(30.0)
+        assert tracker.note == f"tensorboard --logdir {tmp_path / 'run' / 'tensorboard'}"
+        next_second()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [scalar.step for scalar in events.Scalars("train/loss")] == list(range(80))
