@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.base.division import divide
 from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.places import PACKAGE, shipped
 from runner.base.schema import REQUIRED, Key, Signature, did_you_mean, fault, nearest, read_functions, settings_keys
@@ -136,6 +137,7 @@ def compose(request: Request) -> Configuration:
     schema = _schema(composed, request, problems)
     tree = _set_values(composed, values, schema, problems)
     problems += _check(tree, schema, already={problem.where for problem in problems})
+    problems += _contradictions(tree, {key for key, _, _ in values})
     if problems:
         raise ConfigError(problems)
     return _freeze(tree, composed, schema, groups, values, request)
@@ -207,14 +209,14 @@ def _require_paths(request: Request) -> None:
 def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], list[Problem]]:
     """Read each word with Hydra's grammar; a word that is none becomes a problem with the way to write it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     parser = OverridesParser.create()
     parsed, problems = [], []
     for word in _joined(request.overrides, problems):
         try:
             override = parser.parse_override(word)
-        except OverrideParseException as error:
+        except HydraException as error:
             reason = str(error).splitlines()[0]
             problems.append(Problem(f"cannot be read: {reason}", word, "quote it: 'key=\"any text\"'"))
             continue
@@ -257,7 +259,7 @@ def _proper(key: str, value: str) -> str:
     if name in FOREIGN_KEYS:
         known = FOREIGN_KEYS[name]
         return f"say {known}={value or '...'}" if known.isidentifier() or "." in known.split()[0] else f"say {known}"
-    near = name if name in GROUPS else nearest(name, [*GROUPS, *_plain_keys()])
+    near = name if name in GROUPS else nearest(name, [*GROUPS, *_plain_keys()], cutoff=0.7)
     return f"say {near}={value or '...'}" if near else "accel-run plan shows every key"
 
 
@@ -486,9 +488,9 @@ def _place(
     if group in AXES and "." in key:
         names = ", ".join(known for known in schema.keys if known.startswith(group + "."))
         option = schema.functions[group]
-        near = did_you_mean(key, [known for known in schema.keys if known.startswith(group + ".")])
         elsewhere = _option_with(group, key.split(".", 1)[1])
-        hint = near or (f"it belongs to {group}={elsewhere}" if elsewhere else "")
+        near = did_you_mean(key, [known for known in schema.keys if known.startswith(group + ".")])
+        hint = f"it belongs to {group}={elsewhere}" if elsewhere else near
         problems.append(Problem(f"unknown key of {group}={option}; known: {names or 'none'}", word, hint))
         return
     problems.append(
@@ -517,6 +519,21 @@ def _check(tree: Mapping[str, Any], schema: _Schema, already: set[str]) -> list[
             literal = tree[name] if isinstance(tree[name], str) else ""
             near = did_you_mean(literal, _literals(key.type)) if literal else ""
             problems.append(Problem(wrong, where, near))
+    return problems
+
+
+def _contradictions(tree: Mapping[str, Any], typed: set[str]) -> list[Problem]:
+    """Return what is wrong between keys that are each right, as far as no machine needs to be known for it."""
+    problems = []
+    total, micro = tree.get("global_batch_size"), tree.get("micro_batch_size")
+    if isinstance(total, int) and total > 0 and (micro == "auto" or (isinstance(micro, int) and micro > 0)):
+        batch = divide(total, micro, 1)
+        problems += [batch] if isinstance(batch, Problem) else []
+    updates, epochs = tree.get("updates"), tree.get("epochs")
+    if updates is None and epochs is None:
+        problems.append(Problem("updates or epochs must be given", "updates=null", "say updates=1000"))
+    if {"updates", "epochs"} <= typed and updates is not None and epochs is not None:
+        problems.append(Problem("both are given", f"updates={updates} epochs={epochs}", "give one of them"))
     return problems
 
 

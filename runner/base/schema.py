@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base import values
-from runner.base.values import Range
+from runner.base.values import Matches, Range
 
 REQUIRED = object()  # the default of a key that must be given
 
@@ -89,7 +89,7 @@ def in_words(annotation: Any) -> str:
     """Say a type as a person would: `a number above 0, or auto`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return next((item.words for item in arguments[1:] if isinstance(item, Range)), in_words(arguments[0]))
+        return next((item.words for item in arguments[1:] if isinstance(item, (Range, Matches))), in_words(arguments[0]))
     if origin is typing.Literal:
         return _one_of([_plain(item) for item in arguments])
     if origin in (typing.Union, types.UnionType):
@@ -103,17 +103,18 @@ def in_words(annotation: Any) -> str:
     return _TYPE_WORDS.get(annotation, str(annotation))
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known word most like `word`, or None when nothing is near."""
     candidates = list(known)
     lowered = {candidate.lower(): candidate for candidate in candidates}
     if word.lower() in lowered:
         return lowered[word.lower()]
-    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    # One wrong letter of a short word leaves less in common than the same of a long one.
+    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.5 if len(word) <= 3 else cutoff)
     if close:
         return lowered[close[0]]
     last = {key.rsplit(".", 1)[-1].lower(): key for key in reversed(candidates)}
-    close = difflib.get_close_matches(word.rsplit(".", 1)[-1].lower(), last, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(word.rsplit(".", 1)[-1].lower(), last, n=1, cutoff=max(cutoff, 0.8))
     return last[close[0]] if close else None
 
 
@@ -172,7 +173,7 @@ def _fits(annotation: Any, value: Any) -> bool:
     if annotation is Any:
         return True
     if origin is typing.Annotated:
-        ranges = [item for item in arguments[1:] if isinstance(item, Range)]
+        ranges = [item for item in arguments[1:] if isinstance(item, (Range, Matches))]
         return _fits(arguments[0], value) and all(item.holds(value) for item in ranges)
     if origin is typing.Literal:
         return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in arguments)

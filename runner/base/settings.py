@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from runner.base.values import Count, NonNegative, Positive, PositiveInt
+from runner.base.values import Count, DeviceName, Positive, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Settings:
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
     max_grad_norm: Positive | None = 1.0
     seed: Count = 0
-    device: str = "auto"
+    device: DeviceName = "auto"
     phases: list[str] | None = None
     run: str | None = None
     output_root: str = "outputs"
@@ -67,5 +67,3 @@ class Settings:
     data: DataSettings = field(default_factory=DataSettings)
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
 
-
-__all__ = ["DataSettings", "EvaluateSettings", "NonNegative", "Settings"]

@@ -5,6 +5,7 @@ An axis function's annotations after `*` are its schema, so these are the words 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -14,10 +15,13 @@ __all__ = [
     "Any",
     "Auto",
     "Count",
+    "DeviceName",
+    "Every",
     "Factor",
     "Fraction",
     "Literal",
     "Mapping",
+    "Matches",
     "NonNegative",
     "Positive",
     "PositiveInt",
@@ -42,6 +46,18 @@ class Range:
         return above and below
 
 
+@dataclass(frozen=True)
+class Matches:
+    """The texts a value may be, and how to say so."""
+
+    words: str
+    pattern: str
+
+    def holds(self, value: str) -> bool:
+        """Tell whether all of `value` matches."""
+        return re.fullmatch(self.pattern, value) is not None
+
+
 Auto = Literal["auto"]
 Positive = Annotated[float, Range("a number above 0", low=0.0, low_allowed=False)]
 NonNegative = Annotated[float, Range("a number of at least 0", low=0.0)]
@@ -49,3 +65,7 @@ Fraction = Annotated[float, Range("a number between 0 and 1", low=0.0, high=1.0)
 Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0, high_allowed=False)]
 Count = Annotated[int, Range("a whole number of at least 0", low=0)]
 PositiveInt = Annotated[int, Range("a whole number of at least 1", low=1)]
+DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N or mps", r"auto|cpu|cuda(:\d+)?|mps")]
+Every = Annotated[
+    str, Matches("200updates, 2epochs, 10min, auto", r"auto|0*[1-9]\d*\s*(updates?|epochs?)|\d*\.?\d*[1-9]\d*\s*min(utes?)?")
+]

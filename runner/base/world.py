@@ -16,6 +16,7 @@ class World:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    num_local_ranks: int = 1
 
     @property
     def is_first(self) -> bool:

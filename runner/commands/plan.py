@@ -20,11 +20,10 @@ examples
 def run(words: list[str]) -> int:
     """Print the plan."""
     from runner.base.configuration import compose
-    from runner.plan.inventory import take_inventory
     from runner.plan.plan import inventory_for, make_plan
 
     configuration = compose(read(words).request)
-    inventory, whose = inventory_for(configuration, take_inventory)
+    inventory, whose = inventory_for(configuration)
     plan = make_plan(configuration, inventory)
     print(f"plan for {whose}: {plan.device_name}")
     print(f"{plan.batch}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def run(words: list[str]) -> int:
     wanted = arguments.positional[0] if arguments.positional else settings.run or "last"
     directory = RunDirectory.find(Path(settings.output_root), wanted)
     record = _json(directory.run_json)
-    print(f"{directory.name}: {_state(directory, record)}   ({directory.path})")
+    print(f"{directory.name}: {_state(record)}   ({directory.path})")
     print(f"  task        {record.get('task', 'unknown')}" + (f" ({record['task_file']})" if record.get("task_file") else ""))
     print(f"  command     {record.get('command', 'unknown')}")
     _phases(directory)
@@ -43,18 +44,22 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _state(directory: Any, record: dict[str, Any]) -> str:
+def _state(record: dict[str, Any]) -> str:
     state = str(record.get("state", "unknown"))
-    if state == "running" and not _is_alive(directory):
+    if state == "running" and not _is_alive(record):
         return "killed; the same command with the same run name goes on where it stopped"
     return {"preempted": "saved and stopped; the same command goes on", "failed": f"failed (exit {record.get('exit_code')})"}.get(state, state)
 
 
-def _is_alive(directory: Any) -> bool:
-    """Tell whether a process holds the lock of the run."""
-    from runner.durable.files import is_locked
-
-    return is_locked(directory.path / ".lock")
+def _is_alive(record: dict[str, Any]) -> bool:
+    """Tell whether the process that wrote run.json is still there."""
+    try:
+        os.kill(int(record["pid"]), 0)
+    except PermissionError:
+        return True
+    except (OSError, KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _phases(directory: Any) -> None:

@@ -289,21 +289,6 @@ class Lock:
         self._descriptor = -1
 
 
-def is_locked(path: Path) -> bool:
-    """Tell whether a process holds the lock file `path`; a file that is not there or cannot be read is not held."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
 @contextmanager
 def storage(action: str, path: Path) -> Iterator[None]:
     """What the system refuses inside is a StorageError that says what was tried, where, and why it failed."""

@@ -75,7 +75,7 @@ def assemble(plan: Plan, stack: ExitStack) -> Parts:
     if memory.options.get("allocator"):  # read when CUDA starts, so it must be there before
         os.environ.update(allocator_environment(memory.options["allocator"]))
     world = World(torch.device(plan.device))
-    stack.enter_context(_made(BACKENDS, choices["backend"], world.world_size))
+    stack.enter_context(_made(BACKENDS, choices["backend"], world.num_local_ranks))
     stack.enter_context(_made(ATTENTIONS, choices["attention"], world.device).context())
     seed_everything(plan.settings.seed)
     task = load_task(plan)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from runner.axes.optimizer import set_learning_rate
 from runner.axes.parallelism import Parallel
 from runner.axes.precision import Precision
 from runner.axes.scheduler import Schedule
@@ -51,7 +52,6 @@ class Training:
     parameters: Sequence[nn.Parameter]
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    base_lr: float
     precision: Precision
     parallel: Parallel
     per_item: float
@@ -78,9 +78,8 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
         precision.unscale(run.optimizer)
         correction = 1.0 / (run.per_item * _exact(run.parallel.total(items)))
         grad_norm = correct_and_clip(gradients_of(run.parameters), correction, run.max_grad_norm)
-        lr = run.base_lr * run.schedule.factor(position.update - precision.num_skipped())
-        for group in run.optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
+        factor = run.schedule.factor(position.update - precision.num_skipped())
+        lr = set_learning_rate(run.optimizer, factor)
         precision.step(run.optimizer)
         clear(run.parameters)
         position.update += 1

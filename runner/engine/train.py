@@ -396,7 +396,6 @@ class Phase:
             parameters=[weight for _, weight in named],
             optimizer=optimizer,
             schedule=schedule,
-            base_lr=float(plan.choices["optimizer"].options["lr"]),
             precision=parts.precision,
             parallel=parts.parallel,
             per_item=1.0 / (plan.batch.global_batch_size * parts.task.items_per_sample),

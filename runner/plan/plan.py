@@ -8,31 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from runner.base.configuration import Choice, Configuration, function_of, shipped_options
+from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Problem
 from runner.base.settings import DataSettings, EvaluateSettings, Settings
-from runner.plan.inventory import Cpu, Device, Inventory, inventory_of_profile
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The identity global = micro x accumulation x ranks."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    accumulation_steps: int
-    world_size: int
-
-    def __str__(self) -> str:
-        ranks = f"{self.world_size} rank" + ("s" if self.world_size > 1 else "")
-        return (
-            f"{self.global_batch_size} samples per update = micro-batch {self.micro_batch_size}"
-            f" x {self.accumulation_steps} accumulation x {ranks}"
-        )
+from runner.plan.inventory import Cpu, Device, Inventory, inventory_of_profile, read_cpu, take_inventory
 
 
 @dataclass(frozen=True)
@@ -134,11 +118,16 @@ def make_plan(configuration: Configuration, inventory: Inventory, world_size: in
     )
 
 
-def inventory_for(configuration: Configuration, here: Callable[[], Inventory]) -> tuple[Inventory, str]:
-    """Return the inventory to plan for without running: the profile's machine if it names one, else this one."""
-    if configuration.hardware.get("devices"):
-        return inventory_of_profile(configuration.hardware, here()), f"the machine of profile {configuration.profile}"
-    return here(), "this machine"
+def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
+    """Return the machine to plan for without running, and whose it is: the profile's if it names one, else this one.
+
+    Only for this machine's GPUs torch must be asked; a profile's machine costs no import.
+    """
+    if any(item.get("kind") != "cpu" for item in configuration.hardware.get("devices") or ()):
+        cpu, notes = read_cpu()
+        here = Inventory((), cpu, notes=notes)
+        return inventory_of_profile(configuration.hardware, here), f"the machine of profile {configuration.profile}"
+    return take_inventory(), "this machine"
 
 
 class _Planner:
@@ -174,11 +163,6 @@ class _Planner:
         if wanted == "cpu":
             return self.inventory.cpu
         kind, _, number = wanted.partition(":")
-        if kind not in ("cuda", "mps") or not (number.isdigit() or not number):
-            self.problems.append(
-                Problem('must be auto, cpu, cuda, cuda:N or mps', f"device={wanted}", "say device=auto")
-            )
-            return self.inventory.cpu
         for device in usable:
             if device.kind == kind and device.index == int(number or 0):
                 return device
@@ -244,46 +228,21 @@ class _Planner:
         """Return updates or epochs, whichever was said last by the stronger voice."""
         settings, sources = self.configuration.settings, self.configuration.sources
         by_user = [key for key in ("updates", "epochs") if sources.get(key) == "command line"]
-        if settings.updates is None and settings.epochs is None:
-            self.problems.append(Problem("updates or epochs must be given", "updates=null", "say updates=1000"))
-        if settings.updates is not None and settings.epochs is not None:
-            if len(by_user) == 2:
-                self.problems.append(
-                    Problem("updates and epochs are both given", f"updates={settings.updates} epochs={settings.epochs:g}", "give one of them")
-                )
-            if by_user == ["epochs"]:
-                return None, float(settings.epochs)
+        if by_user == ["epochs"] and settings.epochs is not None:
+            return None, float(settings.epochs)
         return (settings.updates, None) if settings.updates is not None else (None, settings.epochs)
 
     def batch(self) -> Batch:
-        """Derive micro-batch and accumulation from the global batch, or name the nearest sizes that divide."""
+        """Derive micro-batch and accumulation from the global batch."""
         settings = self.configuration.settings
-        total, micro = settings.global_batch_size, settings.micro_batch_size
-        if micro == "auto":
-            if total % self.world_size:
-                self._does_not_divide(total, self.world_size, f"world_size ({self.world_size})")
-            micro = max(1, total // self.world_size)
+        batch = divide(settings.global_batch_size, settings.micro_batch_size, self.world_size)
+        if isinstance(batch, Problem):
+            self.problems.append(batch)
+            return Batch(0, 0, 0, 0)
+        if settings.micro_batch_size == "auto":
             self.reasons["micro_batch_size"] = "auto: the whole share of an update in one pass"
-        elif micro > total:
-            self.problems.append(
-                Problem(
-                    f"must be at most global_batch_size ({total}), but is {micro}", f"micro_batch_size={micro}",
-                    f"say micro_batch_size={total}, or global_batch_size={micro}",
-                )
-            )  # fmt: skip
-        elif total % (micro * self.world_size):
-            product = micro * self.world_size
-            self._does_not_divide(total, product, f"micro_batch_size x world_size ({micro} x {self.world_size} = {product})")
-        accumulation = max(1, total // (micro * self.world_size))
-        self.reasons["accumulation_steps"] = f"{total} / ({micro} x {self.world_size})"
-        return Batch(total, micro, accumulation, self.world_size)
-
-    def _does_not_divide(self, total: int, divisor: int, words: str) -> None:
-        below, above = total // divisor * divisor, -(-total // divisor) * divisor
-        near = ", ".join(str(size) for size in (below, above) if size > 0)
-        self.problems.append(
-            Problem(f"must be a multiple of {words}, but is {total}", f"global_batch_size={total}", f"nearest: {near}")
-        )
+        self.reasons["accumulation_steps"] = f"{batch.global_batch_size} / ({batch.micro_batch_size} x {self.world_size})"
+        return batch
 
 
 def _precision(planner: _Planner, device: Device | Cpu) -> None:

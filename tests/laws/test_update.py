@@ -46,7 +46,6 @@ def training(model: nn.Module, loss: Any, *, precision: Any = fp32, max_grad_nor
         parameters=[weight for _, weight in named],
         optimizer=adamw(named, lr=0.01),
         schedule=constant(100),
-        base_lr=0.01,
         precision=precision(CPU, model, **options),
         parallel=single(CPU),
         per_item=1 / 32,

@@ -1,0 +1,248 @@
+"""What a person gets who slips: the problem, where, and the line to type instead; exit 78, no torch, no traceback."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# words -> exactly what is printed on stderr
+SLIPS: dict[str, str] = {
+    "trian": """\
+accel-run: trian: unknown command
+           did you mean accel-run train?
+""",
+    "frobnicate": """\
+accel-run: frobnicate: unknown command
+           commands: train, inference, both, plan, explain, status, new
+""",
+    "optimizer.lr=3": """\
+accel-run: optimizer.lr=3: unknown command
+           a command comes first: accel-run train optimizer.lr=3
+""",
+    "train lrr=3": """\
+accel-run: lrr=3: unknown key
+           did you mean optimizer.lr?
+""",
+    "train lr=abc": """\
+accel-run: lr=abc: unknown key
+           here it is optimizer.lr
+""",
+    "train optimizer.lr=abc": """\
+accel-run: optimizer.lr=abc: must be a number above 0, but is "abc"
+""",
+    "train --lr 0.1": """\
+accel-run: --lr 0.1: unknown option; settings are written key=value
+           say optimizer.lr=0.1
+""",
+    "train --global-batch-size=64": """\
+accel-run: --global-batch-size=64: unknown option; settings are written key=value
+           say global_batch_size=64
+""",
+    "train lr = 3": """\
+accel-run: lr = 3: has spaces around =
+           say optimizer.lr=3
+""",
+    "train seed= 3": """\
+accel-run: seed= 3: has a space after =
+           say seed=3
+""",
+    "train fast": """\
+accel-run: fast: is not a setting; settings are written key=value
+           accel-run plan shows every key
+""",
+    "train x=[1,2": """\
+accel-run: x=[1,2: cannot be read: no viable alternative at input '[1,2'
+           quote it: 'key="any text"'
+""",
+    "train optimizer=adamm": """\
+accel-run: optimizer=adamm: unknown optimizer; must be one of adam, adamw, adamw8bit, sgd
+           did you mean adam?
+""",
+    "train optimiser=adamw": """\
+accel-run: optimiser=adamw: unknown key
+           did you mean optimizer?
+""",
+    "train optimizer.momentum=0.9": """\
+accel-run: optimizer.momentum=0.9: unknown key of optimizer=adamw; known: optimizer.lr, optimizer.weight_decay, optimizer.betas, optimizer.eps, optimizer.kernel, optimizer.decay_1d, optimizer.lr_scales
+           it belongs to optimizer=sgd
+""",
+    "train +optimizer.lrr=1": """\
+accel-run: +optimizer.lrr=1: unknown key of optimizer=adamw; known: optimizer.lr, optimizer.weight_decay, optimizer.betas, optimizer.eps, optimizer.kernel, optimizer.decay_1d, optimizer.lr_scales
+           did you mean optimizer.lr?
+""",
+    "train +extra=1": """\
+accel-run: +extra=1: unknown key
+           accel-run plan shows every key
+""",
+    "train global_batch_size=64 micro_batch_size=12": """\
+accel-run: global_batch_size=64: must be a multiple of micro_batch_size x world_size (12 x 1 = 12), but is 64
+           nearest: 60, 72
+""",
+    "train micro_batch_size=64": """\
+accel-run: micro_batch_size=64: must be at most global_batch_size (32), but is 64
+           say micro_batch_size=32, or global_batch_size=64
+""",
+    "plan precision=bf16 +hardware=t4": """\
+accel-run: precision=bf16: needs a GPU of capability 8.0 or above; Tesla T4 has capability 7.5 and only emulates bfloat16
+           say precision=fp16, or precision=auto
+""",
+    "train precision=bf17": """\
+accel-run: precision=bf17: unknown precision; must be one of auto, bf16, fp16, fp32, tf32
+           did you mean bf16?
+""",
+    "train hardware=t4 +hardware=a100": """\
+accel-run: +hardware=a100: hardware is given twice, t4 and a100
+           give one of them
+""",
+    "train hardware=t5": """\
+accel-run: hardware=t5: unknown hardware; must be one of a100, auto, cpu, h100, h200, pair_11gb_8gb, rtx3050ti_4gb, rtx_entry, rtx_high, rtx_mid, t4
+           did you mean t4?
+""",
+    "train run=../elsewhere": """\
+accel-run: run=../elsewhere: a run name must be letters, digits, '.', '_' and '-', and begin with a letter or digit, but is '../elsewhere'
+           for example run=elsewhere
+""",
+    "train batch_size=32": """\
+accel-run: batch_size=32: unknown key
+           here it is global_batch_size (samples per update) or micro_batch_size (samples per pass)
+""",
+    "train accumulate_grad_batches=4": """\
+accel-run: accumulate_grad_batches=4: unknown key
+           here it is global_batch_size and micro_batch_size; accumulation follows: 64 = 16 x 4
+""",
+    "train clip_max_norm=0.1": """\
+accel-run: clip_max_norm=0.1: unknown key
+           here it is max_grad_norm
+""",
+    "train checkpoint.every=5days": """\
+accel-run: checkpoint.every=5days: must be a whole number of at least 1 or 200updates, 2epochs, 10min, auto, but is "5days"
+""",
+    "train device=gpu": """\
+accel-run: device=gpu: must be auto, cpu, cuda, cuda:N or mps, but is "gpu"
+""",
+    "train updates=10 epochs=2": """\
+accel-run: updates=10 epochs=2: both are given
+           give one of them
+""",
+    "train optimizer.lr=0.1,0.2": """\
+accel-run: optimizer.lr=0.1,0.2: is a sweep over several values
+           run them all with -m, or quote it: 'optimizer.lr="0.1,0.2"'
+""",
+    "train ~tracker": """\
+accel-run: ~tracker: nothing is deleted here
+           say tracker=none, =off or =null
+""",
+    "train hydra.run.dir=x": """\
+accel-run: hydra.run.dir=x: Hydra only composes here; it starts and writes nothing
+           leave it out
+""",
+    "train --task": """\
+accel-run: --task: needs a path
+           say --task ./my_task.py
+""",
+    "train --task ./without_build.py": """\
+accel-run: FOLDER/without_build.py: must define build(*, ...) -> Task, and does not
+           an example: accel-run new my_task.py
+""",
+    "train --task ./broken.py": """\
+accel-run: FOLDER/broken.py: is not valid Python, line 1: '(' was never closed
+""",
+    "explain optimizer.lrr": """\
+accel-run: optimizer.lrr: unknown key
+           did you mean optimizer.lr?
+""",
+    "explain": """\
+accel-run: explain: which key?
+           say accel-run explain optimizer.lr
+""",
+    "train updates=0 seed=-1 optimizer.lr=-1 precsion=fp32": """\
+accel-run: 4 problems
+  1. precsion=fp32: unknown key
+     did you mean precision?
+  2. updates=0: must be a whole number of at least 1 or null, but is 0
+  3. seed=-1: must be a whole number of at least 0, but is -1
+  4. optimizer.lr=-1: must be a number above 0, but is -1
+""",
+}
+
+ASK = """
+import contextlib, io, json, sys
+from runner.cli import main
+answers = {}
+for words in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words.split())
+    answers[words] = [code, out.getvalue(), err.getvalue(), "torch" in sys.modules]
+json.dump(answers, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str, bool]]:
+    folder = tmp_path_factory.mktemp("slips")
+    (folder / "without_build.py").write_text("model = None\n")
+    (folder / "broken.py").write_text("def build(\n")
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], cwd=folder, input=json.dumps(list(SLIPS)), capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    return {words: (code, out, err.replace(str(folder), "FOLDER"), torch) for words, (code, out, err, torch) in found.items()}
+
+
+@pytest.mark.parametrize("words", SLIPS)
+def test_a_slip_is_answered_with_what_to_type(words: str, answers: dict[str, tuple[int, str, str, bool]]) -> None:
+    code, out, err, torch_is_loaded = answers[words]
+    assert err == SLIPS[words]
+    assert (code, out, torch_is_loaded) == (78, "", False)
+
+
+def cpu_seconds(words: list[str], folder: Path) -> float:
+    """Return the least CPU time of three starts: what the command needs, not what the machine happens to do."""
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "runner", *words], cwd=folder, capture_output=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(times)
+
+
+def test_help_takes_less_than_150_ms_of_cpu(tmp_path: Path) -> None:
+    assert cpu_seconds(["--help"], tmp_path) < 0.15
+
+
+@pytest.mark.parametrize("command", ["train", "inference", "both", "plan", "explain", "status", "new"])
+def test_the_help_of_a_command_takes_less_than_150_ms_of_cpu(command: str, tmp_path: Path) -> None:
+    assert cpu_seconds([command, "--help"], tmp_path) < 0.15
+
+
+@pytest.mark.parametrize("words", ["train lrr=3", "train updates=0 seed=-1 optimizer.lr=-1 precsion=fp32"])
+def test_an_error_takes_less_than_600_ms_of_cpu(words: str, tmp_path: Path) -> None:
+    assert cpu_seconds(words.split(), tmp_path) < 0.6
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "train --help", "inference --help", "infer --help", "both --help", "plan --help", "explain --help",
+              "status --help", "new --help", "--version", "explain precision", "plan +hardware=t4"],
+)  # fmt: skip
+def test_what_needs_no_torch_does_not_import_it(words: str, tmp_path: Path) -> None:
+    code = "import sys; from runner.cli import main; code = main(sys.argv[1:]); sys.exit(99 if 'torch' in sys.modules else code)"
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_a_missing_task_file_is_exit_66(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "train", "--task", "./mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 66
+    assert done.stderr == (
+        f"accel-run: --task: {tmp_path}/mine.py does not exist\n           make it: accel-run new {tmp_path}/mine.py\n"
+    )
