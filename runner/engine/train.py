@@ -175,6 +175,7 @@ class Phase:
         self.evaluate_every = max(1, self.total // 10) if every == "auto" else int(every)
         self.evaluated_at = self.saved_at = -1
         self._best_update: int | None = None
+        self._on_disk: int | None = None
         if start:
             self._restore(start)
         self.writer = Writer(
@@ -194,6 +195,10 @@ class Phase:
 
     def run(self) -> str | None:
         """Make the updates that are missing; return the signal that stopped them, or None."""
+        if self.position.update >= self.total:
+            self.observers.screen.say(
+                f"{self.name} is finished: {self.total} updates are made; more: updates=N resume_allow=[updates]"
+            )
         for _ in self.updates():
             if self.run_.stop.requested:
                 break
@@ -310,19 +315,17 @@ class Phase:
             self._evaluate()
         self._save()
         self.observers.metrics.flush(sync=True)
-        self.writer.wait()
-        if self.writer.acknowledged is None:
-            last = self.writer.failures[-1] if self.writer.failures else None
-            raise last if last else AssertionError("nothing was saved")
+        acknowledged = self.writer.wait()
+        if (acknowledged if acknowledged is not None else self._on_disk) != self._number:
+            raise self.writer.failures[-1]
         self.observers.screen.end(self.position.update)
 
     # ------------------------------------------------------------ what a checkpoint holds
 
     def _snapshot(self, is_best: bool) -> Snapshot:
         parts, plan = self.run_.parts, self.run_.plan
-        number = self.run_.updates_before + self.position.update
         if is_best:
-            self._best_update = number
+            self._best_update = self._number
         meter = self.meter.state()  # raises where the loss is not finite: such weights are never saved
         optimizer, numbers = export_state(self.training.optimizer)
         random, rest = random_state(parts.world.device)
@@ -356,7 +359,7 @@ class Phase:
         }
         copied = checkpoints.snapshot_tensors
         tensors = {"model": copied(parts.bare.state_dict()), "optimizer": copied(optimizer), "random": copied(random)}
-        return Snapshot(number, tensors, state, facts)
+        return Snapshot(self._number, tensors, state, facts)
 
     def _restore(self, start: Loaded) -> None:
         parts = self.run_.parts
@@ -370,9 +373,15 @@ class Phase:
         self.run_.metrics = dict(start.state["metrics"])
         update = int(start.state["phase_update"])
         self.position.update = self.saved_at = update
+        self._on_disk = start.update
         self.evaluated_at = update if self.run_.metrics and self._evaluates_at(update) else -1
         # Last, for building the parts drew from the generators too.
         restore_random_state(start.tensors("random"), start.state["random"], parts.world.device)
+
+    @property
+    def _number(self) -> int:
+        """The number of the checkpoint of this moment: updates of all phases so far."""
+        return self.run_.updates_before + self.position.update
 
     def _evaluates_at(self, update: int) -> bool:
         return bool(self.evaluate_every and update % self.evaluate_every == 0) or update >= self.total

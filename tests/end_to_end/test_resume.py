@@ -1,0 +1,148 @@
+"""A run that was killed and went on equals one that was not, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.durable.checkpoint import load, path_of
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).with_name("task_with_everything.py")
+BASE = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
+
+
+def final_tensors(folder: Path, update: int) -> dict[str, torch.Tensor]:
+    checkpoint = load(path_of(folder / "outputs" / "mine" / "checkpoints", update))
+    return {f"{stem}/{name}": tensor for stem in checkpoint.stems for name, tensor in checkpoint.tensors(stem).items()}
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl without what is time."""
+    text = (folder / "outputs" / "mine" / "metrics.jsonl").read_text()
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith("perf/")}
+        for line in text.splitlines()
+    ]
+
+
+def assert_equal_runs(straight: Path, resumed: Path, update: int) -> None:
+    mine, theirs = final_tensors(resumed, update), final_tensors(straight, update)
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(mine[name], tensor), name
+    assert rows(resumed) == rows(straight)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_37_updates_a_kill_and_63_more_equal_100(
+    precision: str, accumulation: int, workers: int, server: ForkServer, tmp_path: Path
+) -> None:
+    words = [*BASE, f"precision={precision}", f"micro_batch_size={12 // accumulation}", f"dataloader.num_workers={workers}"]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    straight.mkdir()
+    killed.mkdir()
+    done = server.run(words, straight)
+    assert done.code == 0, done.err
+    at = 39 * accumulation  # after the checkpoint, before the next one
+    checkpoint = killed / "outputs" / "mine" / "checkpoints" / "update-0000000037"
+    ended = server.run([*words, f"task.kill_at={at}", f"task.wait_for={checkpoint}"], killed)
+    assert ended.code == -signal.SIGKILL, ended.err
+    again = server.run([*words, f"task.kill_at={at}", f"task.wait_for={checkpoint}"], killed, env={"NO_KILL": "1"})
+    assert again.code == 0, again.err
+    assert "resumes at update 37" in again.out
+    assert_equal_runs(straight, killed, 100)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_exits_75_and_the_same_command_goes_on(number: signal.Signals, server: ForkServer, tmp_path: Path) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    straight.mkdir()
+    stopped.mkdir()
+    words = [*BASE, "task.sleep_s=0.01", "dataloader.num_workers=2"]
+    assert server.run(words, straight).code == 0
+    pid = server.start(words, stopped)
+    metrics = stopped / "outputs" / "mine" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    import os
+
+    os.killpg(pid, number)  # as a terminal or a scheduler does: the data workers get it too
+    ended = server.wait()
+    assert ended.code == 75, ended.err
+    assert "run=mine" in ended.out
+    state = json.loads((stopped / "outputs" / "mine" / "run.json").read_text())["state"]
+    assert state == "preempted"
+    again = server.run(words, stopped)
+    assert again.code == 0, again.err
+    assert_equal_runs(straight, stopped, 100)
+
+
+def test_a_damaged_checkpoint_is_passed_over(server: ForkServer, tmp_path: Path) -> None:
+    straight = tmp_path / "straight"
+    straight.mkdir()
+    assert server.run(BASE, straight).code == 0
+    damaged = tmp_path / "damaged"
+    shutil.copytree(straight, damaged)
+    checkpoint = path_of(damaged / "outputs" / "mine" / "checkpoints", 100)
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+    again = server.run(BASE, damaged)
+    assert again.code == 0, again.err
+    assert "update-0000000100 was passed over" in again.err + again.out
+    assert_equal_runs(straight, damaged, 100)
+
+
+def test_a_finished_run_is_left_as_it_is(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run(BASE, tmp_path).code == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "outputs" / "mine" / "checkpoints").rglob("*") if path.is_file()}
+    again = server.run(BASE, tmp_path)
+    assert again.code == 0, again.err
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_other_mathematics_is_refused_or_must_be_named(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run([*BASE, "updates=40"], tmp_path).code == 0
+    refused = server.run([*BASE, "updates=40", "seed=1", "global_batch_size=24"], tmp_path)
+    assert refused.code == 88
+    assert "seed" in refused.err and "global_batch_size" in refused.err
+    by_name = server.run([*BASE, "updates=60"], tmp_path)
+    assert by_name.code == 88
+    assert "resume_allow=[updates]" in by_name.err
+    longer = server.run([*BASE, "updates=60", "resume_allow=[updates]"], tmp_path)
+    assert longer.code == 0, longer.err
+    assert rows(tmp_path)[-1]["update"] == 60
+
+
+def test_mechanics_may_change_on_resume(server: ForkServer, tmp_path: Path) -> None:
+    straight, changed = tmp_path / "straight", tmp_path / "changed"
+    straight.mkdir()
+    changed.mkdir()
+    assert server.run(BASE, straight).code == 0
+    words = [*BASE, "task.sleep_s=0.0"]
+    first = server.run([*words, "dataloader.num_workers=2", "updates=100", "task.fail_at=60"], changed)
+    assert first.code == 70
+    resumed = server.run([*words, "dataloader=thread", "checkpoint.every=10", "task.fail_at=60"], changed, env={"NO_KILL": "1"})
+    assert resumed.code == 0, resumed.err
+    assert_equal_runs(straight, changed, 100)
+
+
+def test_fresh_starts_anew_and_keeps_what_was(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run([*BASE, "updates=40"], tmp_path).code == 0
+    again = server.run([*BASE, "updates=40", "seed=3", "resume=fresh"], tmp_path)
+    assert again.code == 0, again.err
+    run = tmp_path / "outputs" / "mine"
+    assert list((run / "checkpoints").glob("earlier-*"))
+    assert (run / "metrics-earlier-1.jsonl").is_file()
+    assert rows(tmp_path)[-1]["update"] == 40
