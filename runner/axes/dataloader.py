@@ -107,7 +107,7 @@ class WorkerLoader(Loader):
         with warnings.catch_warnings():  # that there are more workers than cores is said by the plan
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             loader: torch.utils.data.DataLoader[MicroBatch] = torch.utils.data.DataLoader(
-                self.fetcher,  # type: ignore[arg-type]
+                _InWorker(self.fetcher),  # type: ignore[arg-type]
                 batch_size=None,
                 collate_fn=_as_it_is,  # torch's default would turn tuples into lists
                 sampler=_Keys(keys),  # type: ignore[arg-type]
@@ -121,7 +121,13 @@ class WorkerLoader(Loader):
             )
         iterator = iter(loader)
         self._open.append(iterator)
-        return iterator
+        return self._raising(iterator)
+
+    def _raising(self, iterator: Iterator[MicroBatch | AccelRunError]) -> Iterator[MicroBatch]:
+        for item in iterator:
+            if isinstance(item, AccelRunError):
+                raise item
+            yield item
 
     def close(self) -> None:
         for iterator in self._open:
@@ -270,6 +276,22 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
         ) from error
     kept = _Kept(map_tensors(lambda tensor: tensor.to(device), whole) if where == "device" else whole, len(fetcher))
     return Fetcher(kept, fetcher.collate, bad_samples="stop")
+
+
+class _InWorker:
+    """A fetcher that hands an explained error over as a value: torch would wrap it in a traceback."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self.fetcher = fetcher
+
+    def __len__(self) -> int:
+        return len(self.fetcher)
+
+    def __getitem__(self, key: Micro) -> MicroBatch | AccelRunError:
+        try:
+            return self.fetcher[key]
+        except AccelRunError as error:
+            return error.with_traceback(None)
 
 
 class _Kept:

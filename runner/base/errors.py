@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 
 class Exit(IntEnum):
@@ -55,6 +56,16 @@ class AccelRunError(Exception):
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         self.problems: tuple[Problem, ...] = (Problem(what, where, fix),)
         super().__init__(str(self.problems[0]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remake, (type(self), self.problems, self.exit_code)  # data workers hand errors over
+
+
+def _remake(kind: type[AccelRunError], problems: tuple[Problem, ...], exit_code: Exit) -> AccelRunError:
+    error = kind.__new__(kind)
+    Exception.__init__(error, "\n".join(str(problem) for problem in problems))
+    error.problems, error.exit_code = problems, exit_code
+    return error
 
 
 class ConfigError(AccelRunError):
@@ -132,3 +143,27 @@ class SecurityRefusal(AccelRunError):
     """Something asked for would run foreign code or leave the run's own folder."""
 
     exit_code = Exit.SECURITY
+
+
+class DeviceMemoryError(AccelRunError):
+    """The GPU's memory does not hold an update."""
+
+    exit_code = Exit.GPU_MEMORY
+
+
+class HostMemoryError(AccelRunError):
+    """The machine's memory does not hold what is needed."""
+
+    exit_code = Exit.HOST_MEMORY
+
+
+class DataWorkerLost(AccelRunError):
+    """A process that reads samples died."""
+
+    exit_code = Exit.DATA_WORKER
+
+
+class SystemLimit(AccelRunError):
+    """A limit of the system was reached: shared memory, open files."""
+
+    exit_code = Exit.SYSTEM

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from runner.axes.attention import ATTENTIONS
+from runner.axes.attention import ATTENTIONS, Attention
 from runner.axes.backend import BACKENDS
 from runner.axes.compile import COMPILES
 from runner.axes.dataloader import DATALOADERS, Fetcher, Loader
@@ -27,6 +27,7 @@ from runner.base.configuration import Choice, task_source
 from runner.base.errors import DataError
 from runner.base.task import Task
 from runner.base.world import World
+from runner.engine.advice import odd_sizes
 from runner.engine.tasks import explained, load_task
 from runner.plan.plan import Plan
 
@@ -49,6 +50,7 @@ class Parts:
     precision: Precision
     parallel: Parallel
     prefetch: Prefetch
+    attention: Attention
     notes: tuple[str, ...]
 
     def fetcher(self, split: str) -> Fetcher:
@@ -76,7 +78,8 @@ def assemble(plan: Plan, stack: ExitStack) -> Parts:
         os.environ.update(allocator_environment(memory.options["allocator"]))
     world = World(torch.device(plan.device))
     stack.enter_context(_made(BACKENDS, choices["backend"], world.num_local_ranks))
-    stack.enter_context(_made(ATTENTIONS, choices["attention"], world.device).context())
+    attention: Attention = _made(ATTENTIONS, choices["attention"], world.device)
+    stack.enter_context(attention.context())  # for the whole run: checkpointing computes forward passes in backward
     seed_everything(plan.settings.seed)
     task = load_task(plan)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
@@ -86,9 +89,10 @@ def assemble(plan: Plan, stack: ExitStack) -> Parts:
     precision = _made(PRECISIONS, choices["precision"], world, bare)
     stack.enter_context(precision.flags)
     _made(COMPILES, choices["compile"], bare, blocks, world.device)
+    notes += odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
     parallel = _made(PARALLELISMS, choices["parallelism"], world)
     prefetch = _made(PREFETCHES, choices["prefetch"], world.device)
-    return Parts(plan, world, task, source, bare, parallel.wrap(bare), precision, parallel, prefetch, tuple(notes))
+    return Parts(plan, world, task, source, bare, parallel.wrap(bare), precision, parallel, prefetch, attention, tuple(notes))
 
 
 def seed_everything(seed: int) -> None:

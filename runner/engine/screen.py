@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runner.axes.attention import Attention
 from runner.axes.optimizer import expected_state_bytes, state_bytes
 from runner.base.order import Order
 from runner.durable.checkpoint import Loaded
@@ -71,10 +72,19 @@ class Screen:
         self.progress.start(total, done)
         self._due = self.progress.due
 
-    def first_update(self, update: int) -> None:
-        """The first update of this process is made."""
+    def first_update(
+        self, update: int, seconds: float, attention: Attention, calls: Mapping[tuple[str, str], int]
+    ) -> None:
+        """The first update of this process is made: say what only it could show."""
         self.first_update_is_due = False
-        self.events.record("first update", update=update, unix_s=time.time())
+        self.events.record("first update", update=update, unix_s=time.time(), seconds=seconds)
+        if calls:
+            ran = ", ".join(f"{number} x {kernel} ({kind})" for (kind, kernel), number in calls.items())
+            self.say(f"attention ran as {ran}")
+            if attention.kernels and not any(attention.name in kernel for _, kernel in calls):
+                self.warn(f"attention={attention.name} was asked for and did not run" + (f": {attention.reason}" if attention.reason else ""))
+        if seconds > SLOW_START_S:
+            self.say(f"the first update took {seconds:.1f} s, with all that is compiled or searched for once")
 
     def due(self, update: int) -> bool:
         """Tell whether something would be drawn now."""
@@ -183,26 +193,31 @@ def _techniques(plan: Plan) -> list[Technique]:
     """Return each technique with what it does here, or why it is off."""
     found = []
     for group, off in _OFF.items():
-        choice = plan.choices[group]
-        reason = plan.reason(group)
-        is_on = choice.name not in off
-        detail = ", ".join(f"{key} {value}" for key, value in choice.options.items() if key in _SHOWN)
-        why = reason if reason != "default" else _DEFAULT_REASON.get(choice.name, "by default")
-        found.append(Technique(f"{group} {choice.name}" if is_on else group, is_on, f"{why}" + (f" ({detail})" if detail and is_on else "")))
+        choice, reason = plan.choices[group], plan.reason(group)
+        detail = ", ".join(f"{key} {_shown(choice.options[key])}" for key in _SHOWN if key in choice.options)
+        why = "not asked for" if reason == "default" and choice.name in off else reason
+        if choice.name in off:
+            found.append(Technique(f"{group} {choice.name}" if choice.name != "off" else group, False, why))
+        else:
+            found.append(Technique(f"{group} {choice.name}", True, f"{detail} ({why})" if detail else why))
     return found
 
 
-# group -> the options that mean it is off
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# group -> the options that mean nothing is gained
 _OFF: Mapping[str, tuple[str, ...]] = {
     "precision": ("fp32",),
     "optimizer": (),
+    "dataloader": (),
     "attention": (),
+    "backend": (),
+    "prefetch": ("none",),
     "compile": ("off",),
     "memory": ("none",),
-    "dataloader": (),
-    "prefetch": ("none",),
-    "backend": (),
     "tracker": ("none",),
 }
-_SHOWN = ("kernel", "num_workers", "pin_memory", "init_scale", "level")
-_DEFAULT_REASON = {"off": "not asked for", "none": "not asked for"}
+_SHOWN = ("kernel", "num_workers", "pin_memory", "init_scale", "level", "cache")
+SLOW_START_S = 5.0

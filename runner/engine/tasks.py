@@ -5,18 +5,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from runner.axes.attention import observed_calls
 from runner.base.configuration import task_source
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.places import cache_folder
 from runner.base.schema import read_functions
 from runner.base.task import Context, Task
+from runner.engine.faults import fault_of
 from runner.plan.plan import Plan
 
 
@@ -62,34 +63,27 @@ class explained:  # noqa: N801 - used as a statement: with explained(file, "loss
             raise fault from error
 
 
-def fault_of(error: Exception, source: Path, what: str) -> TaskFault | None:
-    """Return the TaskFault for an exception that passed through the task's folder, None for any other."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == str(source) or frame.filename.startswith(f"{source.parent}/")
-    ]
-    if not own:
-        return None
-    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own]
-    return TaskFault(
-        f"{what} raised {type(error).__name__}: {error}", where=f"{own[-1].filename}:{own[-1].lineno}",
-        fix="\n    ".join(lines),
-    )  # fmt: skip
-
-
 class CheckedLoss:
-    """The task's loss, whose first answer is checked against the contract."""
+    """The task's loss, whose first answer is checked against the contract, and whose first call is watched.
 
-    def __init__(self, loss: Any, source: str) -> None:
-        self.loss, self.source = loss, source
+    attention  kind of call -> kernel -> how often, in the first forward pass; empty where nothing was seen
+    """
+
+    def __init__(self, loss: Any, source: str, *, watch: bool) -> None:
+        self.loss, self.source, self.watch = loss, source, watch
         self.checked = False
+        self.attention: dict[tuple[str, str], int] = {}
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        answer = self.loss(model, batch)
         if self.checked:
-            return answer
+            return self.loss(model, batch)
         self.checked = True
+        answers: list[Any] = []
+        if self.watch:
+            self.attention = observed_calls(lambda: answers.append(self.loss(model, batch)))
+        else:
+            answers.append(self.loss(model, batch))
+        answer = answers[0]
         total, count = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if not isinstance(total, Tensor) or total.numel() != 1 or not isinstance(count, (int, Tensor)):
             raise TaskFault(

@@ -27,13 +27,15 @@ from runner.durable.checkpoint import Loaded, Snapshot, Writer
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
+from runner.engine.advice import watch_shapes
 from runner.engine.assemble import Parts, random_state, restore_random_state
 from runner.engine.evaluate import evaluate
+from runner.engine.faults import explain
 from runner.engine.loop import Position, StepInfo, Training, train_updates
 from runner.engine.meter import Clock, Meter, Row, as_line
 from runner.engine.resume import compare, load_model
 from runner.engine.saving import CHECKPOINTS, SavePolicy
-from runner.engine.tasks import CheckedLoss, fault_of
+from runner.engine.tasks import CheckedLoss
 from runner.observe.benchmark import Benchmark
 from runner.observe.profiler import Profiler
 from runner.engine.screen import Screen
@@ -157,6 +159,9 @@ class Phase:
         self.loader: Loader = parts.loader(fetcher)
         self.held_out, self.held_out_samples = self._held_out()
         self.position = Position(name)
+        # A compiled model is not watched: torch.compile and a dispatch mode do not go together.
+        watch = plan.choices["compile"].name == "off"
+        self.loss = CheckedLoss(parts.task.losses[name], str(parts.source), watch=watch)
         self.training = self._training()
         self.schedule: Schedule = self.training.schedule
         self.policy: SavePolicy = make(
@@ -221,10 +226,11 @@ class Phase:
                 self.clock.hooks += time.perf_counter() - began
                 yield step.update
         except Exception as error:
-            fault = fault_of(error, self.run_.parts.source, f"update {self.position.update + 1} of phase {self.name}")
-            if fault is None:
+            where = f"update {self.position.update + 1} of phase {self.name}"
+            explained = explain(error, self.run_.parts.source, where, self.run_.plan.batch.micro_batch_size)
+            if explained is None or explained is error:
                 raise
-            raise fault from error
+            raise explained from error
 
     # ------------------------------------------------------------ between updates
 
@@ -246,7 +252,9 @@ class Phase:
 
     def _after_the_first_update(self, step: StepInfo) -> None:
         """What must not delay the first update begins now: the tracker and the monitor."""
-        self.observers.screen.first_update(step.update)
+        spent = time.perf_counter() - self.clock.started - self.clock.starting
+        self.observers.screen.first_update(step.update, spent, self.run_.parts.attention, self.loss.attention)
+        self.meter.restart_clock()
         self.observers.tracker.start()
         if self.run_.tracker_id is not None:
             self.observers.tracker.replay(self.run_.directory.metrics)
@@ -401,7 +409,7 @@ class Phase:
         return Training(
             position=self.position,
             model=parts.model,
-            loss=CheckedLoss(parts.task.losses[self.name], str(parts.source)),
+            loss=self.loss,
             parameters=[weight for _, weight in named],
             optimizer=optimizer,
             schedule=schedule,
@@ -421,7 +429,10 @@ class Phase:
 
     def _batches(self) -> Iterator[MicroBatch]:
         keys = self.order.from_update(self.position.update)
-        return _Timed(self.run_.parts.prefetch(iter(self.loader.batches(keys))), self.clock)
+        batches = self.run_.parts.prefetch(iter(self.loader.batches(keys)))
+        if self.run_.plan.choices["backend"].name == "fast":
+            batches = watch_shapes(batches, self.observers.screen.warn)
+        return _Timed(batches, self.clock)
 
 
 class _Timed:

@@ -136,7 +136,7 @@ def prints_only_ascii(stream: TextIO) -> bool:
 
 
 def _technique(technique: Technique) -> str:
-    return f"✓ {technique.name} — {technique.why}" if technique.on else f"– {technique.name} off: {technique.why}"  # noqa: RUF001
+    return f"✓ {technique.name} — {technique.why}" if technique.on else f"– {technique.name}: {technique.why}"  # noqa: RUF001
 
 
 def _batch(start: StartOfRun) -> str:

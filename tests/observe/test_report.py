@@ -61,7 +61,7 @@ def test_the_start_report_in_full() -> None:
         "            cuda:1 Tesla T4, 15.0 GiB, capability 7.5\n"
         "software    torch 2.13.0, CUDA 12.8, cuDNN 9.7\n"
         "technique   ✓ fp16 autocast — half the memory, tensor cores\n"
-        "            – bf16 autocast off: a T4 computes bfloat16 by emulation\n"  # noqa: RUF001
+        "            – bf16 autocast: a T4 computes bfloat16 by emulation\n"  # noqa: RUF001
         "parameters  124.4 M (124,439,808) total, 1.5 k (1,500) trainable\n"
         "batch       64 = 8 x 4 x 2 (micro-batch x accumulation x ranks)\n"
         "directory   outputs/gpt-20260102-030405\n"
@@ -73,7 +73,7 @@ def test_the_start_report_in_ascii_says_the_same() -> None:
     text = start_report(dataclasses.replace(START, notes=("51 °C",)), ascii_only=True)
     assert text.isascii()
     assert "+ fp16 autocast - half the memory" in text
-    assert "- bf16 autocast off: a T4" in text
+    assert "- bf16 autocast: a T4" in text
     assert "51 ?C" in text
 
 

@@ -1,0 +1,47 @@
+"""What the user should know about the model and the data, found while the run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.batch import MicroBatch, map_tensors
+
+
+def odd_sizes(model: nn.Module, device: torch.device, multiple: int = 8) -> list[str]:
+    """Return a line for each weight matrix whose sizes miss the GPU's tensor cores in half precision.
+
+    Source: NVIDIA, Matrix Multiplication Background User's Guide, section on dimension quantization: sizes in
+    multiples of 16 bytes, which is 8 numbers of 16 bits.
+    """
+    if device.type != "cuda":
+        return []
+    lines = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            odd = [size for size in module.weight.shape if size % multiple]
+            if odd:
+                better = ", ".join(f"{size} -> {-(-size // multiple) * multiple}" for size in odd)
+                lines[tuple(odd)] = f"{name or 'the model'}: sizes in multiples of {multiple} are faster on a GPU: {better}"
+    return list(lines.values())
+
+
+def watch_shapes(batches: Iterator[MicroBatch], warn: Callable[[str], None]) -> Iterator[MicroBatch]:
+    """Yield the batches; warn once when their shapes vary, which costs a kernel search each time under backend=fast."""
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    warned = False
+    for item in batches:
+        if not warned:
+            shapes: list[tuple[int, ...]] = []
+
+            def note(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> None:
+                shapes.append(tuple(tensor.shape))
+
+            map_tensors(note, item.batch)
+            seen.add(tuple(shapes))
+            if len(seen) > 3:  # the usual one, a smaller last micro-batch, and that of an epoch's end
+                warned = True
+                warn("the shapes of the batches vary; backend=fast searches kernels anew for each: say backend=default")
+        yield item

@@ -1,0 +1,60 @@
+"""What an exception in the middle of a run means: one error with cause and way out, or None for a fault of ours."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+
+from runner.base.errors import AccelRunError, DataWorkerLost, DeviceMemoryError, HostMemoryError, SystemLimit, TaskFault
+
+
+def explain(error: Exception, source: Path, what: str, micro_batch_size: int) -> AccelRunError | None:
+    """Return the error to show for `error`, which was raised while doing `what` with the task in `source`."""
+    text = str(error)
+    if isinstance(error, AccelRunError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        smaller = f"micro_batch_size={max(1, micro_batch_size // 2)}" if micro_batch_size > 1 else "a smaller model"
+        return DeviceMemoryError(
+            f"the GPU's memory is used up: {text.splitlines()[0]}",
+            where=what,
+            fix=f"say {smaller} (the update stays the same), or memory=checkpoint, or precision=auto",
+        )
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return HostMemoryError(
+            f"the machine's memory is used up: {text.splitlines()[0] if text else 'MemoryError'}",
+            where=what,
+            fix=f"say micro_batch_size={max(1, micro_batch_size // 2)}, or fewer dataloader.num_workers",
+        )
+    if "DataLoader worker" in text or "exited unexpectedly" in text:
+        if "shared memory" in text or "bus error" in text.lower():
+            return SystemLimit(
+                "the shared memory through which data workers hand over batches is full",
+                where=what,
+                fix="make /dev/shm larger (docker: --shm-size=8g), or say dataloader.num_workers=0",
+            )
+        return DataWorkerLost(
+            f"a data worker died: {text.splitlines()[0]}",
+            where=what,
+            fix="the same command goes on from the last checkpoint; if it was killed for memory, use fewer dataloader.num_workers",
+        )
+    return fault_of(error, source, what)
+
+
+def fault_of(error: Exception, source: Path, what: str) -> TaskFault | None:
+    """Return the TaskFault for an exception that passed through the task's own files, None for any other."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(source) or frame.filename.startswith(f"{source.parent}/")
+    ]
+    if not own:
+        return None
+    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own]
+    return TaskFault(
+        f"{what} raised {type(error).__name__}: {error}",
+        where=f"{own[-1].filename}:{own[-1].lineno}",
+        fix="\n    ".join(lines),
+    )
