@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shlex
 import sys
 import time
@@ -146,7 +147,11 @@ class Screen:
             "checkpoint_wait": clock.saving,
             "compute": max(0.0, total - clock.data - clock.hooks - clock.starting),
         }
-        memory = {str(device): torch.cuda.max_memory_allocated(device) / 2**30} if device.type == "cuda" else {}
+        memory: dict[str, float | None] = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        if device.type == "cuda":
+            memory[f"{device} allocated"] = torch.cuda.max_memory_allocated(device) / 2**30
+            memory[f"{device} reserved"] = torch.cuda.max_memory_reserved(device) / 2**30
+            memory[f"{device} total"] = torch.cuda.get_device_properties(device).total_memory / 2**30
         tracker, notes = run.observers.tracker.note, []
         if run.observers.profiler.note:
             notes.append(run.observers.profiler.note)

@@ -172,7 +172,7 @@ class Phase:
             name,
             every=plan.settings.log_every,
             write=run.observers.write,
-            readings=lambda: {**parts.precision.values(), **run.observers.monitor.latest()},
+            readings=self._readings,
             clock=run.clock,
             overflow_is_skipped=plan.choices["precision"].function == "fp16",
         )
@@ -272,6 +272,17 @@ class Phase:
         if device.type == "cuda":
             values["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         return values
+
+    def _readings(self) -> dict[str, Any]:
+        """Return what belongs into a row besides the loss: loss scale, memory of torch, what the monitor saw."""
+        parts = self.run_.parts
+        found: dict[str, Any] = {**parts.precision.values(), **self.observers.monitor.latest()}
+        device = parts.world.device
+        if device.type == "cuda":
+            found["memory/allocated_gib"] = torch.cuda.memory_allocated(device) / 2**30
+            found["memory/reserved_gib"] = torch.cuda.memory_reserved(device) / 2**30
+            found["memory/peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        return found
 
     def _evaluate(self) -> None:
         if self.held_out is None or self.evaluated_at == self.position.update:
