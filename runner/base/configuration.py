@@ -7,15 +7,25 @@ signatures of the axis functions (schema.py). All problems are found in one go, 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.base.division import divide
 from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.places import PACKAGE, shipped
-from runner.base.schema import REQUIRED, Key, Signature, did_you_mean, fault, nearest, read_functions, settings_keys
+from runner.base.schema import (
+    Expression,
+    Key,
+    Signature,
+    defaults,
+    did_you_mean,
+    fault,
+    nearest,
+    read_functions,
+    settings_keys,
+)
 from runner.base.settings import Settings
 
 if TYPE_CHECKING:
@@ -97,7 +107,7 @@ class Configuration:
 
     choices  group -> choice, for every group but hardware
     hardware facts of the chosen profile; its name is `profile`
-    sources  key or group -> who set it: "command line", "profile t4", "task gpt", "config folder"; else a default
+    sources  key or group -> who set it: "command line", "profile t4", "task gpt", "config folder"; no entry: a default
     notes    what the user should know, such as shadowed files
     """
 
@@ -135,12 +145,13 @@ def compose(request: Request) -> Configuration:
     groups, values = _split(parsed, request, problems)
     composed = _compose_groups(groups, request, problems)
     schema = _schema(composed, request, problems)
-    tree = _set_values(composed, values, schema, problems)
+    notes = list(_shadows(request.config_dir))
+    tree = _set_values(composed, values, schema, problems, notes)
     problems += _check(tree, schema, already={problem.where for problem in problems})
     problems += _contradictions(tree, {key for key, _, _ in values})
     if problems:
         raise ConfigError(problems)
-    return _freeze(tree, composed, schema, groups, values, request)
+    return _freeze(tree, composed, schema, _sources(groups, values, composed, schema, request), request, tuple(notes))
 
 
 def expand_sweep(request: Request) -> list[Request]:
@@ -150,13 +161,18 @@ def expand_sweep(request: Request) -> list[Request]:
     parsed, problems = _parse(request, sweeps=True)
     if problems:
         raise ConfigError(problems)
+    open_ones = [override.input_line or "" for override in parsed if not _can_be_listed(override)]
+    if open_ones:
+        raise ConfigError(
+            Problem("does not say which values", word, "list them, or say range(a,b)") for word in open_ones
+        )
     lists = [
         [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
         if override.is_sweep_override()
         else [override.input_line or ""]
         for override in parsed
     ]
-    return [Request(tuple(words), request.task_file, request.config_dir) for words in product(*lists)]
+    return [replace(request, overrides=words) for words in product(*lists)]
 
 
 def options_of(group: str, config_dir: Path | None = None) -> list[str]:
@@ -188,10 +204,11 @@ def to_yaml(configuration: Configuration) -> str:
 
 
 def merge_overrides(old: Iterable[str], new: Iterable[str]) -> tuple[str, ...]:
-    """Return the old overrides with those replaced whose key is given anew."""
+    """Return the old overrides with those replaced whose key is given anew; a new option takes its old keys with it."""
     new = tuple(new)
     keys = {_key_of(word) for word in new}
-    return (*(word for word in old if _key_of(word) not in keys), *new)
+    roots = tuple(f"{key}." for key in keys if key in GROUPS)
+    return (*(word for word in old if _key_of(word) not in keys and not _key_of(word).startswith(roots)), *new)
 
 
 # ---------------------------------------------------------------- the words
@@ -212,7 +229,8 @@ def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], l
     from hydra.errors import HydraException
 
     parser = OverridesParser.create()
-    parsed, problems = [], []
+    parsed: list[Override] = []
+    problems: list[Problem] = []
     for word in _joined(request.overrides, problems):
         try:
             override = parser.parse_override(word)
@@ -227,6 +245,12 @@ def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], l
             continue
         parsed.append(override)
     return parsed, problems
+
+
+def _can_be_listed(override: Override) -> bool:
+    from hydra.core.override_parser.types import ValueType
+
+    return override.value_type not in (ValueType.INTERVAL_SWEEP, ValueType.GLOB_CHOICE_SWEEP)
 
 
 def _joined(words: tuple[str, ...], problems: list[Problem]) -> Iterator[str]:
@@ -297,13 +321,13 @@ def _split(
             problems.append(Problem("nothing is deleted here", word, f"say {_key_of(word)}=none, =off or =null"))
         elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
             problems.append(Problem("Hydra only composes here; it starts and writes nothing", word, "leave it out"))
+        elif override.package is not None:
+            problems.append(Problem("packages (@) have no meaning here", word, f"say {key}={override.value()}"))
         elif key in GROUPS:
-            option = _option_name(key, override.value())
             known = options_of(key, request.config_dir)
+            option = _option_name(key, override.value(), known)
             if key in groups:
-                problems.append(
-                    Problem(f"{key} is given twice, {groups[key]} and {option}", word, "give one of them")
-                )
+                problems.append(Problem(f"{key} is given twice, {groups[key]} and {option}", word, "give one of them"))
             elif key == "task" and request.task_file:
                 problems.append(Problem("the task is given twice, here and by --task", word, "give one of them"))
             elif option not in known:
@@ -317,13 +341,20 @@ def _split(
     return groups, values
 
 
-def _option_name(group: str, value: Any) -> str:
-    name = {True: "on", False: "off", None: "none"}.get(value, str(value)) if not isinstance(value, int) or isinstance(value, bool) else str(value)
+def _option_name(group: str, value: Any, known: Iterable[str]) -> str:
+    """Return the option meant. Absence is called off in some groups and none in others: any word for it will do."""
+    if value is None or value is False or value in ("none", "off"):
+        return next((name for name in ("off", "none") if name in known), _word(value))
+    name = "on" if value is True else str(value)
     return PRECISION_NAMES.get(name.lower(), name) if group == "precision" else name
 
 
+_GLOBAL = "# @package _global_"  # Hydra: the keys of this file are those of the whole configuration
+
+
 def _compose_groups(groups: Mapping[str, str], request: Request, problems: list[Problem]) -> dict[str, Any]:
-    """Let Hydra compose; return the tree with the chosen names under `hydra_choices`."""
+    """Let Hydra compose; return the tree with the chosen names under `hydra_choices`. Raises ConfigError."""
+    import yaml  # type: ignore[import-untyped]
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -334,14 +365,33 @@ def _compose_groups(groups: Mapping[str, str], request: Request, problems: list[
     words = [f"{group}={option}" for group, option in groups.items()]
     if request.task_file:
         words.append("~task")
+    profile = _file_of("hardware", groups.get("hardware", ""), request.config_dir)
+    if profile and not profile.read_text(encoding="utf-8").startswith(_GLOBAL):
+        raise ConfigError([*problems, Problem(f"must begin with the line {_GLOBAL}", str(profile))])
     _search_user_folder(request.config_dir)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(shipped("conf")), **_version_base()):
             composed = hydra_compose("config", overrides=words, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+    except yaml.MarkedYAMLError as error:
+        where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}" if error.problem_mark else "conf"
+        raise ConfigError([*problems, Problem(f"is not YAML: {error.problem}", where)]) from error
+    except RecursionError as error:
+        files = ", ".join(f"{group}/{option}.yaml" for group, option in groups.items())
+        raise ConfigError([*problems, Problem("a defaults list leads back to its own file", files)]) from error
+    except (HydraException, OmegaConfBaseException, OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError([*problems, Problem(_first_line(error), str(request.config_dir or "conf"))]) from error
     choices = OmegaConf.to_container(composed.hydra.runtime.choices)
+    assert isinstance(choices, dict)
+    missing = [group for group in GROUPS if not choices.get(group) and (group != "task" or not request.task_file)]
+    if missing:  # only a config.yaml in the user's folder can lack one
+        raise ConfigError(
+            Problem(
+                f"must choose an option of every group, but has none for {', '.join(missing)}",
+                f"{request.config_dir}/config.yaml",
+                f"begin with a copy of {shipped('conf')}/config.yaml, or give the file another name",
+            )
+        )
     tree = {str(key): composed._get_node(key) for key in composed if key != "hydra"}
     plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)
     assert isinstance(plain, dict)
@@ -379,129 +429,194 @@ def _search_user_folder(folder: Path | None) -> None:
 
 # ---------------------------------------------------------------- keys and values
 
+Keys = Mapping[str, Key]
+
 
 @dataclass(frozen=True)
 class _Schema:
-    keys: Mapping[str, Key]
+    """What may be set.
+
+    functions      group -> the shipped option behind the chosen one
+    task_settings  key -> value that the task's own file sets
+    folder_keys    key -> file of the user's config folder that sets it
+    """
+
+    keys: Keys
     functions: Mapping[str, str]
-    settings_of_task: Mapping[str, Any]
+    task_settings: Mapping[str, Any]
+    folder_keys: Mapping[str, Path]
+
+    def known(self, key: str) -> str:
+        """Return the key to which `key` belongs: itself, or the mapping of which it is an entry."""
+        return next((name for name in self.keys if key == name or key.startswith(f"{name}.")), key)
 
 
 def _schema(composed: Mapping[str, Any], request: Request, problems: list[Problem]) -> _Schema:
     """Gather the keys of the settings, of the chosen options, of the task and of its predictions."""
     keys = settings_keys(Settings)
     functions = {}
+    choices = composed["hydra_choices"]
     for group in AXES:
-        option = composed["hydra_choices"].get(group)
-        function = (composed.get(group) or {}).get("option", option)
-        signature = function_of(group, function)
-        if signature is None and function != "auto":
-            known = [name for name in options_of(group) if function_of(group, name)]
-            problems.append(
-                Problem(
-                    f"must say which option it is a variant of, such as `option: {known[0]}`",
-                    f"{group}/{option}.yaml",
-                    did_you_mean(str(function), known),
-                )
-            )
+        function = _function_behind(group, str(choices[group]), composed.get(group) or {}, request.config_dir)
+        if isinstance(function, Problem):  # the keys cannot be known, and would all be problems
+            raise ConfigError([*problems, function])
         functions[group] = function
+        signature = function_of(group, function)
         keys.update({f"{group}.{key.name}": key for key in (signature.keys.values() if signature else ())})
-    source = task_source(composed["hydra_choices"].get("task") or "", request.task_file)
-    build, predict, defaults = _read_task(source, problems)
-    keys.update({f"task.{key.name}": key for key in build.keys.values()})
-    keys.update({f"inference.{key.name}": key for key in predict})
+    source = task_source(str(choices.get("task") or ""), request.task_file)
+    build, predict, settings = _read_task(source, problems)
+    keys.update({f"task.{key.name}": key for key in build.values()})
+    keys.update({f"inference.{key.name}": key for key in predict.values()})
     keys["inference.seed"] = Key("inference.seed", int, 0, "seed of the sampling")
-    return _Schema(keys, functions, defaults)
+    task_settings = dict(_flatten(settings, stop=keys))
+    return _Schema(keys, functions, task_settings, _folder_keys(choices, request.config_dir, keys))
 
 
-def _read_task(source: Path, problems: list[Problem]) -> tuple[Signature, list[Key], Mapping[str, Any]]:
+def _function_behind(group: str, option: str, content: object, config_dir: Path | None) -> str | Problem:
+    """Return the shipped option that makes this one: it names it, or builds on it, or is it."""
+    where = f"{group}/{option}.yaml"
+    if not isinstance(content, dict):
+        return Problem("must be a mapping of keys to values", where)
+    function = str(content.get("option") or _variant_of(group, option, config_dir))
+    known = [name for name in options_of(group) if name == "auto" or function_of(group, name)]
+    if function in known:
+        return function
+    what = f"must say which option it is a variant of, such as `option: {known[-1]}`"
+    return Problem(what, where, did_you_mean(function, known))
+
+
+def _variant_of(group: str, option: str, config_dir: Path | None) -> str:
+    """Return the shipped option on which a file builds through its defaults list; its own name if it builds on none."""
+    if function_of(group, option) is None:
+        for entry in _load(group, option, config_dir).get("defaults") or ():
+            if isinstance(entry, str) and entry != "_self_":
+                return _variant_of(group, entry.rpartition("/")[2].partition("@")[0], config_dir)
+    return option
+
+
+def _folder_keys(choices: Mapping[str, str], config_dir: Path | None, known: Container[str]) -> dict[str, Path]:
+    """Return the keys that files of the user's folder set, each with its file."""
+    found: dict[str, Path] = {}
+    if config_dir is None:
+        return found
+    for group, option in (("", "config"), *choices.items()):
+        file = config_dir / group / f"{option}.yaml"
+        if file.is_file() and group != "hardware":
+            found.update(dict.fromkeys(_file_keys(group, option, config_dir, known), file))
+    return found
+
+
+def _read_task(source: Path, problems: list[Problem]) -> tuple[Keys, Keys, Mapping[str, Any]]:
     """Return the keys of `build`, those of `predict`, and the SETTINGS of a task file, without running it."""
-    nothing = Signature("build", (), {}, "")
     try:
         functions = read_functions(source)
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except SyntaxError as error:
         problems.append(Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source)))
-        return nothing, [], {}
+        return {}, {}, {}
     except (UnicodeDecodeError, ValueError) as error:
         problems.append(Problem(f"is not a Python file: {error}", str(source)))
-        return nothing, [], {}
+        return {}, {}, {}
     if "build" not in functions:
-        problems.append(
-            Problem("must define build(*, ...) -> Task, and does not", str(source), "an example: accel-run new my_task.py")
-        )
-        return nothing, [], {}
-    predict = [key for name, found in functions.items() if name.endswith(".predict") for key in found.keys.values()]
-    defaults: Mapping[str, Any] = {}
+        what, fix = "must define build(*, ...) -> Task, and does not", "an example: accel-run new my_task.py"
+        problems.append(Problem(what, str(source), fix))
+        return {}, {}, {}
+    build = functions["build"].keys
+    predict = {
+        name: key for found in functions if found.endswith(".predict") for name, key in functions[found].keys.items()
+    }
+    for name, key in [*build.items(), *predict.items()]:
+        if isinstance(key.default, Expression):
+            what = f"the default of {name} must be a literal, such as 64 or 'text', but is {key.default.text}"
+            problems.append(Problem(what, str(source)))
+    return build, predict, _settings_of(tree, source, problems)
+
+
+def _settings_of(tree: ast.Module, source: Path, problems: list[Problem]) -> Mapping[str, Any]:
+    """Return the literal that the module binds to SETTINGS."""
     for node in tree.body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["SETTINGS"]:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and getattr(target, "id", "") == "SETTINGS" and node.value:
             try:
-                defaults = ast.literal_eval(node.value)
-            except ValueError:
-                problems.append(Problem("SETTINGS must be a literal mapping of keys to values", str(source)))
-    return functions["build"], predict, defaults
+                settings = ast.literal_eval(node.value)
+            except (ValueError, TypeError):
+                settings = None
+            if isinstance(settings, dict):
+                return settings
+            problems.append(Problem("SETTINGS must be a literal mapping of keys to values", str(source)))
+    return {}
 
 
 def _set_values(
-    composed: Mapping[str, Any], values: list[tuple[str, Any, str]], schema: _Schema, problems: list[Problem]
+    composed: Mapping[str, Any],
+    values: list[tuple[str, Any, str]],
+    schema: _Schema,
+    problems: list[Problem],
+    notes: list[str],
 ) -> dict[str, Any]:
     """Return key -> value: signature defaults, then the composed tree, then the task's settings, then the user's."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    tree: dict[str, Any] = {name: key.default for name, key in schema.keys.items() if key.default is not REQUIRED}
+    tree = defaults(schema.keys)
     given = {key: value for key, value in composed.items() if key not in ("hydra_choices", "hardware")}
     try:
         given = OmegaConf.to_container(OmegaConf.create(given), resolve=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         problems.append(Problem(_first_line(error), "conf"))
     for key, value in _flatten(given, stop=schema.keys):
-        if key.endswith(".option") and key.split(".")[0] in AXES:
-            continue
-        _place(tree, key, value, f"{key}={_word(value)}", schema, problems)
-    for key, value in schema.settings_of_task.items():
-        _place(tree, str(key), value, f"SETTINGS[{key!r}]", schema, problems)
+        group, _, name = key.partition(".")
+        if name != "option" or group not in AXES:
+            where = f"{schema.folder_keys[key]}: " if key in schema.folder_keys else ""
+            _place(tree, key, value, f"{where}{key}={_word(value)}", schema, problems)
+    for key, value in schema.task_settings.items():
+        group, _, name = key.partition(".")
+        if key in GROUPS:
+            fix = f"say {key}={_word(value)} on the command line"
+            problems.append(Problem("a task sets keys, it chooses no options", f"SETTINGS[{key!r}]", fix))
+        elif schema.known(key) not in schema.keys and group in AXES and _option_with(group, name):
+            option = composed["hydra_choices"][group]
+            notes.append(f"{key} of the task has no effect: {group}={option} has no such key")
+        else:
+            _place(tree, key, value, f"SETTINGS[{key!r}]", schema, problems)
     for key, value, word in values:
-        _place(tree, key, _plain(value), word, schema, problems)
+        _place(tree, key, value, word, schema, problems)
     return tree
 
 
-def _place(
-    tree: dict[str, Any], key: str, value: Any, word: str, schema: _Schema, problems: list[Problem]
-) -> None:
+def _place(tree: dict[str, Any], key: str, value: Any, word: str, schema: _Schema, problems: list[Problem]) -> None:
     if key in schema.keys:
-        tree[key] = value
+        tree[key] = _named(value)
         return
-    inside = next((known for known in schema.keys if key.startswith(known + ".")), None)
-    if inside and isinstance(tree.get(inside), dict):  # an entry of a mapping, as optimizer.lr_scales.head=0.1
-        tree[inside] = {**tree[inside], key[len(inside) + 1 :]: value}
+    inside = schema.known(key)
+    if isinstance(tree.get(inside), dict):  # an entry of a mapping, as optimizer.lr_scales.head=0.1
+        tree[inside] = {**tree[inside], key.removeprefix(f"{inside}."): value}
         return
     if isinstance(value, dict) and any(known.startswith(key + ".") for known in schema.keys):
         for name, item in value.items():
             _place(tree, f"{key}.{name}", item, word, schema, problems)
         return
-    foreign = FOREIGN_KEYS.get(key)
-    if foreign:
-        problems.append(Problem("unknown key", word, f"here it is {foreign}"))
-        return
-    group = key.split(".")[0]
-    if group in AXES and "." in key:
-        names = ", ".join(known for known in schema.keys if known.startswith(group + "."))
+    problems.append(_unknown(key, word, schema))
+
+
+def _unknown(key: str, word: str, schema: _Schema) -> Problem:
+    if key in FOREIGN_KEYS:
+        return Problem("unknown key", word, f"here it is {FOREIGN_KEYS[key]}")
+    group, _, name = key.partition(".")
+    if group in AXES and name:
+        names = [known for known in schema.keys if known.startswith(f"{group}.")]
+        elsewhere = _option_with(group, name)
+        hint = f"it belongs to {group}={elsewhere}" if elsewhere else did_you_mean(key, names)
         option = schema.functions[group]
-        elsewhere = _option_with(group, key.split(".", 1)[1])
-        near = did_you_mean(key, [known for known in schema.keys if known.startswith(group + ".")])
-        hint = f"it belongs to {group}={elsewhere}" if elsewhere else near
-        problems.append(Problem(f"unknown key of {group}={option}; known: {names or 'none'}", word, hint))
-        return
-    problems.append(
-        Problem("unknown key", word, did_you_mean(key, [*schema.keys, *GROUPS]) or "accel-run plan shows every key")
-    )
+        return Problem(f"unknown key of {group}={option}; known: {', '.join(names) or 'none'}", word, hint)
+    return Problem("unknown key", word, did_you_mean(key, [*schema.keys, *GROUPS]) or "accel-run plan shows every key")
 
 
 def _option_with(group: str, key: str) -> str | None:
+    """Return an option of the group that has this key, or the mapping of which it is an entry."""
     for option in options_of(group):
         signature = function_of(group, option)
-        if signature and key in signature.keys:
+        if signature and key.partition(".")[0] in signature.keys:
             return option
     return None
 
@@ -513,6 +628,8 @@ def _check(tree: Mapping[str, Any], schema: _Schema, already: set[str]) -> list[
         if name not in tree:
             problems.append(Problem("must be given", name, f"say {name}=..."))
             continue
+        if isinstance(tree[name], Expression):
+            continue  # said when the task was read
         wrong = fault(key.type, tree[name])
         where = f"{name}={_word(tree[name])}"
         if wrong and where not in already:
@@ -552,27 +669,26 @@ def _freeze(
     tree: Mapping[str, Any],
     composed: Mapping[str, Any],
     schema: _Schema,
-    groups: Mapping[str, str],
-    values: list[tuple[str, Any, str]],
+    sources: Mapping[str, str],
     request: Request,
+    notes: tuple[str, ...],
 ) -> Configuration:
+    def under(group: str) -> dict[str, Any]:
+        return {key.removeprefix(f"{group}."): value for key, value in tree.items() if key.startswith(f"{group}.")}
+
     names = composed["hydra_choices"]
-    choices = {}
-    for group in AXES:
-        options = {key.split(".", 1)[1]: value for key, value in tree.items() if key.startswith(group + ".")}
-        choices[group] = Choice(str(names[group]), schema.functions[group], options)
-    task = {key[5:]: value for key, value in tree.items() if key.startswith("task.")}
-    name = request.task_file.stem if request.task_file else str(names["task"])
-    choices["task"] = Choice(name, name, task)
+    choices = {group: Choice(str(names[group]), schema.functions[group], under(group)) for group in AXES}
+    task = request.task_file.stem if request.task_file else str(names["task"])
+    choices["task"] = Choice(task, task, under("task"))
     return Configuration(
         settings=_settings(Settings, tree),
         choices=choices,
-        inference={key[10:]: value for key, value in tree.items() if key.startswith("inference.")},
+        inference=under("inference"),
         profile=str(names["hardware"]),
         hardware=composed.get("hardware") or {},
         request=request,
-        sources=_sources(groups, values, names, schema, request),
-        notes=tuple(_shadows(request.config_dir)),
+        sources=sources,
+        notes=notes,
     )
 
 
@@ -594,20 +710,19 @@ def _settings(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Any:
 def _sources(
     groups: Mapping[str, str],
     values: list[tuple[str, Any, str]],
-    names: Mapping[str, str],
+    composed: Mapping[str, Any],
     schema: _Schema,
     request: Request,
 ) -> dict[str, str]:
     """Say who set what, weakest first so that the strongest stays."""
-    found: dict[str, str] = {}
-    if request.task_file:
-        found.update({str(key): f"task {request.task_file.name}" for key in schema.settings_of_task})
-    else:
-        found.update({key: f"task {names['task']}" for key in _file_keys("task", names["task"], request.config_dir)})
-    for group in selected_by_profile(str(names["hardware"]), request.config_dir):
-        found[group] = f"profile {names['hardware']}"
-    found.update(dict.fromkeys(groups, "command line"))
-    found.update({key: "command line" for key, _, _ in values})
+    names, folder = composed["hydra_choices"], request.config_dir
+    task = request.task_file.name if request.task_file else names["task"]
+    of_task = [] if request.task_file else _file_keys("task", names["task"], folder, schema.keys)
+    found = dict.fromkeys(schema.folder_keys, "config folder")
+    found |= dict.fromkeys((*of_task, *schema.task_settings), f"task {task}")
+    found |= dict.fromkeys(selected_by_profile(str(names["hardware"]), folder), f"profile {names['hardware']}")
+    found |= dict.fromkeys(groups, "command line")
+    found |= {schema.known(key): "command line" for key, _, _ in values}
     return found
 
 
@@ -623,20 +738,26 @@ def selected_by_profile(profile: str, config_dir: Path | None = None) -> dict[st
     return chosen
 
 
-def _file_keys(group: str, option: str, config_dir: Path | None) -> list[str]:
+def _file_keys(group: str, option: str, config_dir: Path | None, known: Container[str]) -> list[str]:
+    """Return the keys that an option's file sets, as they are called on the command line."""
     content = {key: value for key, value in _load(group, option, config_dir).items() if key != "defaults"}
-    return [key for key, _ in _flatten(content)]
+    file = _file_of(group, option, config_dir)
+    is_global = not group or (file is not None and _GLOBAL in file.read_text(encoding="utf-8"))
+    return [key for key, _ in _flatten(content, "" if is_global else f"{group}.", known)]
 
 
 def _load(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    for folder in ([config_dir] if config_dir else []) + [shipped("conf")]:
-        file = folder / group / f"{option}.yaml"
-        if file.is_file():
-            content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-            return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
-    return {}
+    file = _file_of(group, option, config_dir)
+    content = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if file else None
+    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+
+
+def _file_of(group: str, option: str, config_dir: Path | None) -> Path | None:
+    """Return the file of an option, the user's before ours."""
+    files = [folder / group / f"{option}.yaml" for folder in (config_dir, shipped("conf")) if folder]
+    return next((file for file in files if file.is_file()), None)
 
 
 def _shadows(config_dir: Path | None) -> Iterator[str]:
@@ -648,12 +769,13 @@ def _shadows(config_dir: Path | None) -> Iterator[str]:
             yield f"{file} is used instead of the shipped {inner}"
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "", stop: Iterable[str] = ()) -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "", stop: Container[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves with dotted names; what is named in `stop` is a leaf, an empty group is none."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and name not in stop:
+        if isinstance(value, Mapping) and name not in stop:
             yield from _flatten(value, f"{name}.", stop)
-        elif not (isinstance(value, Mapping) and name not in stop) and not (value is None and not prefix and name in GROUPS):
+        elif value is not None or name not in GROUPS:
             yield name, value
 
 
@@ -663,17 +785,9 @@ def _as_mapping(settings: Settings) -> Mapping[str, Any]:
     return dataclasses.asdict(settings)
 
 
-def _plain(value: Any) -> Any:
-    """Turn Hydra's quoted strings, lists and mappings into plain Python values."""
-    from hydra.core.override_parser.types import QuotedString
-
-    if isinstance(value, QuotedString):
-        return value.text
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return value
+def _named(value: Any) -> Any:
+    """Return a mapping with text for keys: the `0` of a module's name reads as a number."""
+    return {str(key): _named(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _word(value: Any) -> str:
@@ -686,8 +800,6 @@ def _word(value: Any) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
 
 
 def shipped_options() -> dict[str, str]:

@@ -31,16 +31,27 @@ def divide(total: int, micro: int | Literal["auto"], world_size: int) -> Batch |
         if total % world_size:
             return _does_not_divide(total, world_size, f"world_size ({world_size})")
         micro = total // world_size
-    elif micro > total:
-        return Problem(
-            f"must be at most global_batch_size ({total}), but is {micro}",
-            f"micro_batch_size={micro}",
-            f"say micro_batch_size={total}, or global_batch_size={micro}",
-        )
     product = micro * world_size
+    if product > total:
+        return _too_large(total, micro, world_size)
     if total % product:
         return _does_not_divide(total, product, f"micro_batch_size x world_size ({micro} x {world_size} = {product})")
     return Batch(total, micro, total // product, world_size)
+
+
+def _too_large(total: int, micro: int, world_size: int) -> Problem:
+    share, rest = divmod(total, world_size)
+    limit = (
+        f"global_batch_size ({total})"
+        if world_size == 1
+        else f"global_batch_size / world_size ({total} / {world_size})"
+    )
+    fixes = [] if rest or not share else [f"micro_batch_size={share}"]
+    return Problem(
+        f"must be at most {limit}, but is {micro}",
+        f"micro_batch_size={micro}",
+        "say " + ", or ".join([*fixes, f"global_batch_size={micro * world_size}"]),
+    )
 
 
 def _does_not_divide(total: int, divisor: int, words: str) -> Problem:

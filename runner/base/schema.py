@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import dataclasses
 import difflib
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -23,6 +25,13 @@ from runner.base import values
 from runner.base.values import Matches, Range
 
 REQUIRED = object()  # the default of a key that must be given
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A default that only running the code could tell."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,11 @@ def settings_keys(settings: type, prefix: str = "") -> dict[str, Key]:
     return keys
 
 
+def defaults(keys: Mapping[str, Key]) -> dict[str, Any]:
+    """Return the default of each key that has one, as a YAML file would hold it; lists and mappings are copies."""
+    return {name: _as_data(key.default) for name, key in keys.items() if key.default is not REQUIRED}
+
+
 def fault(annotation: Any, value: Any) -> str | None:
     """Return what `value` must be if it is not of this type, else None."""
     return None if _fits(annotation, value) else f"must be {in_words(annotation)}, but is {_shown(value)}"
@@ -89,7 +103,8 @@ def in_words(annotation: Any) -> str:
     """Say a type as a person would: `a number above 0, or auto`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return next((item.words for item in arguments[1:] if isinstance(item, (Range, Matches))), in_words(arguments[0]))
+        words = [item.words for item in arguments[1:] if isinstance(item, (Range, Matches))]
+        return words[0] if words else in_words(arguments[0])
     if origin is typing.Literal:
         return _one_of([_plain(item) for item in arguments])
     if origin in (typing.Union, types.UnionType):
@@ -97,7 +112,7 @@ def in_words(annotation: Any) -> str:
     if origin is list or annotation is list:
         return "a list" + (f" of {_plural(arguments[0])}" if arguments else "")
     if origin is tuple:
-        return f"a list of {len(arguments)} values"
+        return f"a list of {_plural(arguments[0]) if Ellipsis in arguments else f'{len(arguments)} values'}"
     if origin in (dict, Mapping) or annotation in (dict, Mapping):
         return "a mapping"
     return _TYPE_WORDS.get(annotation, str(annotation))
@@ -145,11 +160,22 @@ def _signature(node: ast.FunctionDef, path: Path) -> Signature:
             kind = eval(annotation, dict(_NAMESPACE))  # our own source or the user's own task file, types only
         except Exception:  # an annotation of the user's own: anything goes, the function itself will judge
             kind = Any
-        value = ast.literal_eval(default) if default is not None else REQUIRED
+        value = REQUIRED if default is None else _literal(default)
         keys[argument.arg] = Key(argument.arg, kind, value, help_lines.get(argument.arg, ""))
     runner = tuple(argument.arg for argument in (*node.args.posonlyargs, *node.args.args))
     summary = (ast.get_docstring(node) or "").split("\n", 1)[0]
     return Signature(node.name, runner, keys, summary)
+
+
+def _literal(default: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(default)
+    except (ValueError, TypeError):  # not a literal, or one that cannot be, such as {[]: 1}
+        return Expression(ast.unparse(default))
+
+
+def _as_data(value: Any) -> Any:
+    return [_as_data(item) for item in value] if isinstance(value, (list, tuple)) else copy.deepcopy(value)
 
 
 def _help_lines(docstring: str) -> dict[str, str]:
@@ -187,11 +213,13 @@ def _fits(annotation: Any, value: Any) -> bool:
             return isinstance(value, (list, tuple)) and all(_fits(fixed[0], item) for item in value)
         return isinstance(value, (list, tuple)) and len(value) == len(fixed) and all(map(_fits, fixed, value))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(_fits(arguments[1], item) for item in value.values())
+        names, items = arguments
+        return isinstance(value, Mapping) and all(_fits(names, key) and _fits(items, value[key]) for key in value)
     if annotation in (None, type(None)):
         return value is None
     if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+        # What is above the largest float, infinite or not a number is none that can be computed with.
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, annotation) if isinstance(annotation, type) else True
@@ -206,10 +234,10 @@ def _plural(annotation: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, int) or isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, (bool, type(None))):
-        return _plain(value)
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return f'"{value}"' if isinstance(value, str) else _plain(value)

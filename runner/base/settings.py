@@ -66,4 +66,3 @@ class Settings:
     log_every: PositiveInt = 10
     data: DataSettings = field(default_factory=DataSettings)
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
-

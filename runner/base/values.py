@@ -67,5 +67,9 @@ Count = Annotated[int, Range("a whole number of at least 0", low=0)]
 PositiveInt = Annotated[int, Range("a whole number of at least 1", low=1)]
 DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N or mps", r"auto|cpu|cuda(:\d+)?|mps")]
 Every = Annotated[
-    str, Matches("200updates, 2epochs, 10min, auto", r"auto|0*[1-9]\d*\s*(updates?|epochs?)|\d*\.?\d*[1-9]\d*\s*min(utes?)?")
+    str,
+    Matches(
+        "200updates, 2epochs, 10min, auto",
+        r"auto|(?=[\d.]*[1-9])(\d+\s*(updates?|epochs?)|(\d+\.?\d*|\.\d+)\s*min(utes?)?)",
+    ),
 ]
