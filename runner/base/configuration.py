@@ -148,7 +148,7 @@ def compose(request: Request) -> Configuration:
     notes = list(_shadows(request.config_dir))
     tree = _set_values(composed, values, schema, problems, notes)
     problems += _check(tree, schema, already={problem.where for problem in problems})
-    problems += _contradictions(tree, {key for key, _, _ in values})
+    problems += _contradictions(tree)
     if problems:
         raise ConfigError(problems)
     return _freeze(tree, composed, schema, _sources(groups, values, composed, schema, request), request, tuple(notes))
@@ -579,9 +579,18 @@ def _set_values(
             notes.append(f"{key} of the task has no effect: {group}={option} has no such key")
         else:
             _place(tree, key, value, f"SETTINGS[{key!r}]", schema, problems)
+    _keep_one_length(tree, schema.task_settings)
     for key, value, word in values:
         _place(tree, key, value, word, schema, problems)
+    _keep_one_length(tree, {key for key, _, _ in values})
     return tree
+
+
+def _keep_one_length(tree: dict[str, Any], said: Container[str]) -> None:
+    """Let who says `epochs` take back the `updates` of those before, and the other way round."""
+    for key, other in (("updates", "epochs"), ("epochs", "updates")):
+        if key in said and other not in said and tree.get(key) is not None:
+            tree[other] = None
 
 
 def _place(tree: dict[str, Any], key: str, value: Any, word: str, schema: _Schema, problems: list[Problem]) -> None:
@@ -639,7 +648,7 @@ def _check(tree: Mapping[str, Any], schema: _Schema, already: set[str]) -> list[
     return problems
 
 
-def _contradictions(tree: Mapping[str, Any], typed: set[str]) -> list[Problem]:
+def _contradictions(tree: Mapping[str, Any]) -> list[Problem]:
     """Return what is wrong between keys that are each right, as far as no machine needs to be known for it."""
     problems = []
     total, micro = tree.get("global_batch_size"), tree.get("micro_batch_size")
@@ -649,7 +658,7 @@ def _contradictions(tree: Mapping[str, Any], typed: set[str]) -> list[Problem]:
     updates, epochs = tree.get("updates"), tree.get("epochs")
     if updates is None and epochs is None:
         problems.append(Problem("updates or epochs must be given", "updates=null", "say updates=1000"))
-    if {"updates", "epochs"} <= typed and updates is not None and epochs is not None:
+    if updates is not None and epochs is not None:
         problems.append(Problem("both are given", f"updates={updates} epochs={epochs}", "give one of them"))
     return problems
 

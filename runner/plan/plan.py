@@ -1,7 +1,7 @@
 """The plan: what follows from the configuration on this machine, each value with its reason.
 
-`make_plan` is pure: it reads no device and no file, so it runs for machines that are not here. It returns every
-problem at once.
+`make_plan` is pure: it asks no device and reads none of the user's files, so it runs for machines that are not here.
+It returns every problem at once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 from runner.base.configuration import Choice, Configuration, function_of, shipped_options
 from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Problem
+from runner.base.schema import defaults
 from runner.base.settings import DataSettings, EvaluateSettings, Settings
-from runner.plan.inventory import Cpu, Device, Inventory, inventory_of_profile, read_cpu, take_inventory
+from runner.plan.inventory import Device, Inventory, inventory_of_profile, read_cpu, take_inventory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every value the run is made of, resolved: nothing is `auto` any more.
+    """Every value the run is made of; `auto` is left only where the option's own function knows what to do with it.
 
     device     torch's name of the device, such as cuda:0
     choices    group -> choice; `task` among them
@@ -93,22 +94,22 @@ def make_plan(configuration: Configuration, inventory: Inventory, world_size: in
     Raises ConfigError with every problem, DeviceMissing if a device asked for by name is not in the inventory.
     """
     planner = _Planner(configuration, inventory, world_size)
-    device = planner.device()
-    planner.fit_profile(device)
-    for rule in (_precision, _optimizer, _dataloader, _prefetch, _attention, _compile, _task):
-        rule(planner, device)
-    updates, epochs = planner.length()
+    gpu = planner.gpu()
+    planner.fit_profile(gpu)
+    for rule in RULES:
+        rule(planner, gpu)
     batch = planner.batch()
     if planner.problems:
         raise ConfigError(planner.problems)
+    cpu = inventory.cpu
     return Plan(
-        device=device.torch_name if isinstance(device, Device) else "cpu",
-        device_name=device.name if isinstance(device, Device) else f"CPU ({device.name}, {device.logical_cores} cores)",
-        device_uuid=device.uuid if isinstance(device, Device) else "",
+        device=gpu.torch_name if gpu else "cpu",
+        device_name=gpu.name if gpu else f"CPU ({cpu.name}, {cpu.logical_cores} cores)",
+        device_uuid=gpu.uuid if gpu else "",
         choices=planner.choices,
         task_file=str(configuration.request.task_file) if configuration.request.task_file else None,
-        updates=updates,
-        epochs=epochs,
+        updates=configuration.settings.updates,
+        epochs=configuration.settings.epochs,
         batch=batch,
         settings=configuration.settings,
         inference=configuration.inference,
@@ -136,77 +137,83 @@ class _Planner:
         self.inventory = inventory
         self.world_size = world_size
         self.choices = dict(configuration.choices)
-        self.reasons: dict[str, str] = {
-            key: source for key, source in configuration.sources.items() if key not in ("hardware",)
-        }
+        self.reasons = {key: source for key, source in configuration.sources.items() if key != "hardware"}
         self.notes: list[str] = []
         self.problems: list[Problem] = []
 
-    def device(self) -> Device | Cpu:
-        """Choose the device, or raise DeviceMissing for one asked for by name."""
-        wanted = self.configuration.settings.device
-        usable = self.inventory.usable
-        described = self.configuration.hardware.get("devices") or []
-        if wanted == "auto" and described and all(item.get("kind") == "cpu" for item in described):
-            self.reasons["device"] = f"profile {self.configuration.profile}"
-            return self.inventory.cpu
-        if wanted == "auto":
-            gpus = [device for device in usable if device.kind in ("cuda", "mps")]
-            if not gpus:
-                seen = [f"{device.name}: {device.why_not}" for device in self.inventory.devices if not device.usable]
-                self.reasons["device"] = "auto: no GPU here" + (f" that can be used ({'; '.join(seen)})" if seen else "")
-                return self.inventory.cpu
-            best = max(gpus, key=lambda device: device.free_bytes or device.memory_bytes)
-            others = f", the one with most free memory of {len(gpus)}" if len(gpus) > 1 else ""
-            self.reasons["device"] = f"auto: {best.name}{others}"
-            return best
+    def gpu(self) -> Device | None:
+        """Choose the GPU, None for the CPU. Raises DeviceMissing for one asked for by name that is not here."""
+        wanted, usable = self.configuration.settings.device, self.inventory.usable
         if wanted == "cpu":
-            return self.inventory.cpu
+            return None
+        if wanted == "auto":
+            return self._best_gpu(usable)
         kind, _, number = wanted.partition(":")
         for device in usable:
             if device.kind == kind and device.index == int(number or 0):
                 return device
         known = ", ".join(device.torch_name for device in usable) or "no GPU"
-        unusable = [f"{device.name}: {device.why_not}" for device in self.inventory.devices if not device.usable]
         raise DeviceMissing(
-            f"{wanted} is not here; this machine has {', '.join([known, 'cpu'])}"
-            + (f" ({'; '.join(unusable)})" if unusable else ""),
+            f"{wanted} is not here; this machine has {known}, cpu{self._unusable('')}",
             where=f"device={wanted}",
             fix="say device=auto to take what is here",
         )
 
-    def fit_profile(self, device: Device | Cpu) -> None:
-        """Where the profile's GPU is not here, put back the shipped default of each group it selected."""
-        described = [item for item in self.configuration.hardware.get("devices") or [] if item.get("kind") != "cpu"]
-        if not described or isinstance(device, Device):
-            wanted = [str(item.get("name", "")) for item in described]
-            if isinstance(device, Device) and wanted and not any(_same_gpu(name, device.name) for name in wanted):
-                self.notes.append(
-                    f"profile {self.configuration.profile} describes {', '.join(wanted)}; this is {device.name}:"
-                    " the profile's options are used, what they cannot do here is replaced"
-                )
+    def _best_gpu(self, usable: tuple[Device, ...]) -> Device | None:
+        kinds = {item.get("kind", "cuda") for item in self.configuration.hardware.get("devices") or ()}
+        if kinds == {"cpu"}:
+            self.reasons["device"] = f"profile {self.configuration.profile}"
+            return None
+        if not usable:
+            self.reasons["device"] = f"auto: no GPU here{self._unusable(' that can be used')}"
+            return None
+        best = max(usable, key=lambda gpu: gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes)
+        others = f", the one with most free memory of {len(usable)}" if len(usable) > 1 else ""
+        self.reasons["device"] = f"auto: {best.name}{others}"
+        return best
+
+    def _unusable(self, words: str) -> str:
+        """Return `words` and the GPUs that are here in vain, nothing where there are none."""
+        seen = [f"{device.name}: {device.why_not}" for device in self.inventory.devices if not device.usable]
+        return f"{words} ({'; '.join(seen)})" if seen else ""
+
+    def fit_profile(self, gpu: Device | None) -> None:
+        """Where the profile's GPU is not here, say so; on a CPU put back the default of each group it selected."""
+        profile = self.configuration.profile
+        described = [item for item in self.configuration.hardware.get("devices") or () if item.get("kind") != "cpu"]
+        names = [str(item.get("name", "?")) for item in described]
+        if not names or (gpu and any(_same_gpu(name, gpu.name) for name in names)):
+            return
+        if gpu:
+            self.notes.append(
+                f"profile {profile} describes {', '.join(names)}; this is {gpu.name}:"
+                " the profile's options are used, what they cannot do here is replaced"
+            )
             return
         replaced = []
-        defaults = shipped_options()
         for group, choice in self.configuration.choices.items():
-            if self.configuration.sources.get(group) == f"profile {self.configuration.profile}":
-                default = defaults[group]
-                signature = function_of(group, default)
-                options = {key.name: key.default for key in signature.keys.values()} if signature else {}
-                self.choices[group] = Choice(default, default, options)
-                self.reasons[group] = f"default: profile {self.configuration.profile} says {choice.name}, for its GPU"
+            if self.configuration.sources.get(group) == f"profile {profile}":
+                self.choose(
+                    group, shipped_options()[group], f"default: profile {profile} says {choice.name}, for its GPU"
+                )
                 replaced.append(f"{group}={choice.name}")
-        names = ", ".join(str(item.get("name", "?")) for item in described)
         self.notes.append(
-            f"profile {self.configuration.profile} describes {names}; here the run is on the CPU"
+            f"profile {profile} describes {', '.join(names)}; here the run is on the CPU"
             + (f", so {', '.join(replaced)} of the profile gave way to the defaults" if replaced else "")
         )
 
     def choose(self, group: str, name: str, reason: str) -> None:
-        """Put an option in the place of `auto` or of one that cannot be, with the default keys."""
+        """Put an option in the place of `auto` or of one that cannot be; keys that somebody set are kept."""
         signature = function_of(group, name)
-        assert signature is not None
-        self.choices[group] = Choice(name, name, {key.name: key.default for key in signature.keys.values()})
+        options = defaults(signature.keys) if signature else {}
+        for key, value in self.choices[group].options.items():
+            if f"{group}.{key}" not in self.configuration.sources:
+                continue
+            if key in options:
+                options[key] = value
+            else:
+                self.notes.append(f"{group}.{key}={value} has no effect with {group}={name}")
+        self.choices[group] = Choice(name, name, options)
         self.reasons[group] = reason
 
     def set(self, group: str, key: str, value: Any, reason: str) -> None:
@@ -224,14 +231,6 @@ class _Planner:
             self.notes.append(f"{group}={name}: {why}; using {instead}")
             self.choose(group, instead, reason)
 
-    def length(self) -> tuple[int | None, float | None]:
-        """Return updates or epochs, whichever was said last by the stronger voice."""
-        settings, sources = self.configuration.settings, self.configuration.sources
-        by_user = [key for key in ("updates", "epochs") if sources.get(key) == "command line"]
-        if by_user == ["epochs"] and settings.epochs is not None:
-            return None, float(settings.epochs)
-        return (settings.updates, None) if settings.updates is not None else (None, settings.epochs)
-
     def batch(self) -> Batch:
         """Derive micro-batch and accumulation from the global batch."""
         settings = self.configuration.settings
@@ -241,101 +240,123 @@ class _Planner:
             return Batch(0, 0, 0, 0)
         if settings.micro_batch_size == "auto":
             self.reasons["micro_batch_size"] = "auto: the whole share of an update in one pass"
-        self.reasons["accumulation_steps"] = f"{batch.global_batch_size} / ({batch.micro_batch_size} x {self.world_size})"
+        micro_batches = f"{batch.micro_batch_size} x {batch.world_size}"
+        self.reasons["accumulation_steps"] = f"{batch.global_batch_size} / ({micro_batches})"
         return batch
 
 
-def _precision(planner: _Planner, device: Device | Cpu) -> None:
+# ---------------------------------------------------------------- rules: one group each; gpu is None on a CPU
+
+
+def _precision(planner: _Planner, gpu: Device | None) -> None:
     name = planner.choices["precision"].function
-    is_gpu = isinstance(device, Device)
-    capability = device.capability if isinstance(device, Device) else None
-    shown = f"capability {capability[0]}.{capability[1]}" if capability else "no capability"
-    native_bf16 = isinstance(device, Device) and (device.native_bf16 or device.kind == "mps")
     if name == "auto":
-        if isinstance(device, Device) and device.kind == "cuda" and device.native_bf16:
-            planner.choose("precision", "bf16", f"auto: {device.name} ({shown}) computes bfloat16 natively")
-        elif isinstance(device, Device) and device.kind == "cuda" and device.fp16_tensor_cores:
-            planner.choose(
-                "precision", "fp16", f"auto: {device.name} ({shown}) has float16 tensor cores and bfloat16 only by emulation"
-            )
-        else:
-            where = "a CPU gains from bfloat16 only with large models; measure before choosing it" if not is_gpu else f"{device.name} has no tensor cores"
-            planner.choose("precision", "fp32", f"auto: {where}")
-    elif name == "bf16" and is_gpu and not native_bf16:
-        planner.refuse_or_replace(
-            "precision", f"needs a GPU of capability 8.0 or above; {device.name} has {shown} and only emulates bfloat16",
-            "fp16" if isinstance(device, Device) and device.fp16_tensor_cores else "fp32", "bfloat16 is not native here",
-        )  # fmt: skip
-    elif name == "tf32" and not (isinstance(device, Device) and device.native_tf32):
-        planner.refuse_or_replace(
-            "precision", f"needs a GPU of capability 8.0 or above; {device.name} has {shown if is_gpu else 'none'}",
-            "fp32", "TF32 is not there",
-        )  # fmt: skip
-    elif name == "fp16" and not is_gpu:
-        planner.notes.append("precision=fp16 on a CPU is emulated and slow (about 1 GFLOP/s a core): good for tests only")
-
-
-def _optimizer(planner: _Planner, device: Device | Cpu) -> None:
-    choice = planner.choices["optimizer"]
-    if choice.options.get("kernel") == "auto":
-        if isinstance(device, Device) and device.kind == "mps":
-            planner.set("optimizer", "kernel", "foreach", "auto: one launch for many tensors")
-        else:
-            planner.set("optimizer", "kernel", "fused", "auto: one kernel for the whole update, same numbers")
-
-
-def _dataloader(planner: _Planner, device: Device | Cpu) -> None:
-    options = planner.choices["dataloader"].options
-    is_gpu = isinstance(device, Device) and device.kind == "cuda"
-    cores = planner.inventory.cpu.logical_cores
-    if options.get("num_workers") == "auto":
-        if options["cache"] != "none":
-            planner.set("dataloader", "num_workers", 0, f"auto: nothing to read, the samples are kept in {options['cache']}")
-        elif is_gpu:
-            workers = max(0, min(8, cores - 1))
-            planner.set("dataloader", "num_workers", workers, f"auto: {cores} cores, one of them for this process, at most 8")
-        else:
-            planner.set("dataloader", "num_workers", 0, "auto: on a CPU workers take cores from the model")
-    elif options.get("cache") == "device" and options.get("num_workers"):
-        planner.problems.append(
-            Problem("worker processes cannot read from the device", "dataloader.cache=device", "say dataloader.num_workers=0")
+        planner.choose("precision", *_native_precision(gpu))
+    elif name == "bf16" and gpu and not gpu.native_bf16 and gpu.kind != "mps":
+        why = f"needs a GPU of capability 8.0 or above; {gpu.name} has {_capability(gpu)} and only emulates bfloat16"
+        instead = "fp16" if gpu.fp16_tensor_cores else "fp32"
+        planner.refuse_or_replace("precision", why, instead, "bfloat16 is not native here")
+    elif name == "tf32" and not (gpu and gpu.native_tf32):
+        here = f"{gpu.name} has {_capability(gpu)}" if gpu else "this is a CPU"
+        why = f"needs a GPU of capability 8.0 or above; {here}"
+        planner.refuse_or_replace("precision", why, "fp32", "TF32 is not there")
+    elif name == "fp16" and not gpu:
+        planner.notes.append(
+            "precision=fp16 on a CPU is emulated and slow (about 1 GFLOP/s a core): good for tests only"
         )
-    elif isinstance(options.get("num_workers"), int) and options["num_workers"] > cores:
-        planner.notes.append(f"dataloader.num_workers={options['num_workers']} is more than the {cores} cores of this machine")
-    if options.get("pin_memory") == "auto":
-        planner.set("dataloader", "pin_memory", is_gpu, f"auto: {'copies from it can overlap' if is_gpu else 'no GPU to copy to'}")
-    elif options.get("pin_memory") and not is_gpu:
+
+
+def _native_precision(gpu: Device | None) -> tuple[str, str]:
+    """Return the best format that the device computes in natively, and why it is that one."""
+    if gpu is None:
+        return "fp32", "auto: a CPU gains from bfloat16 only with large models; measure before choosing it"
+    if gpu.native_bf16:
+        return "bf16", f"auto: {gpu.name} ({_capability(gpu)}) computes bfloat16 natively"
+    if gpu.fp16_tensor_cores:
+        why = "has float16 tensor cores and bfloat16 only by emulation"
+        return "fp16", f"auto: {gpu.name} ({_capability(gpu)}) {why}"
+    return "fp32", f"auto: {gpu.name} has no tensor cores"
+
+
+def _optimizer(planner: _Planner, gpu: Device | None) -> None:
+    if planner.choices["optimizer"].options.get("kernel") != "auto":
+        return
+    if gpu and gpu.kind == "mps":
+        planner.set("optimizer", "kernel", "foreach", "auto: one launch for many tensors")
+    else:
+        planner.set("optimizer", "kernel", "fused", "auto: one kernel for the whole update, same numbers")
+
+
+def _workers(planner: _Planner, gpu: Device | None) -> None:
+    options = planner.choices["dataloader"].options
+    cores = planner.inventory.cpu.logical_cores
+    workers = options.get("num_workers", 0)  # a thread has no workers
+    if workers == "auto":
+        if options["cache"] != "none":
+            workers, why = 0, f"auto: nothing to read, the samples are kept in {options['cache']}"
+        elif _is_cuda(gpu):
+            workers, why = min(8, cores - 1), f"auto: {cores} cores, one of them for this process, at most 8"
+        else:
+            workers, why = 0, "auto: on a CPU workers take cores from the model"
+        planner.set("dataloader", "num_workers", workers, why)
+    elif workers and options["cache"] == "device":
+        what = "worker processes cannot read from the device"
+        planner.problems.append(Problem(what, "dataloader.cache=device", "say dataloader.num_workers=0"))
+    elif workers > cores:
+        planner.notes.append(f"dataloader.num_workers={workers} is more than the {cores} cores of this machine")
+
+
+def _pin_memory(planner: _Planner, gpu: Device | None) -> None:
+    pin_memory = planner.choices["dataloader"].options["pin_memory"]
+    if pin_memory == "auto":
+        why = "auto: copies from it can overlap" if _is_cuda(gpu) else "auto: no GPU to copy to"
+        planner.set("dataloader", "pin_memory", _is_cuda(gpu), why)
+    elif pin_memory and not _is_cuda(gpu):
         planner.set("dataloader", "pin_memory", False, "there is no GPU to copy to")
         planner.notes.append("dataloader.pin_memory=true has no effect without a GPU and is off")
 
 
-def _prefetch(planner: _Planner, device: Device | Cpu) -> None:
+def _prefetch(planner: _Planner, gpu: Device | None) -> None:
     name = planner.choices["prefetch"].function
-    is_gpu = isinstance(device, Device) and device.kind == "cuda"
-    if name == "auto":
-        planner.choose("prefetch", "stream" if is_gpu else "none", "auto: " + ("copies overlap with compute" if is_gpu else "nothing to copy"))
-    elif name == "stream" and not is_gpu:
+    if name == "auto" and _is_cuda(gpu):
+        planner.choose("prefetch", "stream", "auto: copies overlap with compute")
+    elif name == "auto":
+        planner.choose("prefetch", "none", "auto: nothing to copy")
+    elif name == "stream" and not _is_cuda(gpu):
         planner.choose("prefetch", "none", "there is no GPU to copy to")
         planner.notes.append("prefetch=stream has no effect without a GPU and is off")
 
 
-def _attention(planner: _Planner, device: Device | Cpu) -> None:
+def _attention(planner: _Planner, gpu: Device | None) -> None:
     name = planner.choices["attention"].function
-    if name == "flash" and isinstance(device, Device) and device.kind == "cuda" and not device.flash_attention:
-        planner.refuse_or_replace("attention", f"flash needs capability 8.0; {device.name} is below", "efficient", "flash is not there")
-    elif name in ("efficient", "cudnn") and not isinstance(device, Device):
+    if name == "flash" and gpu and gpu.kind == "cuda" and not gpu.flash_attention:
+        why = f"flash needs capability 8.0; {gpu.name} is below"
+        planner.refuse_or_replace("attention", why, "efficient", "flash is not there")
+    elif name in ("efficient", "cudnn") and not gpu:
         planner.refuse_or_replace("attention", "has kernels for GPUs only", "auto", "no such kernel on a CPU")
 
 
-def _compile(planner: _Planner, device: Device | Cpu) -> None:
-    if planner.choices["compile"].name != "off" and not isinstance(device, Device):
-        planner.notes.append("compile on a CPU was slower than eager in every measurement made so far; measure before keeping it")
+def _compile(planner: _Planner, gpu: Device | None) -> None:
+    if planner.choices["compile"].function != "off" and not gpu:
+        slow = "compile on a CPU was slower than eager in every measurement made so far"
+        planner.notes.append(f"{slow}; measure before keeping it")
 
 
-def _task(planner: _Planner, device: Device | Cpu) -> None:
+def _task(planner: _Planner, gpu: Device | None) -> None:
     if planner.choices["task"].options.get("size") == "auto":
-        is_gpu = isinstance(device, Device)
-        planner.set("task", "size", "full" if is_gpu else "tiny", "auto: " + ("a GPU is here" if is_gpu else "sized for a CPU"))
+        size, why = ("full", "auto: a GPU is here") if gpu else ("tiny", "auto: sized for a CPU")
+        planner.set("task", "size", size, why)
+
+
+RULES = (_precision, _optimizer, _workers, _pin_memory, _prefetch, _attention, _compile, _task)
+
+
+def _is_cuda(gpu: Device | None) -> bool:
+    return gpu is not None and gpu.kind == "cuda"
+
+
+def _capability(gpu: Device) -> str:
+    return "capability {}.{}".format(*gpu.capability) if gpu.capability else "no capability"
 
 
 def _same_gpu(described: str, found: str) -> bool:
