@@ -1,0 +1,59 @@
+"""Imports go down only; axes do not know each other; tasks know the task contract and nothing else of the runner."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS = {
+    "base": 0,
+    "axes": 1, "observe": 1, "durable": 1,
+    "plan": 2,
+    "engine": 3, "launch": 3,
+    "commands": 4,
+    "cli": 5, "__main__": 6,
+}  # fmt: skip
+
+
+def imports(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module or ""
+
+
+def floor_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "runner" and len(parts) > 1 else None
+
+
+FILES = sorted(path for path in (ROOT / "runner").rglob("*.py") if path.parent.name != "runner" or path.stem != "__init__")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_go_down_only(file: Path) -> None:
+    inner = file.relative_to(ROOT / "runner")
+    mine = inner.parts[0].removesuffix(".py")
+    for module in imports(file):
+        floor = floor_of(module)
+        if floor is None:
+            continue
+        assert floor in FLOORS, f"{module} is on no floor"
+        assert FLOORS[floor] < FLOORS[mine] or floor == mine, f"{inner} imports {module}, which is above it or beside it"
+        if mine == floor == "axes":
+            pytest.fail(f"{inner} imports {module}: axes do not know each other")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "tasks").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
+def test_tasks_know_the_contract_only(file: Path) -> None:
+    allowed = {"runner.base.task", "runner.base.values", "runner.base.errors"}
+    assert {module for module in imports(file) if module.startswith("runner")} <= allowed
+
+
+def test_every_floor_has_files() -> None:
+    assert {file.relative_to(ROOT / "runner").parts[0].removesuffix(".py") for file in FILES} == set(FLOORS)
