@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 
 from runner import __version__
 from runner.base.errors import AccelRunError, Exit, Problem, UsageError
 
-# command -> (module in runner.commands, what it does)
+# command -> (module in runner.commands, what it does; nothing: not in the overview)
 COMMANDS = {
     "train": ("train", "train a task; the same command with the same run=NAME resumes"),
     "inference": ("inference", "predict with the newest checkpoint of a run (short: infer)"),
@@ -20,23 +23,29 @@ COMMANDS = {
     "explain": ("explain", "tell which file, profile or override set a value"),
     "status": ("status", "show a run: progress, checkpoints, last error"),
     "new": ("new", "write a one-file task of your own"),
+    "completion": ("completion", "print what makes bash, zsh or fish complete these words"),
+    "complete": ("complete", ""),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; user errors are printed without a traceback."""
+    """Run one command and return its exit code; nobody sees a traceback but for a fault of this program."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _dispatch(words)
-    except AccelRunError as error:
-        print_problems(error)
-        return int(error.exit_code)
-    except BrokenPipeError:  # the reader of a pipe went away, as in `accel-run plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(Exit.DONE)
-    except KeyboardInterrupt:
-        print("accel-run: interrupted before anything was saved", file=sys.stderr)
-        return int(Exit.INTERRUPTED)
+    with _leaving_at_ctrl_c():
+        try:
+            code = _dispatch(words)
+        except AccelRunError as error:
+            print_problems(error)
+            code = int(error.exit_code)
+        except BrokenPipeError:  # the reader of a pipe went away, as in `accel-run plan | head`
+            code = int(Exit.DONE)
+        except KeyboardInterrupt:
+            _say("accel-run: interrupted before anything was saved")
+            code = int(Exit.INTERRUPTED)
+        except Exception as error:
+            _print_fault(error)
+            code = int(Exit.SOFTWARE)
+        return _flushed(code)
 
 
 def print_problems(error: AccelRunError) -> None:
@@ -46,7 +55,7 @@ def print_problems(error: AccelRunError) -> None:
     for number, problem in enumerate(error.problems, 1):
         lead = f"  {number}. " if many else "accel-run: "
         lines.append(lead + _on_one_screen(problem, " " * len(lead)))
-    print("\n".join(lines), file=sys.stderr)
+    _say("\n".join(lines))
 
 
 def overview() -> str:
@@ -71,11 +80,11 @@ accel-run COMMAND --help tells more. Exit codes: 0 done, 75 saved and stopped (r
 
 def _dispatch(words: list[str]) -> int:
     if not words:
-        sys.stderr.write(overview())
+        print(overview(), end="", file=sys.stderr)
         return int(Exit.USAGE)
     first = words[0]
     if first in ("--help", "-h", "help"):
-        sys.stdout.write(overview())
+        print(overview(), end="")
         return int(Exit.DONE)
     if first in ("--version", "-V"):
         print(f"accel-run {__version__}")
@@ -83,8 +92,9 @@ def _dispatch(words: list[str]) -> int:
     if first not in COMMANDS:
         raise _unknown(first)
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
-    if any(word in ("--help", "-h") for word in words[1:]):
-        sys.stdout.write(module.HELP)
+    ours = words[1 : words.index("--")] if "--" in words else words[1:]  # after -- stand words of another line
+    if {"--help", "-h"} & set(ours):
+        print(module.HELP, end="")
         return int(Exit.DONE)
     run: Callable[[list[str]], int] = module.run
     return run(words[1:])
@@ -108,3 +118,63 @@ def _unknown(word: str) -> AccelRunError:
 def _on_one_screen(problem: Problem, indent: str) -> str:
     where = f"{problem.where}: " if problem.where else ""
     return f"{where}{problem.what}" + (f"\n{indent}{problem.fix}" if problem.fix else "")
+
+
+# ---------------------------------------------------------------- ends that nobody asked for
+
+
+@contextmanager
+def _leaving_at_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the program at once, also in the middle of an import, where an exception may be lost or printed.
+
+    A run that has something to save takes the signal over; a shell that starts us in the background ignores it.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _leave(*_: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # should the lines below block on a full pipe, a second one ends it
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # it may have come in the middle of a print
+            stream.flush()
+    with suppress(OSError):
+        os.write(2, b"\naccel-run: interrupted before anything was saved\n")
+    os._exit(Exit.INTERRUPTED)
+
+
+def _print_fault(error: Exception) -> None:
+    """Print the cause in a line, and the traceback below one that says whose fault it is."""
+    import traceback
+
+    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    _say(f"accel-run: {cause}\n           this is a fault of accel-run, not yours; please report it with what follows")
+    _say("".join(traceback.format_exception(error)))
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it, or the stream is closed
+        print(text, file=sys.stderr, flush=True)
+
+
+def _flushed(code: int) -> int:
+    """Return the code once all is written, or that of a full disk; a reader that went away changes nothing."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except (OSError, ValueError) as error:
+        # What is left in the buffer would be tried again at exit, and fail with a message of the interpreter.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return code
+        _say(f"accel-run: standard output cannot be written: {getattr(error, 'strerror', None) or error}")
+        return code or int(Exit.INPUT_OUTPUT)

@@ -20,7 +20,7 @@ if [[ ! -e $venv/.ready ]]; then
     sed -E ${torch:+-e "s/^torch==.*/torch==$torch/"} ${torch:+-e '/^(setuptools|triton|sympy|nvidia-c.*)==/d'} \
         ${hydra:+-e "s/^hydra-core==.*/hydra-core==$hydra/"} ${hydra:+-e '/^(omegaconf|antlr4-python3-runtime)==/d'} \
         "$root/scripts/constraints.txt" >"$constraints"
-    "$venv/bin/pip" install --quiet --pre --constraint "$constraints" torch --editable "$root[dev]"
+    "$venv/bin/pip" install --quiet ${hydra:+--pre} --constraint "$constraints" torch --editable "${root}[dev]"
     : >"$venv/.ready"
 fi
 cd -- "$root"

@@ -9,6 +9,7 @@ import platform
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -60,7 +61,9 @@ def train(request: Request) -> tuple[Exit, RunDirectory]:
             _leave_traces(directory, configuration, plan, inventory, record)
             code = _train(plan, directory, screen, record, inventory)
         except BaseException as error:
-            _end_badly(error, directory, record, began)
+            is_written = _end_badly(error, directory, record, began)
+            if is_written and isinstance(error, Exception) and not isinstance(error, AccelRunError):
+                raise _fault_of_ours(error, directory) from error
             raise
         record |= {"state": "preempted" if code == Exit.PREEMPTED else "done", "exit_code": int(code), "ended": _now()}
         directory.write("run.json", _json(record))
@@ -228,8 +231,8 @@ def _git_state(folder: Path) -> dict[str, str] | None:
     return None
 
 
-def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, Any], began: float) -> None:
-    """Write error.json and the state of the run; never in the way of the error itself."""
+def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, Any], began: float) -> bool:
+    """Write error.json and the state of the run, if the disk lets us; never in the way of the error itself."""
     from runner.durable.checkpoint import newest_valid
 
     code = int(error.exit_code) if isinstance(error, AccelRunError) else int(Exit.SOFTWARE)
@@ -243,13 +246,21 @@ def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, 
             "problems": [dataclasses.asdict(problem) for problem in problems],
             "exit_code": code,
             "last_checkpoint": last.name if last else None,
+            "traceback": "".join(traceback.format_exception(error)),
             "time": _now(),
             "seconds": time.time() - began,
         }
         directory.write("error.json", _json(content))
         directory.write("run.json", _json({**record, "state": "failed", "exit_code": code, "ended": _now()}))
+        return True
     except StorageError:
-        pass
+        return False
+
+
+def _fault_of_ours(error: Exception, directory: RunDirectory) -> AccelRunError:
+    """Return in one line what nobody foresaw; the traceback is in error.json."""
+    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    return AccelRunError(cause, fix=f"this is a fault of accel-run, not yours; please report it with {directory.error}")
 
 
 def _updates_in(metrics: Path) -> int:
