@@ -144,7 +144,7 @@ def compose(request: Request) -> Configuration:
     parsed, problems = _parse(request)
     groups, values = _split(parsed, request, problems)
     composed = _compose_groups(groups, request, problems)
-    schema = _schema(composed, request, problems)
+    schema = _schema(composed, values, request, problems)
     notes = list(_shadows(request.config_dir))
     tree = _set_values(composed, values, schema, problems, notes)
     problems += _check(tree, schema, already={problem.where for problem in problems})
@@ -451,7 +451,9 @@ class _Schema:
         return next((name for name in self.keys if key == name or key.startswith(f"{name}.")), key)
 
 
-def _schema(composed: Mapping[str, Any], request: Request, problems: list[Problem]) -> _Schema:
+def _schema(
+    composed: Mapping[str, Any], values: list[tuple[str, Any, str]], request: Request, problems: list[Problem]
+) -> _Schema:
     """Gather the keys of the settings, of the chosen options, of the task and of its predictions."""
     keys = settings_keys(Settings)
     functions = {}
@@ -464,11 +466,11 @@ def _schema(composed: Mapping[str, Any], request: Request, problems: list[Proble
         signature = function_of(group, function)
         keys.update({f"{group}.{key.name}": key for key in (signature.keys.values() if signature else ())})
     source = task_source(str(choices.get("task") or ""), request.task_file)
-    build, predict, settings = _read_task(source, problems)
+    build, predict, settings, sizes = _read_task(source, problems)
     keys.update({f"task.{key.name}": key for key in build.values()})
     keys.update({f"inference.{key.name}": key for key in predict.values()})
     keys["inference.seed"] = Key("inference.seed", int, 0, "seed of the sampling")
-    task_settings = dict(_flatten(settings, stop=keys))
+    task_settings = dict(_flatten({**settings, **_of_size(sizes, build, composed, values)}, stop=keys))
     return _Schema(keys, functions, task_settings, _folder_keys(choices, request.config_dir, keys))
 
 
@@ -506,21 +508,31 @@ def _folder_keys(choices: Mapping[str, str], config_dir: Path | None, known: Con
     return found
 
 
-def _read_task(source: Path, problems: list[Problem]) -> tuple[Keys, Keys, Mapping[str, Any]]:
-    """Return the keys of `build`, those of `predict`, and the SETTINGS of a task file, without running it."""
+def _of_size(
+    sizes: Mapping[str, Any], build: Keys, composed: Mapping[str, Any], values: list[tuple[str, Any, str]]
+) -> Mapping[str, Any]:
+    """Return the settings that belong to the size of the task: a larger model wants another learning rate."""
+    said = [str(value) for key, value, _ in values if key == "task.size"]
+    default = (composed.get("task") or {}).get("size") or (build["size"].default if "size" in build else "")
+    settings = sizes.get(said[-1] if said else str(default))
+    return settings if isinstance(settings, dict) else {}
+
+
+def _read_task(source: Path, problems: list[Problem]) -> tuple[Keys, Keys, Mapping[str, Any], Mapping[str, Any]]:
+    """Return the keys of `build`, those of `predict`, SETTINGS and SIZES of a task file, without running it."""
     try:
         functions = read_functions(source)
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except SyntaxError as error:
         problems.append(Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source)))
-        return {}, {}, {}
+        return {}, {}, {}, {}
     except (UnicodeDecodeError, ValueError) as error:
         problems.append(Problem(f"is not a Python file: {error}", str(source)))
-        return {}, {}, {}
+        return {}, {}, {}, {}
     if "build" not in functions:
         what, fix = "must define build(*, ...) -> Task, and does not", "an example: accel-run new my_task.py"
         problems.append(Problem(what, str(source), fix))
-        return {}, {}, {}
+        return {}, {}, {}, {}
     build = functions["build"].keys
     predict = {
         name: key for found in functions if found.endswith(".predict") for name, key in functions[found].keys.items()
@@ -529,21 +541,21 @@ def _read_task(source: Path, problems: list[Problem]) -> tuple[Keys, Keys, Mappi
         if isinstance(key.default, Expression):
             what = f"the default of {name} must be a literal, such as 64 or 'text', but is {key.default.text}"
             problems.append(Problem(what, str(source)))
-    return build, predict, _settings_of(tree, source, problems)
+    return build, predict, *(_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES"))
 
 
-def _settings_of(tree: ast.Module, source: Path, problems: list[Problem]) -> Mapping[str, Any]:
-    """Return the literal that the module binds to SETTINGS."""
+def _literal(tree: ast.Module, name: str, source: Path, problems: list[Problem]) -> Mapping[str, Any]:
+    """Return the literal mapping that the module binds to a name; nothing where it does not."""
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and getattr(target, "id", "") == "SETTINGS" and node.value:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and getattr(target, "id", "") == name and node.value:
             try:
                 settings = ast.literal_eval(node.value)
             except (ValueError, TypeError):
                 settings = None
             if isinstance(settings, dict):
                 return settings
-            problems.append(Problem("SETTINGS must be a literal mapping of keys to values", str(source)))
+            problems.append(Problem(f"{name} must be a literal mapping of keys to values", str(source)))
     return {}
 
 

@@ -23,10 +23,42 @@ from .model import Shape, Transformer
 from .sampling import continuations
 
 
+# The mathematics that goes with each size; the command line comes after it.
+SIZES = {
+    "tiny": {
+        "updates": 1500,
+        "global_batch_size": 16,
+        "optimizer.lr": 0.004,
+        "scheduler.warmup": 100,
+        "evaluate.every": 500,
+        "evaluate.samples": 2048,
+    },
+    # Tokens per update and learning rate of Brown et al., Language Models are Few-Shot Learners, 2020, table 2.1.
+    "124m": {
+        "updates": 20000,
+        "global_batch_size": 480,
+        "micro_batch_size": 8,
+        "optimizer.lr": 0.0006,
+        "scheduler.warmup": 700,
+        "evaluate.every": 1000,
+        "evaluate.samples": 512,
+    },
+    "350m": {
+        "updates": 40000,
+        "global_batch_size": 480,
+        "micro_batch_size": 4,
+        "optimizer.lr": 0.0003,
+        "scheduler.warmup": 700,
+        "evaluate.every": 1000,
+        "evaluate.samples": 512,
+    },
+}
+
+
 def build(
     context: Context,
     *,
-    size: Literal["auto", "tiny", "124m", "350m", "full"] = "auto",
+    size: Literal["tiny", "124m", "350m"] = "tiny",
     tokenizer: Literal["byte", "bpe"] = "byte",
     vocab_size: PositiveInt | None = None,
     block_size: PositiveInt | None = None,
@@ -34,20 +66,19 @@ def build(
 ) -> Task:
     """A decoder-only transformer that predicts the next token of real text.
 
-    size        tiny: for two CPU cores; 124m, 350m: the published shapes; full: 124m; auto: full on a GPU, else tiny
+    size        tiny: for two CPU cores; 124m, 350m: the published shapes
     tokenizer   byte: 256 tokens; bpe: a byte-pair encoding trained on the text once, needs the package tokenizers
     vocab_size  tokens in the vocabulary; null: the published 50257, in tiny only what the tokenizer needs
-    block_size  tokens in a sample, the longest context; null: that of the size (tiny 128, published 1024)
+    block_size  tokens in a sample, the longest context; null: that of the size (tiny 64, published 1024)
     dropout     share of activations dropped after the embedding, in attention and at the end of each branch
     """
-    name = {"auto": "tiny", "full": "124m"}.get(size, size)
-    if vocab_size is None and name != "tiny":
+    if vocab_size is None and size != "tiny":
         vocab_size = PUBLISHED_VOCAB_SIZE
     corpus = open_corpus(context.data_path, context.cache / "gpt", tokenizer=tokenizer, vocab_size=vocab_size)
     shape = replace(
-        SHAPES[name],
+        SHAPES[size],
         vocab_size=vocab_size or corpus.tokenizer.num_tokens,
-        block_size=block_size or SHAPES[name].block_size,
+        block_size=block_size or SHAPES[size].block_size,
     )
     return GPT(corpus, shape, dropout=dropout)
 
@@ -130,7 +161,7 @@ class GPT(Task):
 PUBLISHED_VOCAB_SIZE = 50257
 # Radford et al., Language Models are Unsupervised Multitask Learners, 2019, table 2; 124 and 350 million parameters.
 SHAPES: Mapping[str, Shape] = {
-    "tiny": Shape(num_layers=4, num_heads=4, width=128, block_size=128, vocab_size=256),
+    "tiny": Shape(num_layers=4, num_heads=4, width=128, block_size=64, vocab_size=256),
     "124m": Shape(num_layers=12, num_heads=12, width=768, block_size=1024, vocab_size=PUBLISHED_VOCAB_SIZE),
     "350m": Shape(num_layers=24, num_heads=16, width=1024, block_size=1024, vocab_size=PUBLISHED_VOCAB_SIZE),
 }
