@@ -1,0 +1,333 @@
+"""`accel-run complete -- WORDS...`: what the last word may become. Shells call it; it reads no more than it must."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from runner.base.configuration import AXES, GROUPS, function_of, options_of, task_source
+from runner.base.places import shipped
+from runner.base.schema import Key, Signature, read_functions, settings_keys
+from runner.base.settings import Settings
+from runner.base.values import Matches
+
+HELP = """usage: accel-run complete -- WORDS...
+
+Prints what the last of WORDS, the words after `accel-run`, may become, one candidate per line.
+Your shell asks it after: accel-run completion bash (or zsh, or fish)
+"""
+
+
+def run(words: list[str]) -> int:
+    """Print the candidates; whatever is wrong with the line, nothing else is printed into it."""
+    found: list[str] = []
+    with suppress(Exception):
+        found = candidates(words[1:] if words[:1] == ["--"] else words)
+    print("".join(f"{candidate}\n" for candidate in found), end="")
+    return 0
+
+
+def candidates(words: Sequence[str]) -> list[str]:
+    """Return what the last of `words`, those after `accel-run`, may become: whole words.
+
+    A candidate that ends with `=`, `.` or `/` is a beginning, to be gone on with.
+    """
+    from runner.cli import COMMANDS
+
+    *before, last = map(_unquoted, words or [""])
+    if not before:
+        visible = [name for name, (_, summary) in COMMANDS.items() if summary]
+        return _beginning_with(last, [*visible, "--help", "--version"] if last.startswith("-") else visible)
+    line = _Line.read(before, last)
+    offer = _COMMANDS.get(COMMANDS.get(line.command, ("", ""))[0])
+    return list(dict.fromkeys(_beginning_with(last, offer(line)))) if offer else []
+
+
+@dataclass
+class _Line:
+    """What was typed before the word under the cursor."""
+
+    command: str
+    last: str
+    previous: str
+    overrides: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, str] = field(default_factory=dict)
+    lone: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, before: Sequence[str], last: str) -> _Line:
+        line = cls(before[0], last, before[-1])
+        rest = list(before[1:])
+        while rest:
+            word = rest.pop(0)
+            key, has_value, value = word.partition("=")
+            if word in _PATH_FLAGS and rest:
+                line.flags[word] = rest.pop(0)
+            elif word.startswith("-"):
+                line.flags[key] = value
+            elif has_value:
+                line.overrides[key.lstrip("+")] = value
+            else:
+                line.lone.append(word)
+        return line
+
+    @property
+    def config_dir(self) -> Path | None:
+        return self._path("--config-dir")
+
+    @property
+    def root(self) -> Path:
+        return Path(self.overrides.get("output_root", "outputs")).expanduser()
+
+    @cached_property
+    def task_file(self) -> Path | None:
+        """The file of --task; for a run that exists, the one it was trained with."""
+        recorded = self._record.get("task_file")
+        return self._path("--task") or (Path(recorded) if recorded else None)
+
+    @cached_property
+    def chosen(self) -> Mapping[str, str]:
+        """Group -> option: the defaults list, then the task and the profile, then the line."""
+        recorded = (word.partition("=") for word in self._record.get("overrides", ()))
+        given = {key.lstrip("+"): value for key, _, value in recorded} | self.overrides
+        found = dict(_DEFAULT.findall(_yaml("config", self.config_dir)))
+        for group in ("task", "hardware"):
+            option = given.get(group, found.get(group, ""))
+            found |= dict(_OVERRIDE.findall(_yaml(f"{group}/{option}", self.config_dir)))
+        return found | {key: value for key, value in given.items() if key in GROUPS}
+
+    @cached_property
+    def task(self) -> Mapping[str, Signature]:
+        """The functions of the task's file; none while it cannot be read."""
+        with suppress(OSError, SyntaxError, ValueError):
+            return read_functions(task_source(self.chosen.get("task", ""), self.task_file))
+        return {}
+
+    def keys(self, prefix: str) -> dict[str, Key]:
+        """Return the keys that begin with `prefix`; only the files that can hold such keys are read."""
+        keys = settings_keys(Settings)
+        for group in AXES:
+            if prefix and (group.startswith(prefix) or prefix.startswith(f"{group}.")):
+                signature = function_of(group, self._function(group))
+                keys |= {f"{group}.{name}": key for name, key in (signature.keys if signature else {}).items()}
+        build = self.task.get("build")
+        keys |= {f"task.{name}": key for name, key in (build.keys if build else {}).items()}
+        return {name: key for name, key in (keys | self.inference_keys()).items() if name.startswith(prefix)}
+
+    def inference_keys(self) -> dict[str, Key]:
+        """Return the keys of the task's predict, and the seed."""
+        found = (signature.keys for name, signature in self.task.items() if name.endswith(".predict"))
+        keys = {f"inference.{name}": key for options in found for name, key in options.items()}
+        return keys | {"inference.seed": Key("inference.seed", int, 0)}
+
+    def _function(self, group: str) -> str:
+        """Return the function behind the chosen option, which a variant of the user's names as `option: adamw`."""
+        option = self.chosen.get(group, "")
+        variant = re.search(r"^option:\s*[\"']?([\w-]+)", _yaml(f"{group}/{option}", self.config_dir), re.MULTILINE)
+        return variant[1] if variant else option
+
+    @cached_property
+    def _record(self) -> Mapping[str, Any]:
+        """The run.json of the run that `inference` would take; nothing for other commands."""
+        if self.command not in ("inference", "infer"):
+            return {}
+        from runner.base.errors import AccelRunError
+        from runner.durable.directory import RunDirectory
+
+        with suppress(OSError, ValueError, AccelRunError):
+            content = json.loads(RunDirectory.find(self.root, self.overrides.get("run", "last")).run_json.read_text())
+            return content if isinstance(content, dict) else {}
+        return {}
+
+    def _path(self, flag: str) -> Path | None:
+        return Path(self.flags[flag]).expanduser().absolute() if self.flags.get(flag) else None
+
+
+# ---------------------------------------------------------------- one offer per command
+
+
+def _settings_or_flags(line: _Line, *more: str) -> list[str]:
+    """Return flags, files after them, keys, or values after `key=`."""
+    if line.previous in _PATH_FLAGS:
+        return _paths(line.last, _PATH_FLAGS[line.previous])
+    key, has_value, value = line.last.partition("=")
+    if has_value and key in _PATH_FLAGS:
+        return [f"{key}={path}" for path in _paths(value, _PATH_FLAGS[key])]
+    if line.last.startswith("-"):
+        return [*_PATH_FLAGS, *more, "--help"]
+    return _with_values(line, key, value) if has_value else [f"{key}=" for key in _names(line)] + _beginnings(line)
+
+
+def _train(line: _Line) -> list[str]:
+    return _settings_or_flags(line, "-m")
+
+
+def _explain(line: _Line) -> list[str]:
+    if line.lone or line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
+        return _settings_or_flags(line)
+    return _names(line) + _beginnings(line)
+
+
+def _inference(line: _Line) -> list[str]:
+    if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
+        return _settings_or_flags(line)
+    return [f"{key}=" for key in ("run", "device", "output_root", *line.inference_keys())]
+
+
+def _status(line: _Line) -> list[str]:
+    key, has_value, value = line.last.partition("=")
+    if line.last.startswith("-"):
+        return ["--help"]
+    if has_value:
+        return _with_values(line, key, value)
+    return [*([] if line.lone else ["last", *_runs(line)]), "output_root="]
+
+
+def _new(line: _Line) -> list[str]:
+    return ["--help"] if line.last.startswith("-") else []
+
+
+def _completion(line: _Line) -> list[str]:
+    from runner.commands.completion import SCRIPTS
+
+    return ["--help"] if line.last.startswith("-") else [] if line.lone else list(SCRIPTS)
+
+
+# ---------------------------------------------------------------- keys and values
+
+
+def _names(line: _Line) -> list[str]:
+    """Return the groups and keys that `last` may become; those with a dot only once there is a dot."""
+    plus = "+" if line.last.startswith("+") else ""
+    typed = line.last.lstrip("+")
+    names = [*GROUPS, *line.keys(typed)]
+    return [plus + name for name in names if ("." in typed or "." not in name) and name not in line.overrides]
+
+
+def _beginnings(line: _Line) -> list[str]:
+    """Return `optimizer.` and the like for keys whose dot is still to be typed."""
+    typed = line.last.lstrip("+")
+    groups = {name.split(".")[0] for name in line.keys(typed) if "." in name} if "." not in typed else set()
+    plus = "+" if line.last.startswith("+") else ""
+    return [f"{plus}{group}." for group in sorted(groups)]
+
+
+def _with_values(line: _Line, key: str, value: str) -> list[str]:
+    """Return `key=value` for every value that can be named; in a sweep for the last of a comma list."""
+    lead = ""
+    if {"-m", "--multirun"} & line.flags.keys() and "," in value:
+        lead, value = value.rpartition(",")[0] + ",", value.rpartition(",")[2]
+    return [f"{key}={lead}{candidate}" for candidate in _values_of(line, key.lstrip("+"), value)]
+
+
+def _values_of(line: _Line, key: str, value: str) -> Iterable[str]:
+    if key in GROUPS:
+        return options_of(key, line.config_dir)
+    if key == "run":
+        return [*([] if line.command in ("train", "both") else ["last"]), *_runs(line)]
+    if key == "resume":
+        return ["auto", "fresh", *_runs(line)]
+    if key in ("output_root", "data.path"):
+        return _paths(value, "" if key == "data.path" else "/")
+    known = line.keys(key)
+    return _literals(known[key].type) if key in known else []
+
+
+def _literals(annotation: Any) -> list[str]:
+    """Return the values of a type that can be listed, as they are typed."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is bool:
+        return ["true", "false"]
+    if annotation in (None, type(None)):
+        return ["null"]
+    if origin is typing.Literal:
+        return [_typed(value) for value in arguments]
+    if origin is typing.Annotated:
+        examples = [word for item in arguments[1:] if isinstance(item, Matches) for word in _examples(item)]
+        return examples or _literals(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return [value for argument in arguments for value in _literals(argument)]
+    return []
+
+
+def _examples(pattern: Matches) -> list[str]:
+    """Return those of the pattern's own words that are values, such as `cuda` but not `cuda:N`."""
+    return [word for word in re.split(r", | or ", pattern.words) if pattern.holds(word)]
+
+
+def _typed(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+# ---------------------------------------------------------------- names of files and runs
+
+
+def _runs(line: _Line) -> list[str]:
+    from runner.durable.directory import runs
+
+    return [path.name for path in runs(line.root)]
+
+
+def _paths(typed: str, suffix: str) -> list[str]:
+    """Return folders, with a slash at the end, and files of this suffix ("": all, "/": none) that begin as typed."""
+    folder, _, name = typed.rpartition("/")
+    base = Path(f"{folder}/" if "/" in typed else ".").expanduser()
+    lead = f"{folder}/" if "/" in typed else ""
+    found: list[str] = []
+    if not base.is_dir():
+        return found
+    for path in sorted(base.iterdir()):
+        if path.name.startswith(name) and (name or not path.name.startswith(".")):
+            if path.is_dir():
+                found.append(f"{lead}{path.name}/")
+            elif path.name.endswith(suffix):
+                found.append(f"{lead}{path.name}")
+    return found
+
+
+def _yaml(name: str, config_dir: Path | None) -> str:
+    """Return the text of a configuration file, the user's before ours; nothing where there is none."""
+    for folder in ([config_dir] if config_dir else []) + [shipped("conf")]:
+        with suppress(OSError):
+            return (folder / f"{name}.yaml").read_text(encoding="utf-8")
+    return ""
+
+
+def _unquoted(word: str) -> str:
+    """Return a word as the command would get it; shells hand over what was typed."""
+    if not set(word) & set("\\\"'"):
+        return word
+    try:
+        return (shlex.split(word) or [""])[0]
+    except ValueError:  # a quote that is still open
+        return word.replace('"', "").replace("'", "")
+
+
+def _beginning_with(typed: str, words: Iterable[str]) -> list[str]:
+    return [word for word in words if word.startswith(typed)]
+
+
+# The defaults list, read as text: a parser of YAML costs more than all of this.
+_DEFAULT = re.compile(r"^ *- (\w+): [\"']?([\w-]+)", re.MULTILINE)
+_OVERRIDE = re.compile(r"^ *- override /(\w+): [\"']?([\w-]+)", re.MULTILINE)
+_PATH_FLAGS = {"--task": ".py", "--config-dir": "/"}
+# module of the command -> what it offers
+_COMMANDS: Mapping[str, Callable[[_Line], list[str]]] = {
+    "train": _train,
+    "both": _settings_or_flags,
+    "plan": _settings_or_flags,
+    "explain": _explain,
+    "inference": _inference,
+    "status": _status,
+    "new": _new,
+    "completion": _completion,
+}

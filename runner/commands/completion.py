@@ -1,0 +1,80 @@
+"""`accel-run completion SHELL`: the script that makes a shell complete commands, options, keys and runs."""
+
+from __future__ import annotations
+
+HELP = """usage: accel-run completion bash|zsh|fish
+
+Prints a script that completes commands, options, keys, values and run names with the Tab key. To install it:
+
+  bash   echo 'source <(accel-run completion bash)' >> ~/.bashrc
+  zsh    echo 'source <(accel-run completion zsh)' >> ~/.zshrc        (after the line with compinit)
+  fish   accel-run completion fish > ~/.config/fish/completions/accel-run.fish
+"""
+
+# readline splits words at = and :, so they are put together again, and only the last piece is replaced.
+BASH = """\
+_accel_run() {
+    local -a words=()
+    local word last="" prefix current=${COMP_WORDS[COMP_CWORD]}
+    local glued=""
+    for word in "${COMP_WORDS[@]:1:COMP_CWORD}"; do
+        if [[ $word && ${#words[@]} -gt 0 && ($glued || $word == [=:]*) ]]; then
+            words[${#words[@]}-1]=$last$word
+            last+=$word
+        else
+            words+=("$word")
+            last=$word
+        fi
+        if [[ $word == *[=:] ]]; then glued=1; else glued=""; fi
+    done
+    if [[ $current == [=:]* ]]; then prefix=$last; else prefix=${last%"$current"}; fi
+    COMPREPLY=()
+    while IFS= read -r word; do
+        COMPREPLY+=("${word#"$prefix"}")
+    done < <("$1" complete -- "${words[@]}" 2>/dev/null)
+    [[ $3 == --task || $3 == --config-dir ]] && compopt -o filenames 2>/dev/null
+    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=./] ]] && compopt -o nospace 2>/dev/null
+    return 0
+}
+complete -F _accel_run accel-run
+"""
+
+ZSH = """\
+#compdef accel-run
+_accel_run() {
+    local -a found
+    found=(${(f)"$(${(Q)words[1]} complete -- "${(@)words[2,CURRENT-1]}" "$PREFIX" 2>/dev/null)"})
+    compadd -S '' -- ${(M)found:#*[=./]}
+    compadd -- ${found:#*[=./]}
+    (( $#found ))
+}
+if [[ $funcstack[1] == _accel_run ]]; then _accel_run "$@"; else compdef _accel_run accel-run; fi
+"""
+
+# fish itself adds no space after = . and /
+FISH = """\
+function __accel_run_complete
+    set -l before (commandline -opc)
+    set -l program $before[1]
+    set -e before[1]
+    set -l current (commandline -ct)
+    $program complete -- $before "$current" 2>/dev/null
+end
+complete -c accel-run -f -a '(__accel_run_complete)'
+"""
+
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+
+
+def run(words: list[str]) -> int:
+    """Print the script of one shell."""
+    from runner.base.errors import ConfigError, Problem
+    from runner.base.schema import did_you_mean
+
+    if len(words) != 1:
+        raise ConfigError(Problem("which shell?", "completion", "say accel-run completion bash, zsh or fish"))
+    if words[0] not in SCRIPTS:
+        fix = did_you_mean(words[0], SCRIPTS) or "say accel-run completion bash, zsh or fish"
+        raise ConfigError(Problem("unknown shell", words[0], fix))
+    print(SCRIPTS[words[0]], end="")
+    return 0

@@ -1,0 +1,293 @@
+"""The Tab key: what may stand next on the line, without torch, and in real shells."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.base.configuration import GROUPS, options_of, shipped_options
+from runner.cli import COMMANDS, main
+from runner.commands.complete import _Line, candidates
+from runner.commands.completion import SCRIPTS
+
+TASK = """
+SETTINGS = {}
+def build(*, hidden: int = 8, kind: Literal["wide", "deep"] = "wide"): ...
+class Mine:
+    def predict(self, model, generator, *, colour: bool = True): ...
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a task, two runs and configuration files of one's own, and it is where we are."""
+    for name, record in {"first": {}, "second": {"task_file": str(tmp_path / "my_task.py")}}.items():
+        run = tmp_path / "outputs" / name
+        run.mkdir(parents=True)
+        (run / "run.json").write_text(json.dumps(record))
+        os.utime(run / "run.json", (1e9 + len(name), 1e9 + len(name)))
+    (tmp_path / "my_task.py").write_text(TASK)
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "with space").mkdir()
+    (tmp_path / "mine" / "optimizer").mkdir(parents=True)
+    (tmp_path / "mine" / "optimizer" / "heavy.yaml").write_text("option: sgd\nmomentum: 0.99\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def offered(line: str) -> list[str]:
+    """Return the candidates at the end of a line, of which no word holds a space."""
+    return candidates(line.split(" ")[1:])
+
+
+# line -> exactly what is offered
+OFFERS = {
+    "accel-run t": "train",
+    "accel-run i": "inference",
+    "accel-run com": "completion",
+    "accel-run --": "--help --version",
+    "accel-run frobnicate x": "",
+    "accel-run completion ": "bash zsh fish",
+    "accel-run completion bash ": "",
+    "accel-run new ": "",
+    "accel-run train --": "--task --config-dir --help",
+    "accel-run train -": "--task --config-dir -m --help",
+    "accel-run status -": "--help",
+    "accel-run train prec": "precision=",
+    "accel-run train precision=fp16 prec": "precision.",
+    "accel-run train precision=": "precision=auto precision=bf16 precision=fp16 precision=fp32 precision=tf32",
+    "accel-run train precision=f": "precision=fp16 precision=fp32",
+    "accel-run train +hardware=t": "+hardware=t4",
+    "accel-run train +hard": "+hardware=",
+    "accel-run train optimizer.l": "optimizer.lr= optimizer.lr_scales=",
+    "accel-run train optimizer.kernel=f": "optimizer.kernel=fused optimizer.kernel=foreach optimizer.kernel=for-loop",
+    "accel-run train optimizer.decay_1d=": "optimizer.decay_1d=true optimizer.decay_1d=false",
+    "accel-run train optimizer=sgd optimizer.m": "optimizer.momentum=",
+    "accel-run train optimizer.m": "",
+    "accel-run train precision.": "",
+    "accel-run train precision=fp16 precision.g": "precision.growth_factor= precision.growth_interval=",
+    "accel-run train hardware=t4 precision.g": "precision.growth_factor= precision.growth_interval=",
+    "accel-run train hardware=t4 precision=bf16 precision.": "precision.keep_fp32=",
+    "accel-run train --config-dir mine optimizer=h": "optimizer=heavy",
+    "accel-run train --config-dir=mine optimizer=h": "optimizer=heavy",
+    "accel-run train --config-dir mine optimizer=heavy optimizer.m": "optimizer.momentum=",
+    "accel-run train ep": "epochs=",
+    "accel-run train updates=1 upd": "",
+    "accel-run train micro_batch_size=": "micro_batch_size=auto",
+    "accel-run train device=c": "device=cpu device=cuda",
+    "accel-run train max_grad_norm=": "max_grad_norm=null",
+    "accel-run train dataloader.num_workers=": "dataloader.num_workers=auto",
+    "accel-run train task.si": "task.size=",
+    "accel-run train task.size=t": "task.size=tiny",
+    "accel-run train --task my_task.py task.": "task.hidden= task.kind=",
+    "accel-run train --task my_task.py task.kind=": "task.kind=wide task.kind=deep",
+    "accel-run train --task ": "mine/ my_task.py outputs/ with space/",
+    "accel-run train --task ./m": "./mine/ ./my_task.py",
+    "accel-run train --task=m": "--task=mine/ --task=my_task.py",
+    "accel-run train --task nowhere/": "",
+    "accel-run train --config-dir ": "mine/ outputs/ with space/",
+    "accel-run train output_root=o": "output_root=outputs/",
+    "accel-run train run=": "run=second run=first",
+    "accel-run train run=f": "run=first",
+    "accel-run train resume=": "resume=auto resume=fresh resume=second resume=first",
+    "accel-run train -m precision=fp32,b": "precision=fp32,bf16",
+    "accel-run train precision=fp32,b": "",
+    "accel-run status ": "last second first output_root=",
+    "accel-run status first ": "output_root=",
+    "accel-run status output_root=elsewhere ": "last output_root=",
+    "accel-run inference run=": "run=last run=second run=first",
+    "accel-run infer run=first inference.p": "inference.prompt=",
+    "accel-run infer inference.c": "inference.colour=",
+    "accel-run infer run=second inference.colour=t": "inference.colour=true",
+    "accel-run explain optim": "optimizer optimizer.",
+    "accel-run explain optimizer.lr": "optimizer.lr optimizer.lr_scales",
+    "accel-run explain optimizer.lr +hardware=a": "+hardware=a100 +hardware=auto",
+}
+
+
+@pytest.mark.parametrize("line", OFFERS)
+def test_what_is_offered(line: str, folder: Path) -> None:
+    assert " ".join(offered(line)) == OFFERS[line]
+
+
+def test_every_command_that_is_shown_is_offered_and_no_other() -> None:
+    assert offered("accel-run ") == [name for name, (_, summary) in COMMANDS.items() if summary]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_of_every_group_is_offered(group: str) -> None:
+    assert offered(f"accel-run train {group}=") == [f"{group}={option}" for option in options_of(group)]
+
+
+def test_the_defaults_are_those_of_the_defaults_list() -> None:
+    chosen = _Line.read(["train"], "").chosen
+    assert {group: chosen[group] for group in GROUPS} == {group: str(shipped_options()[group]) for group in GROUPS}
+
+
+def test_words_may_be_quoted_as_they_were_typed(folder: Path) -> None:
+    (folder / "with space" / "task.py").write_text(TASK)
+    assert candidates(["train", "--task", "with\\ space/"]) == ["with space/task.py"]
+    assert candidates(["train", "--task", "'with space/"]) == ["with space/task.py"]
+    assert candidates(["train", "--task", "'with space/task.py'", "task.k"]) == ["task.kind="]
+
+
+@pytest.mark.parametrize("content", ["def build(", "\0", "build = 3"])
+def test_nothing_is_said_into_the_line_when_the_task_cannot_be_read(
+    content: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "my_task.py").write_text(content)
+    assert main(["complete", "--", "train", "--task", "my_task.py", "task."]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_help_flag_on_the_line_is_not_meant_for_us(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["complete", "--", "train", "--help", "precision=b"]) == 0
+    assert capsys.readouterr() == ("precision=bf16\n", "")
+
+
+def test_it_is_not_in_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    assert "\n  complete " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["", "zhs", "bash zsh"])
+def test_an_unknown_shell_is_exit_78(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", *words.split()]) == 78
+    assert "zsh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", ["train optim", "train precision=", "train optimizer.", "inference inference.", "status ", "train --task "]
+)
+def test_a_completion_takes_less_than_200_ms_of_cpu_and_no_torch(words: str, folder: Path) -> None:
+    code = "import sys, runner.cli as c; c.main(sys.argv[1:]); sys.exit(bool({'torch', 'hydra'} & {*sys.modules}))"
+    root = Path(__file__).parents[2]
+    times = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, "-c", code, "complete", "--", *words.split(" ")],
+            env={**os.environ, "PYTHONPATH": str(root)}, cwd=folder, check=True, capture_output=True,
+        )  # fmt: skip
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.2
+
+
+# ---------------------------------------------------------------- in shells
+
+
+def in_shell(shell: str, script: str, folder: Path) -> str:
+    """Return what a shell prints that has our completion and an accel-run on its path."""
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"{shell} is not installed")
+    places = folder / "bin"
+    places.mkdir()
+    root = Path(__file__).parents[2]
+    (places / "accel-run").write_text(f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m runner "$@"\n')
+    (places / "accel-run").chmod(0o755)
+    (folder / f"completion.{shell}").write_text(SCRIPTS[shell])
+    plain = {"bash": ["--norc", "--noprofile"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
+    environment = {"PATH": f"{places}:{os.environ['PATH']}", "HOME": str(folder), "TERM": "dumb"}
+    done = subprocess.run(
+        [program, *plain, "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    return done.stdout
+
+
+# What readline makes of a line: words also end at = and :, and only the last piece is replaced.
+IN_BASH = {
+    "accel-run t": (["accel-run", "t"], "train"),
+    "accel-run ": (["accel-run", ""], " ".join(name for name, (_, summary) in COMMANDS.items() if summary)),
+    "accel-run train optim": (["accel-run", "train", "optim"], "optimizer= optimizer."),
+    "accel-run train precision=": (["accel-run", "train", "precision", "="], "auto bf16 fp16 fp32 tf32"),
+    "accel-run train precision=f": (["accel-run", "train", "precision", "=", "f"], "fp16 fp32"),
+    "accel-run train optimizer=sgd optimizer.m": (
+        ["accel-run", "train", "optimizer", "=", "sgd", "optimizer.m"], "optimizer.momentum=",
+    ),
+    "accel-run train device=cuda:0 optimizer=s": (
+        ["accel-run", "train", "device", "=", "cuda", ":", "0", "optimizer", "=", "s"], "sgd",
+    ),
+    "accel-run train updates= ": (["accel-run", "train", "updates", "=", ""], None),
+    "accel-run train --task m": (["accel-run", "train", "--task", "m"], "mine/ my_task.py"),
+    "accel-run train --task=m": (["accel-run", "train", "--task", "=", "m"], "mine/ my_task.py"),
+    "accel-run inference run=": (["accel-run", "inference", "run", "="], "last second first"),
+    "accel-run status fi": (["accel-run", "status", "fi"], "first"),
+    "accel-run train frob": (["accel-run", "train", "frob"], ""),
+}  # fmt: skip
+
+
+def test_bash_completes(folder: Path) -> None:
+    script = "source ./completion.bash\n"
+    for words, _ in IN_BASH.values():
+        quoted = " ".join(f"'{word}'" for word in words)
+        script += (
+            f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _accel_run accel-run '{words[-1]}' '{words[-2]}'\n"
+        )
+        script += 'echo "${COMPREPLY[*]}"\n'
+    answers = in_shell("bash", script, folder).splitlines()
+    assert len(answers) == len(IN_BASH)
+    for (line, (_, expected)), answer in zip(IN_BASH.items(), answers, strict=True):
+        if expected is None:
+            assert answer.startswith("precision= parallelism= "), line
+        else:
+            assert answer == expected, line
+
+
+def test_bash_registers_the_completion_for_accel_run(folder: Path) -> None:
+    assert "-F _accel_run accel-run" in in_shell("bash", "source ./completion.bash; complete -p accel-run", folder)
+
+
+def test_zsh_completes(folder: Path) -> None:
+    """compadd is replaced, for completion proper needs a terminal."""
+    script = "compdef() { registered=$2 }\nsource ./completion.zsh\necho $registered\n"
+    script += 'compadd() { while [[ $1 != -- ]]; do shift; done; shift; print -rn -- "${@:+$* }" }\n'
+    lines = {
+        "accel-run t": "train",
+        "accel-run train precision=f": "precision=fp16 precision=fp32",
+        "accel-run train optim": "optimizer= optimizer.",
+        "accel-run train --task m": "mine/ my_task.py",
+        "accel-run frobnicate x": "",
+    }
+    for line in lines:
+        *before, last = line.split(" ")
+        script += (
+            f"words=({' '.join(before)} '{last}'); CURRENT={len(before) + 1}; PREFIX='{last}'; _accel_run; print\n"
+        )
+    registered, *answers = in_shell("zsh", script, folder).splitlines()
+    assert registered == "accel-run"
+    assert [answer.strip() for answer in answers] == list(lines.values())
+
+
+def test_fish_completes(folder: Path) -> None:
+    lines = {
+        "accel-run t": "train",
+        "accel-run train precision=f": "precision=fp16 precision=fp32",
+        "accel-run train ": None,
+        "accel-run train optim": "optimizer= optimizer.",
+        "accel-run train --task m": "mine/ my_task.py",
+        "accel-run frobnicate x": "",
+    }
+    script = "source ./completion.fish\n"
+    script += "".join(f"echo (complete -C '{line}' | string join ' ')\n" for line in lines)
+    answers = in_shell("fish", script, folder).splitlines()
+    for (line, expected), answer in zip(lines.items(), answers, strict=True):
+        assert sorted(answer.split()) == sorted(expected.split()) if expected is not None else "precision=" in answer, (
+            line
+        )
