@@ -1,5 +1,9 @@
 """`python -m runner` is `accel-run`."""
 
-from runner.cli import main
+try:
+    from runner.cli import main
 
-raise SystemExit(main())
+    code = main()
+except KeyboardInterrupt:  # before `main` could take the signal over
+    code = 130
+raise SystemExit(code)

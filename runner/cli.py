@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -31,7 +32,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; nobody sees a traceback but for a fault of this program."""
     words = list(sys.argv[1:] if argv is None else argv)
-    with _leaving_at_ctrl_c():
+    with _leaving_at_ctrl_c(for_good=argv is None):
         try:
             code = _dispatch(words)
         except AccelRunError as error:
@@ -39,12 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = int(error.exit_code)
         except BrokenPipeError:  # the reader of a pipe went away, as in `accel-run plan | head`
             code = int(Exit.DONE)
+        except OSError as error:
+            code = _told_where(error)
         except KeyboardInterrupt:
-            _say("accel-run: interrupted before anything was saved")
+            _say("accel-run: interrupted")
             code = int(Exit.INTERRUPTED)
         except Exception as error:
-            _print_fault(error)
-            code = int(Exit.SOFTWARE)
+            code = _fault(error)
         return _flushed(code)
 
 
@@ -61,7 +63,8 @@ def print_problems(error: AccelRunError) -> None:
 def overview() -> str:
     """Return what `accel-run --help` prints."""
     rows = "\n".join(f"  {name:<11}{summary}" for name, (_, summary) in COMMANDS.items() if summary)
-    return f"""accel-run {__version__}: train PyTorch models as fast as the machine at hand allows, with the same numbers anywhere.
+    return f"""\
+accel-run {__version__}: train PyTorch models as fast as the machine at hand allows, with the same numbers anywhere.
 
 usage: accel-run COMMAND [key=value ...]
 
@@ -124,10 +127,11 @@ def _on_one_screen(problem: Problem, indent: str) -> str:
 
 
 @contextmanager
-def _leaving_at_ctrl_c() -> Iterator[None]:
+def _leaving_at_ctrl_c(*, for_good: bool) -> Iterator[None]:
     """Ctrl-C ends the program at once, also in the middle of an import, where an exception may be lost or printed.
 
     A run that has something to save takes the signal over; a shell that starts us in the background ignores it.
+    for_good  nothing of Python comes back, so that the interpreter, which takes its time to end, does so quietly too
     """
     previous = signal.getsignal(signal.SIGINT)
     if previous is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -137,7 +141,7 @@ def _leaving_at_ctrl_c() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if for_good else previous)
 
 
 def _leave(*_: object) -> None:
@@ -146,22 +150,32 @@ def _leave(*_: object) -> None:
         with suppress(Exception):  # it may have come in the middle of a print
             stream.flush()
     with suppress(OSError):
-        os.write(2, b"\naccel-run: interrupted before anything was saved\n")
+        os.write(2, b"\naccel-run: interrupted\n")
     os._exit(Exit.INTERRUPTED)
 
 
-def _print_fault(error: Exception) -> None:
+def _fault(error: Exception) -> int:
     """Print the cause in a line, and the traceback below one that says whose fault it is."""
     import traceback
 
     cause = f"{type(error).__name__}: {error}".splitlines()[0]
     _say(f"accel-run: {cause}\n           this is a fault of accel-run, not yours; please report it with what follows")
     _say("".join(traceback.format_exception(error)))
+    return int(Exit.SOFTWARE)
+
+
+def _told_where(error: OSError) -> int:
+    """Print what the system refused: an error of writing that names no file is that of standard output."""
+    if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return _fault(error)
+    _say(f"accel-run: standard output cannot be written: {error.strerror}")
+    return int(Exit.INPUT_OUTPUT)
 
 
 def _say(text: str) -> None:
     with suppress(OSError, ValueError):  # nobody reads it, or the stream is closed
-        print(text, file=sys.stderr, flush=True)
+        if sys.stderr is not None:  # print would take standard output instead
+            print(text, file=sys.stderr, flush=True)
 
 
 def _flushed(code: int) -> int:
@@ -169,12 +183,15 @@ def _flushed(code: int) -> int:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
-        return code
-    except (OSError, ValueError) as error:
-        # What is left in the buffer would be tried again at exit, and fail with a message of the interpreter.
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return code
-        _say(f"accel-run: standard output cannot be written: {getattr(error, 'strerror', None) or error}")
-        return code or int(Exit.INPUT_OUTPUT)
+    except BrokenPipeError:
+        _drop_output()
+    except OSError as error:
+        _drop_output()
+        return code or _told_where(error)
+    return code
+
+
+def _drop_output() -> None:
+    """What is left in the buffer would be tried again at exit, and fail with a message of the interpreter."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
