@@ -23,7 +23,9 @@ def read(words: list[str], *, positional: int = 0, multirun: bool = False) -> Ar
 
     Raises ConfigError where a flag lacks its value.
     """
-    rest, overrides, lone = list(words), [], []
+    rest = list(words)
+    overrides: list[str] = []
+    lone: list[str] = []
     paths: dict[str, Path] = {}
     sweep = False
     while rest:
@@ -37,12 +39,19 @@ def read(words: list[str], *, positional: int = 0, multirun: bool = False) -> Ar
             paths[flag] = Path(value).expanduser()
         elif word in ("-m", "--multirun") and multirun:
             sweep = True
-        elif len(lone) < positional and "=" not in word and not word.startswith(("-", "~")) and (not rest or rest[0] != "="):
+        elif (
+            len(lone) < positional
+            and "=" not in word
+            and not word.startswith(("-", "~"))
+            and (not rest or rest[0] != "=")
+        ):
             lone.append(word)
         else:
             overrides.append(word)
     return Arguments(
-        Request(tuple(overrides), _absolute(paths.get("--task")), _absolute(paths.get("--config-dir"))), sweep, tuple(lone)
+        Request(tuple(overrides), _absolute(paths.get("--task")), _absolute(paths.get("--config-dir"))),
+        sweep,
+        tuple(lone),
     )
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from runner.commands.arguments import read
 from runner.commands.plan import shown
+
+if TYPE_CHECKING:
+    from runner.base.configuration import Configuration, Request
+    from runner.base.schema import Key
 
 HELP = """usage: accel-run explain KEY [key=value ...]
 
@@ -19,9 +25,8 @@ examples
 
 def run(words: list[str]) -> int:
     """Print the chain of who set the key, strongest first."""
-    from runner.base.configuration import GROUPS, Configuration, compose
+    from runner.base.configuration import compose
     from runner.base.errors import ConfigError, Problem
-    from runner.base.schema import did_you_mean
 
     arguments = read(words, positional=1)
     if not arguments.positional:
@@ -29,55 +34,106 @@ def run(words: list[str]) -> int:
     key, request = arguments.positional[0], arguments.request
     configuration = compose(request)
     if key not in configuration.flat():
-        raise ConfigError(Problem("unknown key", key, did_you_mean(key, [*configuration.flat(), *GROUPS])))
-
-    def value(of: Configuration) -> str:
-        return shown(of.flat()[key]) if key in of.flat() else "not there"
-
-    source = configuration.sources.get(key, "default")
-    print(f"{key} = {value(configuration)}   set by: {source}{_file_of(key, source, configuration)}")
-    layers = [
-        ("the command line", tuple(word for word in request.overrides if _key(word) != key)),
-        ("the profile", tuple(word for word in request.overrides if _key(word) not in (key, "hardware"))),
-    ]
-    for name, kept in layers:
-        if kept != request.overrides:
-            without = compose(replace(request, overrides=kept))
-            print(f"  without {name}: {value(without)}   set by: {without.sources.get(key, 'default')}")
-    bare = compose(replace(request, overrides=()))
-    print(f"  with nothing on the command line: {value(bare)}   set by: {bare.sources.get(key, 'default')}")
-    group = key.split(".")[0]
-    if group in configuration.choices and group != key and group != "task":
-        signature = _help(group, configuration.choices[group].function, key.split(".", 1)[1])
-        if signature:
-            print(f"  meaning: {signature}")
+        raise ConfigError(Problem("unknown key", key, _instead(key, configuration)))
+    print(f"{key} = {shown(configuration.flat()[key])}\n  set by {_who(key, configuration)}")
+    for words_left_out, asked in _without(key, request):
+        try:
+            print(f"  without {words_left_out}: {_told(key, compose(asked))}")
+        except ConfigError as error:
+            print(f"  without {words_left_out}: impossible, {error.problems[0].what}")
+    known = _key(key, configuration)
+    if known and known.help:
+        print(f"  meaning: {known.help}")
     return 0
 
 
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
+def _without(key: str, request: Request) -> Iterator[tuple[str, Request]]:
+    """Yield the request without the words for the key, then also without its group, then without the profile."""
+    kept, left_out = request.overrides, []
+    for name in (key, key.split(".", maxsplit=1)[0], "hardware"):
+        if any(_named(word).startswith(f"{name}.") for word in kept):
+            continue  # keys that may belong to this option alone
+        here = [word for word in kept if _named(word) == name]
+        left_out += here
+        kept = tuple(word for word in kept if word not in here)
+        if here:
+            yield " and ".join(left_out), replace(request, overrides=kept)
 
 
-def _help(group: str, function: str, key: str) -> str:
-    from runner.base.configuration import function_of
+def _told(key: str, configuration: Configuration) -> str:
+    """Return the value and who set it."""
+    found = configuration.flat()
+    if key in found:
+        return f"{shown(found[key])}, set by {_who(key, configuration)}"
+    group = key.split(".", maxsplit=1)[0]
+    return f"not there, {group}={configuration.choices[group].name} has no such key"
 
-    signature = function_of(group, function)
-    return signature.keys[key].help if signature and key in signature.keys else ""
 
+def _who(key: str, configuration: Configuration) -> str:
+    """Return who set the key, with the file or the words."""
+    from runner.base.configuration import options_of
 
-def _file_of(key: str, source: str, configuration: object) -> str:
-    from runner.base.configuration import Configuration
-
-    assert isinstance(configuration, Configuration)
-    if source == "command line":
-        words = [word for word in configuration.request.overrides if _key(word) == key]
-        return f" ({words[-1]})" if words else ""
+    request, source = configuration.request, configuration.sources.get(key, "default")
     kind, _, name = source.partition(" ")
+    group = key.split(".", maxsplit=1)[0]
+    if source == "command line":
+        return f"the command line ({[word for word in request.overrides if _named(word) == key][-1]})"
     if kind == "profile":
-        return f" (conf/hardware/{name}.yaml)"
-    if kind == "task" and not configuration.request.task_file:
-        return f" (conf/task/{name}.yaml)"
-    group = key.split(".")[0]
+        return f"the profile {name} ({_file(f'hardware/{name}', request)})"
+    if request.task_file and key == "task":
+        return f"the command line (--task {request.task_file})"
+    if request.task_file and (kind == "task" or group in ("task", "inference")):
+        return f"the task ({request.task_file})"
+    if kind == "task":
+        return f"the task {name} ({_file(f'task/{name}', request) if group == 'task' else f'tasks/{name}/task.py'})"
     if "." in key and group in configuration.choices:
-        return f" (conf/{group}/{configuration.choices[group].name}.yaml)"
-    return " (conf/config.yaml)"
+        choice = configuration.choices[group]
+        if source == "config folder":
+            return f"your folder ({_file(f'{group}/{choice.name}', request)})"
+        shipped = choice.name if choice.name in options_of(group) else choice.function
+        return f"the default (conf/{group}/{shipped}.yaml)"
+    if group == "inference":
+        return f"the default (tasks/{configuration.choices['task'].name}/task.py)"
+    return f"{'your folder' if source == 'config folder' else 'the default'} ({_file('config', request)})"
+
+
+def _file(name: str, request: Request) -> str:
+    """Return the configuration file of this name: the user's, or ours as a path in the repository."""
+    own = request.config_dir / f"{name}.yaml" if request.config_dir else None
+    return str(own) if own and own.is_file() else f"conf/{name}.yaml"
+
+
+def _key(key: str, configuration: Configuration) -> Key | None:
+    """Return what is known of the key's meaning."""
+    from runner.base.configuration import AXES, function_of, task_source
+    from runner.base.schema import read_functions, settings_keys
+    from runner.base.settings import Settings
+
+    group, _, name = key.partition(".")
+    if group in AXES and name:
+        signature = function_of(group, configuration.choices[group].function)
+        return signature.keys.get(name) if signature else None
+    if group in ("task", "inference") and name:
+        functions = read_functions(task_source(configuration.choices["task"].name, configuration.request.task_file))
+        found = [functions[one].keys for one in functions if one == "build" or one.endswith(".predict")]
+        return next((keys[name] for keys in found if name in keys), None)
+    return settings_keys(Settings).get(key)
+
+
+def _instead(key: str, configuration: Configuration) -> str:
+    """Return what to ask instead of a key that is not there."""
+    from runner.base.configuration import AXES, FOREIGN_KEYS, GROUPS, function_of, options_of
+    from runner.base.schema import did_you_mean
+
+    if key in FOREIGN_KEYS:
+        return f"here it is {FOREIGN_KEYS[key]}"
+    group, _, name = key.partition(".")
+    for option in options_of(group) if group in AXES and name else ():
+        signature = function_of(group, option)
+        if signature and name in signature.keys:
+            return f"it belongs to {group}={option}: accel-run explain {key} {group}={option}"
+    return did_you_mean(key, [*configuration.flat(), *GROUPS])
+
+
+def _named(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")

@@ -37,7 +37,13 @@ def shown(value: object) -> str:
     """Return a value as it would be typed."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "") if isinstance(value, list) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else str(value).replace(" ", "")
+        if isinstance(value, list)
+        else str(value)
+    )
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:

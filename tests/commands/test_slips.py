@@ -1,5 +1,7 @@
 """What a person gets who slips: the problem, where, and the line to type instead; exit 78, no torch, no traceback."""
 
+# ruff: noqa: E501 - the texts are compared to the letter
+
 from __future__ import annotations
 
 import json
@@ -18,7 +20,7 @@ accel-run: trian: unknown command
 """,
     "frobnicate": """\
 accel-run: frobnicate: unknown command
-           commands: train, inference, both, plan, explain, status, new
+           commands: train, inference, both, plan, explain, status, new, completion
 """,
     "optimizer.lr=3": """\
 accel-run: optimizer.lr=3: unknown command
@@ -84,8 +86,8 @@ accel-run: global_batch_size=64: must be a multiple of micro_batch_size x world_
            nearest: 60, 72
 """,
     "train micro_batch_size=64": """\
-accel-run: micro_batch_size=64: must be at most global_batch_size (32), but is 64
-           say micro_batch_size=32, or global_batch_size=64
+accel-run: micro_batch_size=64: must be at most global_batch_size (16), but is 64
+           say micro_batch_size=16, or global_batch_size=64
 """,
     "plan precision=bf16 +hardware=t4": """\
 accel-run: precision=bf16: needs a GPU of capability 8.0 or above; Tesla T4 has capability 7.5 and only emulates bfloat16
@@ -189,10 +191,18 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     (folder / "without_build.py").write_text("model = None\n")
     (folder / "broken.py").write_text("def build(\n")
     done = subprocess.run(
-        [sys.executable, "-c", ASK], cwd=folder, input=json.dumps(list(SLIPS)), capture_output=True, text=True, check=True
+        [sys.executable, "-c", ASK],
+        cwd=folder,
+        input=json.dumps(list(SLIPS)),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found = json.loads(done.stdout)
-    return {words: (code, out, err.replace(str(folder), "FOLDER"), torch) for words, (code, out, err, torch) in found.items()}
+    return {
+        words: (code, out, err.replace(str(folder), "FOLDER"), torch)
+        for words, (code, out, err, torch) in found.items()
+    }
 
 
 @pytest.mark.parametrize("words", SLIPS)
@@ -217,7 +227,7 @@ def test_help_takes_less_than_150_ms_of_cpu(tmp_path: Path) -> None:
     assert cpu_seconds(["--help"], tmp_path) < 0.15
 
 
-@pytest.mark.parametrize("command", ["train", "inference", "both", "plan", "explain", "status", "new"])
+@pytest.mark.parametrize("command", ["train", "inference", "both", "plan", "explain", "status", "new", "completion"])
 def test_the_help_of_a_command_takes_less_than_150_ms_of_cpu(command: str, tmp_path: Path) -> None:
     assert cpu_seconds([command, "--help"], tmp_path) < 0.15
 
@@ -229,18 +239,24 @@ def test_an_error_takes_less_than_600_ms_of_cpu(words: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "words", ["--help", "train --help", "inference --help", "infer --help", "both --help", "plan --help", "explain --help",
-              "status --help", "new --help", "--version", "explain precision", "plan +hardware=t4"],
+              "status --help", "new --help", "completion --help", "completion zsh", "--version", "explain precision", "plan +hardware=t4"],
 )  # fmt: skip
 def test_what_needs_no_torch_does_not_import_it(words: str, tmp_path: Path) -> None:
     code = "import sys; from runner.cli import main; code = main(sys.argv[1:]); sys.exit(99 if 'torch' in sys.modules else code)"
-    done = subprocess.run([sys.executable, "-c", code, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
 
 def test_a_missing_task_file_is_exit_66(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "runner", "train", "--task", "./mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "runner", "train", "--task", "./mine.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 66
     assert done.stderr == (
