@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
+import socket
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,35 +32,49 @@ def run(words: list[str]) -> int:
     directory = RunDirectory.find(Path(settings.output_root), wanted)
     record = _json(directory.run_json)
     print(f"{directory.name}: {_state(record)}   ({directory.path})")
-    print(f"  task        {record.get('task', 'unknown')}" + (f" ({record['task_file']})" if record.get("task_file") else ""))
+    print(
+        f"  task        {record.get('task', 'unknown')}"
+        + (f" ({record['task_file']})" if record.get("task_file") else "")
+    )
     print(f"  command     {record.get('command', 'unknown')}")
     _phases(directory)
     _checkpoints(directory)
     error = _json(directory.error)
     if error:
-        stale = " (an earlier attempt)" if record.get("state") in ("done", "running") else ""
-        print(f"  last error  {error.get('where', '')}: {error.get('cause', '')} (exit {error.get('exit_code')}){stale}".replace(" : ", " "))
-        if error.get("fix"):
-            print(f"              {error['fix']}")
+        where = f"{error['where']}: " if error.get("where") else ""
+        earlier = "" if record.get("state") == "failed" else " (an earlier attempt)"
+        print(f"  last error  {where}{error.get('cause', '')} (exit {error.get('exit_code')}){earlier}")
+        for line in str(error.get("fix") or "").splitlines():
+            print(f"              {line.strip()}")
     return 0
 
 
 def _state(record: dict[str, Any]) -> str:
     state = str(record.get("state", "unknown"))
+    if state == "running" and record.get("host") not in (None, socket.gethostname()):
+        return f"running on {record['host']}, if it was not killed there"
     if state == "running" and not _is_alive(record):
         return "killed; the same command with the same run name goes on where it stopped"
-    return {"preempted": "saved and stopped; the same command goes on", "failed": f"failed (exit {record.get('exit_code')})"}.get(state, state)
+    return {
+        "preempted": "saved and stopped; the same command goes on",
+        "failed": f"failed (exit {record.get('exit_code')})",
+    }.get(state, state)
 
 
 def _is_alive(record: dict[str, Any]) -> bool:
-    """Tell whether the process that wrote run.json is still there."""
+    """Tell whether the process that wrote run.json is still there, and no later one has got its number."""
+    import psutil  # type: ignore[import-untyped]
+
     try:
-        os.kill(int(record["pid"]), 0)
-    except PermissionError:
+        started = datetime.fromisoformat(record["started"]).timestamp()
+        process = psutil.Process(int(record["pid"]))
+        return bool(
+            process.create_time() <= started + 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        )  # 1 s: clocks differ
+    except psutil.AccessDenied:
         return True
-    except (OSError, KeyError, TypeError, ValueError):
+    except (psutil.Error, KeyError, TypeError, ValueError):
         return False
-    return True
 
 
 def _phases(directory: Any) -> None:
