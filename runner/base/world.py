@@ -23,10 +23,14 @@ class World:
         """True on the rank that writes and speaks."""
         return self.rank == 0
 
+    @property
+    def widest(self) -> torch.dtype:
+        """float64, or float32 where the device has no float64: what sums and counts are added in."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
     def zeros(self, *shape: int) -> Tensor:
-        """Return float64 zeros on this world's device (float32 where the device has no float64)."""
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        return torch.zeros(*shape, dtype=dtype, device=self.device)
+        """Return zeros on this world's device, in its widest format."""
+        return torch.zeros(*shape, dtype=self.widest, device=self.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over all ranks."""

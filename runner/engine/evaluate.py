@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from runner.axes.dataloader import Loader
-from runner.axes.prefetch import Prefetch
 from runner.axes.precision import Precision
+from runner.axes.prefetch import Prefetch
 from runner.base.order import Indices, Micro
 from runner.base.task import Task
 from runner.base.world import World
@@ -41,7 +41,7 @@ def evaluate(
             with precision.forward():
                 measured = task.evaluate(model, batch)
             for name, (total, count) in measured.items():
-                sums.setdefault(name, []).append(total.detach().to(torch.float64) if world.device.type != "mps" else total)
+                sums.setdefault(name, []).append(total.detach().to(world.widest))
                 counts[name] = counts.get(name, 0) + count
     divided = {name: float(sum(parts)) / max(float(counts[name]), 1e-30) for name, parts in sums.items()}
     return dict(task.summarize(divided))

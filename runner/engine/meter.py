@@ -41,7 +41,10 @@ class _Pending:
 
     row: Row
     numbers: Tensor  # on the host: loss sums, items, grad norm
-    arrived: torch.Event | None
+    arrived: torch.Event | None  # None: nothing had to be copied
+
+    def is_here(self) -> bool:
+        return self.arrived is None or bool(self.arrived.query())
 
 
 class Meter:
@@ -49,7 +52,7 @@ class Meter:
 
     write     gets each finished row
     readings  returns what else belongs into a row (loss scale, GPU)
-    lossless  False where a non-finite loss is the scaler's business (it skips that update)
+    overflow_is_skipped  a non-finite loss is the scaler's business: it skips that update
     """
 
     def __init__(
@@ -71,9 +74,8 @@ class Meter:
         self._items: list[Tensor | int] = []
         self._last: StepInfo | None = None
         self._pending: list[_Pending] = []
-        self._since = time.perf_counter()
-        self._outside, self._data = clock.outside_updates(), clock.data
         self.items_seen = 0.0
+        self.restart_clock()
 
     def __call__(self, step: StepInfo) -> None:
         """Note one update; write a row when one is due."""
@@ -98,19 +100,33 @@ class Meter:
         """Return the updates not yet in a row, so that a resumed run writes the same row; checks they are finite."""
         self.flush()
         losses = [float(loss) for loss in self._losses]
-        if not self.overflow_is_skipped and not all(map(math.isfinite, losses)):
-            raise self._not_finite(self._last.update if self._last else 0)
-        return {"losses": losses, "items": [float(count) for count in self._items], "items_seen": self.items_seen}
+        last = self._last
+        if last is not None and not self.overflow_is_skipped:
+            self._check(losses, last.update)
+        return {
+            "losses": losses,
+            "items": [float(count) for count in self._items],
+            "items_seen": self.items_seen,
+            # Where the row of a finished phase is still to come, no update will bring these again.
+            "update": last.update if last else None,
+            "lr": last.lr if last else None,
+            "grad_norm": float(last.grad_norm) if last and last.grad_norm is not None else None,
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` returned."""
-        self._losses = [torch.tensor(loss, dtype=torch.float64) for loss in state["losses"]]
-        self._items = [int(count) if float(count).is_integer() else torch.tensor(count) for count in state["items"]]
+        self._losses = [self._number(loss) for loss in state["losses"]]
+        self._items = [self._number(count) for count in state["items"]]
         self.items_seen = float(state["items_seen"])
+        if state["update"] is not None:
+            norm = None if state["grad_norm"] is None else self._number(state["grad_norm"])
+            self._last = StepInfo(state["update"], self.world.zeros(1), 0, norm, state["lr"], ())
+        self.restart_clock()
 
     def restart_clock(self) -> None:
         """Forget the time until now, as after the first update, whose start-up does not describe the rest."""
         self._since, self._outside, self._data = time.perf_counter(), self.clock.outside_updates(), self.clock.data
+        self._untimed = len(self._losses)  # updates of this window that the clock has not seen
 
     def _close_row(self) -> None:
         assert self._last is not None
@@ -118,18 +134,17 @@ class Meter:
         outside, data = self.clock.outside_updates() - self._outside, self.clock.data - self._data
         seconds = max(now - self._since - outside, 1e-9)
         row: Row = {"update": step.update, "phase": self.phase, "lr": step.lr}
-        timing = {"seconds": seconds, "updates": len(self._losses), "data": data}
-        numbers = [torch.as_tensor(value, dtype=torch.float64) for value in self._losses]
-        counts = [torch.as_tensor(value, dtype=torch.float64) for value in self._items]
-        norm = torch.as_tensor(math.nan if step.grad_norm is None else step.grad_norm, dtype=torch.float64)
-        self._since, self._outside, self._data = now, self.clock.outside_updates(), self.clock.data
+        timing = {"seconds": seconds, "updates": len(self._losses), "untimed": self._untimed, "data": data}
+        numbers = [self._number(value) for value in (*self._losses, *self._items)]
+        norm = self._number(math.nan if step.grad_norm is None else step.grad_norm)
         self._losses, self._items = [], []
-        self._pending.append(self._copy({**row, "_": timing}, [*numbers, *counts, norm]))
-        if self._pending[0].arrived is None:
-            self.flush()
-        else:
-            while self._pending and (event := self._pending[0].arrived) is not None and event.query():
-                self._finish(self._pending.pop(0))
+        self.restart_clock()
+        self._pending.append(self._copy({**row, "_": timing}, [*numbers, norm]))
+        while self._pending and self._pending[0].is_here():
+            self._finish(self._pending.pop(0))
+
+    def _number(self, value: float | Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=self.world.widest)
 
     def _copy(self, row: Row, values: list[Tensor]) -> _Pending:
         device = self.world.device
@@ -158,24 +173,31 @@ class Meter:
         else:
             row["train/loss"] = None
         row["train/grad_norm"] = norm if math.isfinite(norm) else None
-        row["perf/items_per_s"] = total / timing["seconds"]
-        row["perf/step_time_ms"] = 1e3 * timing["seconds"] / count
-        row["perf/data_wait"] = timing["data"] / timing["seconds"]
+        seconds, timed = timing["seconds"], count - timing["untimed"]
+        row["perf/items_per_s"] = sum(items[count - timed :]) / seconds if timed else None
+        row["perf/step_time_ms"] = 1e3 * seconds / timed if timed else None
+        row["perf/data_wait"] = timing["data"] / seconds
         row |= self.readings()
         self.last_row = row
         self.write(row)
-        if len(fine) < count and not self.overflow_is_skipped:
-            first = next(index for index in range(count) if index not in fine)
-            raise self._not_finite(row["update"] - count + 1 + first)
+        if not self.overflow_is_skipped:
+            self._check(losses, row["update"])
 
-    def _not_finite(self, update: int) -> NumericError:
-        return NumericError(
-            f"the loss is not finite at update {update}",
-            where=f"phase {self.phase}",
-            fix="lower optimizer.lr, raise scheduler.warmup, or set max_grad_norm; the last checkpoint is from before it",
-        )
+    def _check(self, losses: list[float], update: int) -> None:
+        """Raise NumericError with the number of the first update whose loss is not finite; `update` is the last."""
+        for number, loss in enumerate(losses, update - len(losses) + 1):
+            if not math.isfinite(loss):
+                raise NumericError(
+                    f"the loss is not finite at update {number}",
+                    where=f"phase {self.phase}",
+                    fix="lower optimizer.lr, raise scheduler.warmup or set max_grad_norm; the last checkpoint is older",
+                )
 
 
 def as_line(row: Row) -> str:
     """Return a row as one line of JSON; numbers that are none become null."""
-    return json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()})
+    return json.dumps({key: None if _is_none(value) else value for key, value in row.items()})
+
+
+def _is_none(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
