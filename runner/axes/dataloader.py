@@ -110,7 +110,7 @@ class WorkerLoader(Loader):
                 _InWorker(self.fetcher),  # type: ignore[arg-type]
                 batch_size=None,
                 collate_fn=_as_it_is,  # torch's default would turn tuples into lists
-                sampler=_Keys(keys),  # type: ignore[arg-type]
+                sampler=_Keys(keys),
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
@@ -153,7 +153,8 @@ class ThreadLoader(Loader):
         def put(item: MicroBatch | BaseException | None) -> None:
             while not stop.is_set():
                 try:
-                    return ready.put(item, timeout=0.1)
+                    ready.put(item, timeout=0.1)
+                    return
                 except queue.Full:
                     continue
 
@@ -209,7 +210,8 @@ def default(
     cache            memory: read every sample once and keep it; device: keep it on the device
     bad_samples      stop: end the run at a sample that cannot be read; skip: leave it out and list it
     """
-    assert num_workers != "auto" and pin_memory != "auto", "the plan resolves these"
+    assert num_workers != "auto", "the plan resolves it"
+    assert pin_memory != "auto", "the plan resolves it"
     fetcher = cached(fetcher, cache, device)
     if num_workers == 0:
         return PinnedLoader(fetcher) if pin_memory and cache != "device" else Loader(fetcher)
@@ -272,7 +274,9 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
         whole = _join([part.batch for part in parts])
     except (RuntimeError, TypeError) as error:
         raise DataError(
-            f"the samples have no common shape: {error}", where=f"dataloader.cache={where}", fix="say dataloader.cache=none"
+            f"the samples have no common shape: {error}",
+            where=f"dataloader.cache={where}",
+            fix="say dataloader.cache=none",
         ) from error
     kept = _Kept(map_tensors(lambda tensor: tensor.to(device), whole) if where == "device" else whole, len(fetcher))
     return Fetcher(kept, fetcher.collate, bad_samples="stop")

@@ -323,7 +323,7 @@ def _fused_obstacle(parameters: Parameters) -> str:
 
 
 class _Unusable(Exception):
-    """This library is not here or cannot do it on this device."""
+    """The library is not here or cannot do it on this device."""
 
 
 def _bitsandbytes(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
@@ -428,7 +428,7 @@ def _copy(part: Tensor, saved: Tensor) -> None:
     mesh = getattr(part, "device_mesh", None)
     with torch.no_grad():
         if mesh is not None and not hasattr(saved, "device_mesh"):
-            from torch.distributed.tensor import distribute_tensor
+            from torch.distributed.tensor import distribute_tensor  # noqa: TID251 - a kind of tensor, not a talk of ranks
 
             saved = distribute_tensor(saved.to(part.device), mesh, part.placements, src_data_rank=None)  # type: ignore[attr-defined]
         part.copy_(saved)

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, NumericError, Problem
 from runner.base.schema import did_you_mean
-from runner.base.tf32 import float32_matmul
+from runner.base.tf32 import Level, float32_matmul
 from runner.base.values import Annotated, Factor, Positive, PositiveInt, Range
 from runner.base.world import World
 
@@ -22,10 +23,10 @@ class Precision:
     flags  context that holds torch's global switches for the length of the run
     """
 
-    def __init__(self, world: World, *, dtype: torch.dtype | None = None, matmul: str = "highest") -> None:
+    def __init__(self, world: World, *, dtype: torch.dtype | None = None, matmul: Level = "highest") -> None:
         self.device = world.device
         self.dtype = dtype or torch.float32
-        self.flags: AbstractContextManager[None] = float32_matmul(matmul, cudnn=matmul != "highest")  # type: ignore[arg-type]
+        self.flags: AbstractContextManager[None] = float32_matmul(matmul, cudnn=matmul != "highest")
         # One context object, entered again and again: making a new one costs more than entering it.
         self._forward: AbstractContextManager[Any] = (
             torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
@@ -37,7 +38,7 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss` (scaled where the format needs it)."""
-        loss.backward()
+        torch.autograd.backward(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the gradients what they would be without scaling; once per update, after the last backward."""
@@ -74,7 +75,7 @@ class ScaledHalf(Precision):
         self._pending: tuple[Tensor, torch.Event | None] | None = None
 
     def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
+        torch.autograd.backward(self.scaler.scale(loss))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         self.scaler.unscale_(optimizer)
@@ -99,8 +100,9 @@ class ScaledHalf(Precision):
     def values(self) -> dict[str, float]:
         scale = self.scaler.get_scale()
         if scale < self.min_scale:
+            low = f"the loss scale fell to {scale:g}, below min_scale {self.min_scale:g}"
             raise NumericError(
-                f"the loss scale fell to {scale:g}, below min_scale {self.min_scale:g}: gradients overflow at every scale",
+                f"{low}: gradients overflow at every scale",
                 where="precision=fp16",
                 fix="say precision=fp32 or bf16, or lower optimizer.lr",
             )
@@ -191,19 +193,19 @@ def _keep_float32(model: nn.Module, names: Sequence[str], device: torch.device) 
         )
     for name in names:
         module = modules[name]
-        module.forward = _in_float32(module.forward, device.type)  # type: ignore[method-assign]
+        module.forward = _in_float32(module.forward, device.type)
 
 
 def _in_float32(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     def run(*inputs: Any, **named: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
-            return forward(*map(_float, inputs), **{name: _float(value) for name, value in named.items()})
+            return forward(*map_tensors(_float, inputs), **map_tensors(_float, named))
 
     return run
 
 
-def _float(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+def _float(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 PRECISIONS: Mapping[str, Callable[..., Precision]] = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": fp16}

@@ -61,7 +61,8 @@ class Parts:
         bad = str(self.plan.choices["dataloader"].options["bad_samples"])
         fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit)
         if not len(fetcher):
-            raise DataError(f"the data set of split {split} is empty", where=str(self.plan.settings.data.path or self.source))
+            where = str(self.plan.settings.data.path or self.source)
+            raise DataError(f"the data set of split {split} is empty", where=where)
         return fetcher
 
     def loader(self, fetcher: Fetcher) -> Loader:
@@ -92,13 +93,14 @@ def assemble(plan: Plan, stack: ExitStack) -> Parts:
     notes += odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
     parallel = _made(PARALLELISMS, choices["parallelism"], world)
     prefetch = _made(PREFETCHES, choices["prefetch"], world.device)
-    return Parts(plan, world, task, source, bare, parallel.wrap(bare), precision, parallel, prefetch, attention, tuple(notes))
+    model = parallel.wrap(bare)
+    return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
 
 
 def seed_everything(seed: int) -> None:
     """Set torch's, numpy's and Python's generators."""
     torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is what a user's task may draw from
+    np.random.seed(seed % 2**32)  # the global generator is what a user's task may draw from
     random.seed(seed)
 
 
@@ -107,9 +109,10 @@ def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[st
     tensors = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
-    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    name, keys, *rest = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
-    return tensors, {"numpy": [name, keys.tolist(), *rest], "python": [version, list(internal), gauss]}  # type: ignore[union-attr]
+    assert isinstance(keys, np.ndarray)
+    return tensors, {"numpy": [name, keys.tolist(), *rest], "python": [version, list(internal), gauss]}
 
 
 def restore_random_state(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any], device: torch.device) -> None:
@@ -118,7 +121,7 @@ def restore_random_state(tensors: Mapping[str, torch.Tensor], rest: Mapping[str,
     if "cuda" in tensors and device.type == "cuda":
         torch.cuda.set_rng_state(tensors["cuda"], device)
     name, keys, *numbers = rest["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *numbers))  # noqa: NPY002
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *numbers))
     version, internal, gauss = rest["python"]
     random.setstate((version, tuple(internal), gauss))
 

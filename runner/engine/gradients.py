@@ -13,7 +13,9 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def correct_and_clip(gradients: list[Tensor], correction: float | Tensor | None, max_norm: float | None) -> Tensor | None:
+def correct_and_clip(
+    gradients: list[Tensor], correction: float | Tensor | None, max_norm: float | None
+) -> Tensor | None:
     """Multiply the gradients by `correction`, then scale them down to `max_norm`; return their norm before clipping.
 
     Both factors are applied in one pass. Returns None, and measures nothing, when `max_norm` is None.
@@ -30,13 +32,11 @@ def correct_and_clip(gradients: list[Tensor], correction: float | Tensor | None,
         if correction is not None:
             torch._foreach_mul_(gradients, correction)
         return None
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    if correction is None:
-        scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
-    else:
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    if correction is not None:
         norm = norm * correction
-        scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0) * correction
-    torch._foreach_mul_(gradients, scale)
+    scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+    torch._foreach_mul_(gradients, scale if correction is None else scale * correction)
     return norm
 
 

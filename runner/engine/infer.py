@@ -40,14 +40,17 @@ def infer(request: Request) -> Exit:
 
     path = newest_valid(directory.checkpoints)
     if path is None:
+        where = str(directory.checkpoints)
         if directory.checkpoints.is_dir() and any(directory.checkpoints.iterdir()):
-            raise DataError("no checkpoint of this run is valid", where=str(directory.checkpoints), fix=f"accel-run status run={directory.name}")
-        raise InputMissing("this run has no checkpoint yet", where=str(directory.checkpoints), fix="train it first: accel-run train")
+            fix = f"accel-run status run={directory.name}"
+            raise DataError("no checkpoint of this run is valid", where=where, fix=fix)
+        raise InputMissing("this run has no checkpoint yet", where=where, fix="train it first: accel-run train")
     with ExitStack() as stack:
         parts = assemble(plan, stack)
         checkpoint = load(path)
         load_model(parts.bare, checkpoint)
-        print(f"{directory.name}: {path.name}, on {plan.device} ({plan.reason('device')}), precision {plan.choices['precision'].name}")
+        device, precision = f"{plan.device} ({plan.reason('device')})", plan.choices["precision"].name
+        print(f"{directory.name}: {path.name}, on {device}, precision {precision}")
         options = {key: value for key, value in plan.inference.items() if key != "seed"}
         generator = torch.Generator(parts.world.device).manual_seed(int(plan.inference["seed"]))
         if parts.world.device.type == "cuda":

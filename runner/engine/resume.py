@@ -12,7 +12,7 @@ from runner.base.errors import IncompatibleResume, Problem
 from runner.durable.checkpoint import Loaded
 
 # Keys that are the mathematics of the run: another value makes it another run.
-FIXED = ("task", "global_batch_size", "seed", "optimizer", "data.path", "data.train_samples", "dataloader.drop_last")
+FIXED = ("task", "global_batch_size", "seed", "data.path", "data.train_samples", "dataloader.drop_last")
 # Keys that change the mathematics from here on: they may, if the user says so by name.
 BY_NAME = ("updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision")
 MECHANICS = ("optimizer.kernel", "task_file", "phases")
@@ -38,23 +38,16 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable
         if before.get(key) == now.get(key):
             continue
         difference = Difference(key, before.get(key), now.get(key))
+        what = f"was {difference.before} in the checkpoint, and is {difference.now} now"
         sort = _sort_of(key)
         if sort == "mechanics" or (sort == "by name" and _under(key, allowed)):
             fine.append(difference)
         elif sort == "by name":
-            problems.append(
-                Problem(
-                    f"was {difference.before} in the checkpoint, and is {difference.now} now", key,
-                    f"go on all the same with resume_allow=[{key}], or start anew with another run=NAME",
-                )
-            )  # fmt: skip
+            fix = f"go on all the same with resume_allow=[{key}], or start anew with another run=NAME"
+            problems.append(Problem(what, key, fix))
         else:
-            problems.append(
-                Problem(
-                    f"was {difference.before} in the checkpoint, and is {difference.now} now; this makes it another run",
-                    key, "take the old value, or start anew with another run=NAME",
-                )
-            )  # fmt: skip
+            fix = "take the old value, or start anew with another run=NAME"
+            problems.append(Problem(f"{what}; this makes it another run", key, fix))
     if problems:
         error = IncompatibleResume(str(problems[0]))
         error.problems = tuple(problems)
@@ -74,8 +67,9 @@ def load_model(model: nn.Module, checkpoint: Loaded) -> None:
         if name in saved and (saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype)
     ]
     if wrong:
+        more = f" and {len(wrong) - 3} more" if wrong[3:] else ""
         raise IncompatibleResume(
-            f"the checkpoint is of another model: {'; '.join(wrong[:3])}" + (f" and {len(wrong) - 3} more" if wrong[3:] else ""),
+            f"the checkpoint is of another model: {'; '.join(wrong[:3])}{more}",
             where=str(checkpoint.path),
             fix="use the task options the run was trained with, or start anew with another run=NAME",
         )
@@ -85,7 +79,7 @@ def load_model(model: nn.Module, checkpoint: Loaded) -> None:
 def _sort_of(key: str) -> str:
     if _under(key, MECHANICS):
         return "mechanics"
-    if key == "optimizer" or (_under(key, FIXED) and key.split(".")[0] != "optimizer"):
+    if key == "optimizer" or _under(key, FIXED):  # its keys may differ by name, itself it may not
         return "fixed"
     return "by name" if _under(key, BY_NAME) else "mechanics"
 

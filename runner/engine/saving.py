@@ -75,9 +75,7 @@ def default(
     return policy
 
 
-def off(
-    *, keep: PositiveInt = 2, best: str | None = None, best_is: Literal["min", "max"] = "min"
-) -> SavePolicy:
+def off(*, keep: PositiveInt = 2, best: str | None = None, best_is: Literal["min", "max"] = "min") -> SavePolicy:
     """Save only at the end of each phase and when stopped.
 
     keep     newest checkpoints kept, never fewer than two

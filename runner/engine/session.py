@@ -195,7 +195,8 @@ def _leave_traces(
 ) -> None:
     """Write what the run can be understood and repeated from."""
     directory.write("config.yaml", to_yaml(configuration))
-    directory.write("overrides.yaml", "".join(f"- {json.dumps(word)}\n" for word in configuration.request.overrides) or "[]\n")
+    words = "".join(f"- {json.dumps(word)}\n" for word in configuration.request.overrides)
+    directory.write("overrides.yaml", words or "[]\n")
     directory.write("plan.json", plan.to_json())
     directory.write("environment.json", _json(_environment(inventory)))
     directory.write("run.json", _json(record))

@@ -42,7 +42,8 @@ def load_task(plan: Plan) -> Task:
             fix="class MyTask(Task): ...; def build(*, ...): return MyTask(...)",
         )  # fmt: skip
     if not isinstance(getattr(task, "model", None), nn.Module):
-        raise TaskFault(f"{type(task).__name__}.model must be a torch.nn.Module", where=str(source), fix="self.model = ...")
+        what = f"{type(task).__name__}.model must be a torch.nn.Module"
+        raise TaskFault(what, where=str(source), fix="self.model = ...")
     return task
 
 

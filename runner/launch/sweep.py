@@ -60,8 +60,10 @@ def _start(trial: Request, run: str) -> int:
         words += ["--config-dir", str(trial.config_dir)]
     with subprocess.Popen(words) as process:
         # The terminal sends Ctrl-C to both; a signal to this process alone is handed on. The trial decides.
-        previous = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in (signal.SIGTERM,)}
-        previous[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        previous = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda got, _: process.send_signal(got)),
+            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        }
         try:
             code = process.wait()
         finally:
@@ -95,5 +97,3 @@ def _table(rows: list[tuple[str, int, Mapping[str, Any]]]) -> str:
         best = min(with_loss, key=lambda row: row[2]["val/loss"])
         lines.append(f"lowest val/loss: {best[0]}")
     return "\n".join(["", *lines])
-
-

@@ -50,7 +50,8 @@ class Trace(Profiler):
         by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = profile.key_averages().table(sort_by=by, row_limit=10)
         (self.folder / "operators.txt").write_text(table, encoding="utf-8")
-        self.note = f"profile of {self._seen - self.skip} updates: {self.folder}/trace.json (open in ui.perfetto.dev), operators.txt"
+        files = f"{self.folder}/trace.json (open in ui.perfetto.dev), operators.txt"
+        self.note = f"profile of {self._seen - self.skip} updates: {files}"
 
     def _start(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]

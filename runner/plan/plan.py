@@ -152,9 +152,9 @@ class _Planner:
         for device in usable:
             if device.kind == kind and device.index == int(number or 0):
                 return device
-        known = ", ".join(device.torch_name for device in usable) or "no GPU"
+        known = ", ".join([*(device.torch_name for device in usable), "cpu"])
         raise DeviceMissing(
-            f"{wanted} is not here; this machine has {known}, cpu{self._unusable('')}",
+            f"{wanted} is not here; this machine has {known}{self._unusable('')}",
             where=f"device={wanted}",
             fix="say device=auto to take what is here",
         )

@@ -28,7 +28,7 @@ from torch import nn
 
 BATCH, FEATURES, CLASSES, SAMPLES = 32, 64, 10, 4096
 
-TASK = '''
+TASK = """
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -58,7 +58,7 @@ class Tiny(Task):
     def loss(self, model, batch):
         x, y = batch
         return F.cross_entropy(model(x), y, reduction="sum"), len(y)
-'''
+"""
 
 
 def make_model() -> nn.Module:
@@ -121,8 +121,8 @@ def ours(total: int, stack: ExitStack) -> Iterator[int]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     (folder / "tiny_mlp.py").write_text(TASK)
     settings = (
-        f"updates={total}", f"global_batch_size={BATCH}", "optimizer.lr=0.001", "scheduler=linear", "scheduler.warmup=0",
-        "device=cpu", f"output_root={folder}", "run=tiny", "evaluate.every=0", "backend.threads=1", "monitor=off",
+        f"updates={total}", f"global_batch_size={BATCH}", "scheduler=linear", "scheduler.warmup=0", "backend.threads=1",
+        "device=cpu", f"output_root={folder}", "run=tiny", "evaluate.every=0", "monitor=off", "optimizer.lr=0.001",
         # The mathematics of AdamW's own defaults, as in the other two.
         "optimizer.weight_decay=0.01", "optimizer.betas=[0.9,0.999]", "optimizer.decay_1d=true",
     )  # fmt: skip
@@ -156,7 +156,7 @@ def main() -> int:
     torch.set_num_threads(1)
     total = (arguments.rounds + 3) * arguments.block
     with ExitStack() as stack:
-        quiet = stack.enter_context(open(os.devnull, "w"))
+        quiet = stack.enter_context(Path(os.devnull).open("w"))
         with redirect_stdout(quiet):
             contestants = {
                 "hand": by_hand(total),
@@ -170,7 +170,8 @@ def main() -> int:
         ratios = sorted(mine / hand for mine, hand in zip(spent, times["hand"], strict=True))
         low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
         median = statistics.median(spent)
-        print(f"{name:<6} {median:7.1f} us/update   {median / base:.2f} of hand   (80 % of rounds: {low:.2f} to {high:.2f})")
+        spread = f"80 % of rounds: {low:.2f} to {high:.2f}"
+        print(f"{name:<6} {median:7.1f} us/update   {median / base:.2f} of hand   ({spread})")
     ratio = statistics.median(times["ours"]) / base
     return int(arguments.limit is not None and ratio > arguments.limit)
 
