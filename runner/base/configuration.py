@@ -541,7 +541,8 @@ def _read_task(source: Path, problems: list[Problem]) -> tuple[Keys, Keys, Mappi
         if isinstance(key.default, Expression):
             what = f"the default of {name} must be a literal, such as 64 or 'text', but is {key.default.text}"
             problems.append(Problem(what, str(source)))
-    return build, predict, *(_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES"))
+    settings, sizes = (_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES"))
+    return build, predict, settings, sizes
 
 
 def _literal(tree: ast.Module, name: str, source: Path, problems: list[Problem]) -> Mapping[str, Any]:
