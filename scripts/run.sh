@@ -4,7 +4,7 @@ set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 
-modes=(train inference both plan explain status new)
+modes=(train inference both plan explain status new completion)
 declare -A meaning=(
     [train]="train a task; the same command with the same run=NAME resumes"
     [inference]="predict with the newest checkpoint of a run (short: infer)"
@@ -12,6 +12,7 @@ declare -A meaning=(
     [plan]="show every derived value with its reason, and stop"
     [explain]="tell which file, profile or override set a value"
     [status]="show a run: progress, checkpoints, last error"
+    [completion]="print what makes the shell complete accel-run's words"
     [new]="write a one-file task of your own"
 )
 

@@ -1,1 +1,15 @@
-"""One file per command of the command line."""
+"""One file per command of the command line, and the table of them."""
+
+# command -> (module in runner.commands, what it does; nothing: not in the overview)
+COMMANDS = {
+    "train": ("train", "train a task; the same command with the same run=NAME resumes"),
+    "inference": ("inference", "predict with the newest checkpoint of a run (short: infer)"),
+    "infer": ("inference", ""),
+    "both": ("both", "train, then predict with what was trained"),
+    "plan": ("plan", "show every derived value with its reason, and stop"),
+    "explain": ("explain", "tell which file, profile or override set a value"),
+    "status": ("status", "show a run: progress, checkpoints, last error"),
+    "new": ("new", "write a one-file task of your own"),
+    "completion": ("completion", "print what makes bash, zsh or fish complete these words"),
+    "complete": ("complete", ""),
+}

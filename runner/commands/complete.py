@@ -41,7 +41,7 @@ def candidates(words: Sequence[str]) -> list[str]:
 
     A candidate that ends with `=`, `.` or `/` is a beginning, to be gone on with.
     """
-    from runner.cli import COMMANDS
+    from runner.commands import COMMANDS
 
     *before, last = map(_unquoted, words or [""])
     if not before:

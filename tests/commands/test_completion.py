@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from runner.base.configuration import GROUPS, options_of, shipped_options
-from runner.cli import COMMANDS, main
+from runner.cli import main
+from runner.commands import COMMANDS
 from runner.commands.complete import _Line, candidates
 from runner.commands.completion import SCRIPTS
 
