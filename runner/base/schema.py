@@ -12,6 +12,7 @@ import builtins
 import copy
 import dataclasses
 import difflib
+import inspect
 import sys
 import types
 import typing
@@ -75,7 +76,7 @@ def read_functions(path: Path) -> Mapping[str, Signature]:
 def settings_keys(settings: type, prefix: str = "") -> dict[str, Key]:
     """Return the keys of a settings dataclass, nested ones with dots."""
     hints = typing.get_type_hints(settings, include_extras=True)
-    help_lines = _help_lines(settings.__doc__ or "")
+    help_lines = _help_lines(inspect.cleandoc(settings.__doc__ or ""))
     keys: dict[str, Key] = {}
     for field in dataclasses.fields(settings):
         annotation = hints[field.name]
@@ -155,16 +156,24 @@ def _signature(node: ast.FunctionDef, path: Path) -> Signature:
     help_lines = _help_lines(ast.get_docstring(node) or "")
     keys = {}
     for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
-        annotation = ast.unparse(argument.annotation) if argument.annotation else "Any"
-        try:
-            kind = eval(annotation, dict(_NAMESPACE))  # our own source or the user's own task file, types only
-        except Exception:  # an annotation of the user's own: anything goes, the function itself will judge
-            kind = Any
+        kind = _type_of(argument.annotation)
         value = REQUIRED if default is None else _literal(default)
         keys[argument.arg] = Key(argument.arg, kind, value, help_lines.get(argument.arg, ""))
     runner = tuple(argument.arg for argument in (*node.args.posonlyargs, *node.args.args))
     summary = (ast.get_docstring(node) or "").split("\n", 1)[0]
     return Signature(node.name, runner, keys, summary)
+
+
+def _type_of(annotation: ast.expr | None) -> Any:
+    """Return the type, or Any for one of the user's own: the function itself will judge."""
+    if annotation is None:
+        return Any
+    quoted = isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
+    try:
+        # Our own source, or the user's own task file; types only.
+        return eval(ast.literal_eval(annotation) if quoted else ast.unparse(annotation), dict(_NAMESPACE))
+    except Exception:
+        return Any
 
 
 def _literal(default: ast.expr) -> Any:
@@ -179,16 +188,15 @@ def _as_data(value: Any) -> Any:
 
 
 def _help_lines(docstring: str) -> dict[str, str]:
-    """Read `name  meaning` lines, also continued ones, out of a docstring."""
+    """Read `name  meaning` lines, and the indented ones that continue them, out of a docstring without margin."""
     found: dict[str, str] = {}
     current = ""
-    for raw in docstring.splitlines():
-        line = raw.strip()
+    for line in docstring.splitlines():
         name, gap, meaning = line.partition("  ")
         if gap and name.isidentifier():
             current, found[name] = name, meaning.strip()
-        elif current and line and raw.startswith(" " * 8):
-            found[current] += " " + line
+        elif current and line.startswith(" "):
+            found[current] += " " + line.strip()
         else:
             current = ""
     return found

@@ -1,0 +1,243 @@
+"""Laws of the schema: what fits a type, what is said where it does not, and what a file tells without being run."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.base.schema import (
+    REQUIRED,
+    Expression,
+    defaults,
+    did_you_mean,
+    fault,
+    in_words,
+    nearest,
+    read_functions,
+    settings_keys,
+)
+from runner.base.settings import Settings
+from runner.base.values import (
+    Auto,
+    Count,
+    DeviceName,
+    Every,
+    Factor,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Range,
+)
+
+# type, its words, values that fit, values that do not
+TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
+    (int, "a whole number", [0, -3, 10**30], [1.0, True, "1", None, [1]]),
+    (float, "a number", [0, 1, -2.5, 1e308], [math.nan, math.inf, -math.inf, 10**400, True, "1.0", None]),
+    (str, "text", ["", "1"], [1, None, True, ["a"]]),
+    (bool, "true or false", [True, False], [0, 1, "true", None]),
+    (type(None), "null", [None], [0, "", False]),
+    (Any, "anything", [None, 1, "a", [1]], []),
+    (Positive, "a number above 0", [1e-9, 3], [0, 0.0, -1, math.nan, math.inf, True]),
+    (NonNegative, "a number of at least 0", [0, 0.5], [-1e-9, math.nan]),
+    (Fraction, "a number between 0 and 1", [0, 0.5, 1], [-0.1, 1.1]),
+    (Factor, "a number from 0 to below 1", [0, 0.999], [1, -0.1]),
+    (Count, "a whole number of at least 0", [0, 7], [-1, 1.0, True]),
+    (PositiveInt, "a whole number of at least 1", [1], [0, -1, 1.5, False]),
+    (Annotated[float, Range("a number above 1", low=1.0, low_allowed=False)], "a number above 1", [1.1], [1.0, 1]),
+    (DeviceName, "auto, cpu, cuda, cuda:N or mps", ["auto", "cuda", "cuda:12", "mps"], ["gpu", "cuda:", "cuda:x", 0]),
+    (Auto, "auto", ["auto"], ["Auto", None]),
+    (Literal["a", "b", "c"], "a, b or c", ["a", "c"], ["d", "A", 1]),
+    (Literal[1, True], "1 or true", [1, True], [0, False, "1"]),
+    (Literal[1], "1", [1], [True]),
+    (bool | Auto, "true or false or auto", [True, "auto"], [1, "on"]),
+    (PositiveInt | None, "a whole number of at least 1 or null", [1, None], [0, "null"]),
+    (Count | Auto | None, "a whole number of at least 0, auto or null", [0, "auto", None], [-1, "none"]),
+    (list[str], "a list of texts", [[], ["a"]], ["a", [1], ("a",), None]),
+    (list[int], "a list of whole numbers", [[1, 2]], [[1, True], [1.0]]),
+    (list, "a list", [[1, "a"]], ["a"]),
+    (tuple[Factor, Factor], "a list of 2 values", [[0.9, 0.95], (0, 0.5)], [[0.9], [0.9, 1.0], [0.1, 0.2, 0.3], 0.9]),
+    (tuple[int, ...], "a list of whole numbers", [[], [1, 2, 3]], [[1, "a"], 1]),
+    (Mapping[str, NonNegative], "a mapping", [{}, {"a": 0}], [{"a": -1}, {1: 1}, [], "a"]),
+    (dict, "a mapping", [{1: 2}], [[]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "words", "good", "bad"), TYPES, ids=[words for _, words, _, _ in TYPES])
+def test_a_type_is_said_in_words_and_holds_what_it_says(kind: Any, words: str, good: list[Any], bad: list[Any]) -> None:
+    assert in_words(kind) == words
+    assert [value for value in good if fault(kind, value) is not None] == []
+    assert [value for value in bad if fault(kind, value) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [("x", '"x"'), (None, "null"), (True, "true"), (math.nan, "nan"), ([1], "[1]"), (-1, "-1")]
+)
+def test_a_fault_says_what_must_be_and_what_is(value: Any, shown: str) -> None:
+    assert fault(Positive, value) == f"must be a number above 0, but is {shown}"
+
+
+@given(st.floats() | st.integers())
+def test_a_number_above_zero_is_one_that_python_calls_so(value: float) -> None:
+    above = math.isfinite(value) and value > 0 if isinstance(value, float) else 0 < value <= sys.float_info.max
+    assert (fault(Positive, value) is None) == above
+
+
+@given(st.integers(-5, 5), st.booleans(), st.booleans())
+def test_the_edges_of_a_range_belong_to_it_or_not(value: int, low: bool, high: bool) -> None:
+    allowed = set(range(-1, 2)) | ({-2} if low else set()) | ({2} if high else set())
+    assert Range("", -2, 2, low_allowed=low, high_allowed=high).holds(value) == (value in allowed)
+
+
+@pytest.mark.parametrize(
+    "text", ["auto", "200updates", "1update", "2epochs", "2 epochs", "10min", "0.5min", ".5min", "10.0min", "3 minutes"]
+)
+def test_a_time_to_save_may_be_written_so(text: str) -> None:
+    assert fault(Every, text) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0updates", "0min", "0.0min", ".min", "1.5epochs", "5days", "-1min", "200", "min"]
+)
+def test_a_time_to_save_may_not_be_written_so(text: str) -> None:
+    assert fault(Every, text) == f'must be 200updates, 2epochs, 10min, auto, but is "{text}"'
+
+
+SAMPLE = '''
+"""A file that must not be run."""
+raise SystemExit("this file was run")
+
+SIZE = 3
+
+
+def first(world, model, *, lr: Positive = 1e-3, names: list[str] = ["a"], size: "Literal['s', 'm']" = "s", must: int):
+    """Does a thing.
+
+    lr     how fast, in words that
+           take two lines
+    names  which ones
+    size   how large
+    Raises ValueError  where it cannot.
+    """
+
+
+def second(*, own: OurOwn = None, computed: int = 2 * SIZE, negative: float = -1.5, pair: tuple[int, int] = (1, 2)):
+    pass
+
+
+class Model:
+    def predict(self, model, generator, *, samples: PositiveInt = 3):
+        """Guess.
+
+        samples  how many
+        """
+
+    async def ignored(self): ...
+'''
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> Path:
+    file = tmp_path / "sample.py"
+    file.write_text(SAMPLE)
+    return file
+
+
+def test_functions_are_read_without_running_the_file(sample: Path) -> None:
+    functions = read_functions(sample)
+
+    assert list(functions) == ["first", "second", "Model.predict"]
+    first = functions["first"]
+    assert (first.name, first.runner, first.summary) == ("first", ("world", "model"), "Does a thing.")
+    assert {name: (key.type, key.default) for name, key in first.keys.items()} == {
+        "lr": (Positive, 1e-3),
+        "names": (list[str], ["a"]),
+        "size": (Literal["s", "m"], "s"),
+        "must": (int, REQUIRED),
+    }
+    assert functions["Model.predict"].runner == ("self", "model", "generator")
+    assert functions["Model.predict"].keys["samples"].default == 3
+
+
+def test_help_is_the_line_of_the_docstring_also_a_continued_one(sample: Path) -> None:
+    first = read_functions(sample)["first"]
+    helps = {name: key.help for name, key in first.keys.items()}
+
+    assert helps == {
+        "lr": "how fast, in words that take two lines",
+        "names": "which ones",
+        "size": "how large",
+        "must": "",
+    }
+
+
+def test_what_only_running_could_tell_is_kept_as_text(sample: Path) -> None:
+    keys = read_functions(sample)["second"].keys
+
+    assert keys["own"].type is Any, "a type of the file's own may be anything"
+    assert keys["computed"].default == Expression("2 * SIZE")
+    assert (keys["negative"].default, keys["pair"].default) == (-1.5, (1, 2))
+
+
+def test_defaults_are_data_and_nobody_shares_them(sample: Path) -> None:
+    functions = read_functions(sample)
+    taken = defaults(functions["first"].keys)
+    taken["names"].append("b")
+
+    assert defaults(functions["first"].keys) == {"lr": 1e-3, "names": ["a"], "size": "s"}
+    assert defaults(functions["second"].keys)["pair"] == [1, 2]
+
+
+def test_a_file_that_is_not_python_is_a_syntax_error_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("x = 1\ndef build(\n")
+    with pytest.raises(SyntaxError) as caught:
+        read_functions(tmp_path / "broken.py")
+    assert caught.value.lineno == 2
+
+
+def test_settings_are_flat_keys_with_their_help() -> None:
+    keys = settings_keys(Settings)
+
+    assert (
+        keys["evaluate.samples"].help == "validation samples used, spread evenly and always the same; null: all of them"
+    )
+    assert keys["resume_allow"].default == []
+    assert [name for name, key in keys.items() if not key.help] == []
+    assert [name for name, key in keys.items() if fault(key.type, key.default)] == []
+
+
+KNOWN = ["optimizer.lr", "optimizer.weight_decay", "scheduler.warmup", "global_batch_size", "seed", "lr_scales"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("optimizer.lrr", "optimizer.lr"),
+        ("lrr", "optimizer.lr"),
+        ("warmup", "scheduler.warmup"),
+        ("SEED", "seed"),
+        ("sead", "seed"),
+        ("global_batchsize", "global_batch_size"),
+        ("xyzzy", None),
+        ("", None),
+    ],
+)
+def test_the_nearest_word_is_the_one_a_person_meant(typed: str, meant: str | None) -> None:
+    assert nearest(typed, KNOWN) == meant
+    assert did_you_mean(typed, KNOWN) == (f"did you mean {meant}?" if meant else "")
+
+
+@given(st.sampled_from(KNOWN))
+def test_a_known_word_is_its_own_nearest(word: str) -> None:
+    assert nearest(word, KNOWN) == word
+
+
+def test_nothing_is_near_where_nothing_is_known() -> None:
+    assert nearest("lr", []) is None
