@@ -192,13 +192,13 @@ def _report(
     channels_last: Literal["auto"] | bool,
     fraction: float | None,
     allocator: str | None,
-    checkpointing: str = "activation checkpointing: none",
+    checkpointing: str = "",
     checkpointed_blocks: int = 0,
 ) -> MemoryReport:
     changed = _to_channels_last(model, device, channels_last)
     lines = [
-        checkpointing,
-        f"channels_last: {changed} tensors changed" if changed else "channels_last: nothing to change",
+        *([checkpointing] if checkpointing else []),
+        *([f"channels_last: {changed} tensors changed"] if changed else []),
         *_limit(device, fraction),
         *_allocator_in_force(device, allocator),
     ]

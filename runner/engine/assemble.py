@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from runner.axes.attention import ATTENTIONS, Attention
 from runner.axes.backend import BACKENDS
 from runner.axes.compile import COMPILES
 from runner.axes.dataloader import DATALOADERS, Fetcher, Loader
-from runner.axes.memory import MEMORIES, allocator_environment
+from runner.axes.memory import MEMORIES
 from runner.axes.parallelism import PARALLELISMS, Parallel
 from runner.axes.precision import PRECISIONS, Precision
 from runner.axes.prefetch import PREFETCHES, Prefetch
@@ -74,9 +74,6 @@ class Parts:
 def assemble(plan: Plan, stack: ExitStack) -> Parts:
     """Build everything a run needs; global switches of torch are put back when `stack` closes."""
     choices = plan.choices
-    memory = choices["memory"]
-    if memory.options.get("allocator"):  # read when CUDA starts, so it must be there before
-        os.environ.update(allocator_environment(memory.options["allocator"]))
     world = World(torch.device(plan.device))
     stack.enter_context(_made(BACKENDS, choices["backend"], world.num_local_ranks))
     attention: Attention = _made(ATTENTIONS, choices["attention"], world.device)
@@ -86,10 +83,13 @@ def assemble(plan: Plan, stack: ExitStack) -> Parts:
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
     bare = task.model.to(world.device)
     blocks = list(task.blocks())
-    notes = list(_made(MEMORIES, memory, bare, blocks, world.device).lines)
-    precision = _made(PRECISIONS, choices["precision"], world, bare)
-    stack.enter_context(precision.flags)
-    _made(COMPILES, choices["compile"], bare, blocks, world.device)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        notes = list(_made(MEMORIES, choices["memory"], bare, blocks, world.device).lines)
+        precision = _made(PRECISIONS, choices["precision"], world, bare)
+        stack.enter_context(precision.flags)
+        _made(COMPILES, choices["compile"], bare, blocks, world.device)
+    notes += [str(warning.message) for warning in said if str(warning.message) not in notes]
     notes += odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
     parallel = _made(PARALLELISMS, choices["parallelism"], world)
     prefetch = _made(PREFETCHES, choices["prefetch"], world.device)

@@ -15,8 +15,7 @@ import numpy as np
 from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import DataError, Exit, InputMissing, TaskFault
 from runner.durable.directory import RunDirectory
-from runner.plan.inventory import take_inventory
-from runner.plan.plan import make_plan
+from runner.plan.plan import plan_here
 
 
 def infer(request: Request) -> Exit:
@@ -28,7 +27,7 @@ def infer(request: Request) -> Exit:
     asked = compose(request)
     directory = RunDirectory.find(Path(asked.settings.output_root), asked.settings.run or "last")
     configuration = compose(_as_trained(request, directory))
-    plan = make_plan(configuration, take_inventory())
+    plan, _ = plan_here(configuration)
 
     import torch
 

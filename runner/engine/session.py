@@ -20,8 +20,8 @@ from runner import __version__
 from runner.base.configuration import Configuration, Request, compose, to_yaml
 from runner.base.errors import AccelRunError, DataError, Exit, InputMissing, StorageError
 from runner.durable.directory import RunDirectory, check_name, default_name
-from runner.plan.inventory import Inventory, take_inventory
-from runner.plan.plan import Plan, make_plan
+from runner.plan.inventory import Inventory
+from runner.plan.plan import Plan, plan_here
 
 if TYPE_CHECKING:
     from runner.durable.checkpoint import Loaded
@@ -37,8 +37,7 @@ def train(request: Request) -> tuple[Exit, RunDirectory]:
     configuration = compose(request)
     name = configuration.settings.run or default_name(configuration.choices["task"].name)
     check_name(name)
-    inventory = take_inventory()
-    plan = make_plan(configuration, inventory)
+    plan, inventory = plan_here(configuration)
     from runner.engine.screen import Screen  # needs torch, which wrong settings must not wait for
 
     directory = RunDirectory.create_or_open(Path(configuration.settings.output_root), name)
@@ -127,7 +126,7 @@ def open_phase(request: Request) -> Iterator[Phase]:
     from runner.engine.screen import Screen
     from runner.engine.train import Phase
 
-    plan = make_plan(configuration := compose(request), take_inventory())
+    plan, _ = plan_here(configuration := compose(request))
     assert configuration.settings.run is not None
     with (
         RunDirectory.create_or_open(Path(configuration.settings.output_root), configuration.settings.run) as directory,

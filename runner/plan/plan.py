@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from runner.axes.memory import allocator_environment
 from runner.base.configuration import Choice, Configuration, function_of, shipped_options
 from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Problem
@@ -117,6 +119,15 @@ def make_plan(configuration: Configuration, inventory: Inventory, world_size: in
         reasons=planner.reasons,
         notes=(*configuration.notes, *inventory.notes, *planner.notes),
     )
+
+
+def plan_here(configuration: Configuration) -> tuple[Plan, Inventory]:
+    """Plan for this machine. CUDA's allocator reads its settings when torch asks for devices, so they are set before."""
+    allocator = configuration.choices["memory"].options.get("allocator")
+    if allocator:
+        os.environ.update(allocator_environment(allocator))
+    inventory = take_inventory()
+    return make_plan(configuration, inventory), inventory
 
 
 def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
