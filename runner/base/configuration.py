@@ -107,6 +107,7 @@ class Configuration:
 
     choices  group -> choice, for every group but hardware
     hardware facts of the chosen profile; its name is `profile`
+    for_auto keys of the task for the option that the plan chooses in the place of `auto`, such as precision.keep_fp32
     sources  key or group -> who set it: "command line", "profile t4", "task gpt", "config folder"; no entry: a default
     notes    what the user should know, such as shadowed files
     """
@@ -117,6 +118,7 @@ class Configuration:
     profile: str
     hardware: Mapping[str, Any]
     request: Request
+    for_auto: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -144,9 +146,9 @@ def compose(request: Request) -> Configuration:
     parsed, problems = _parse(request)
     groups, values = _split(parsed, request, problems)
     composed = _compose_groups(groups, request, problems)
-    schema = _schema(composed, values, request, problems)
     notes = list(_shadows(request.config_dir))
-    tree = _set_values(composed, values, schema, problems, notes)
+    schema = _schema(composed, values, request, problems, notes)
+    tree = _set_values(composed, values, schema, problems)
     problems += _check(tree, schema, already={problem.where for problem in problems})
     problems += _contradictions(tree)
     if problems:
@@ -437,13 +439,14 @@ class _Schema:
     """What may be set.
 
     functions      group -> the shipped option behind the chosen one
-    task_settings  key -> value that the task's own file sets
+    task_settings  key -> value that the task's own file sets, for the options it was tuned with
     folder_keys    key -> file of the user's config folder that sets it
     """
 
     keys: Keys
     functions: Mapping[str, str]
     task_settings: Mapping[str, Any]
+    for_auto: Mapping[str, Any]
     folder_keys: Mapping[str, Path]
 
     def known(self, key: str) -> str:
@@ -452,7 +455,11 @@ class _Schema:
 
 
 def _schema(
-    composed: Mapping[str, Any], values: list[tuple[str, Any, str]], request: Request, problems: list[Problem]
+    composed: Mapping[str, Any],
+    values: list[tuple[str, Any, str]],
+    request: Request,
+    problems: list[Problem],
+    notes: list[str],
 ) -> _Schema:
     """Gather the keys of the settings, of the chosen options, of the task and of its predictions."""
     keys = settings_keys(Settings)
@@ -470,8 +477,41 @@ def _schema(
     keys.update({f"task.{key.name}": key for key in build.values()})
     keys.update({f"inference.{key.name}": key for key in predict.values()})
     keys["inference.seed"] = Key("inference.seed", int, 0, "seed of the sampling")
-    task_settings = dict(_flatten({**settings, **_of_size(sizes, build, composed, values)}, stop=keys))
-    return _Schema(keys, functions, task_settings, _folder_keys(choices, request.config_dir, keys))
+    schema = _Schema(keys, functions, {}, {}, _folder_keys(choices, request.config_dir, keys))
+    settings = dict(_flatten({**settings, **_of_size(sizes, build, composed, values)}, stop=keys))
+    for_auto = {key: value for key, value in settings.items() if _is_for_auto(key, value, schema, problems)}
+    why_not = {key: _why_not_of_task(key, schema, choices) for key in settings if key not in for_auto}
+    notes += [f"{key}={_word(settings[key])} of the task is not used: {why}" for key, why in why_not.items() if why]
+    used = {key: settings[key] for key, why in why_not.items() if not why}
+    return replace(schema, task_settings=used, for_auto=for_auto)
+
+
+def _is_for_auto(key: str, value: Any, schema: _Schema, problems: list[Problem]) -> bool:
+    """Tell whether an option that may take the place of `auto` has this key."""
+    group, _, name = key.partition(".")
+    option = _option_with(group, name) if schema.functions.get(group) == "auto" else None
+    signature = function_of(group, option) if option else None
+    if signature is None:
+        return False
+    wrong = fault(signature.keys[name].type, value)
+    problems += [Problem(wrong, f"SETTINGS[{key!r}]")] if wrong else []
+    return True
+
+
+def _why_not_of_task(key: str, schema: _Schema, choices: Mapping[str, str]) -> str:
+    """Return why a task's value does not count: it was tuned for another option, or the user's folder sets it."""
+    group, _, name = key.partition(".")
+    if group not in AXES or not name:
+        return ""
+    file = schema.folder_keys.get(schema.known(key))
+    if file is not None and file.parent.name == group:
+        return f"{file} sets it"
+    if schema.known(key) not in schema.keys and _option_with(group, name):
+        return f"{group}={choices[group]} has no such key"
+    tuned = shipped_options()[group]
+    signature = function_of(group, tuned)
+    is_for_tuned = signature is not None and name.partition(".")[0] in signature.keys
+    return f"it is for {group}={tuned}" if is_for_tuned and choices[group] != tuned else ""
 
 
 def _function_behind(group: str, option: str, content: object, config_dir: Path | None) -> str | Problem:
@@ -565,7 +605,6 @@ def _set_values(
     values: list[tuple[str, Any, str]],
     schema: _Schema,
     problems: list[Problem],
-    notes: list[str],
 ) -> dict[str, Any]:
     """Return key -> value: signature defaults, then the composed tree, then the task's settings, then the user's."""
     from omegaconf import OmegaConf
@@ -583,13 +622,9 @@ def _set_values(
             where = f"{schema.folder_keys[key]}: " if key in schema.folder_keys else ""
             _place(tree, key, value, f"{where}{key}={_word(value)}", schema, problems)
     for key, value in schema.task_settings.items():
-        group, _, name = key.partition(".")
         if key in GROUPS:
             fix = f"say {key}={_word(value)} on the command line"
             problems.append(Problem("a task sets keys, it chooses no options", f"SETTINGS[{key!r}]", fix))
-        elif schema.known(key) not in schema.keys and group in AXES and _option_with(group, name):
-            option = composed["hydra_choices"][group]
-            notes.append(f"{key} of the task has no effect: {group}={option} has no such key")
         else:
             _place(tree, key, value, f"SETTINGS[{key!r}]", schema, problems)
     _keep_one_length(tree, schema.task_settings)
@@ -709,6 +744,7 @@ def _freeze(
         profile=str(names["hardware"]),
         hardware=composed.get("hardware") or {},
         request=request,
+        for_auto=schema.for_auto,
         sources=sources,
         notes=notes,
     )

@@ -217,6 +217,8 @@ class _Planner:
         """Put an option in the place of `auto` or of one that cannot be; keys that somebody set are kept."""
         signature = function_of(group, name)
         options = defaults(signature.keys) if signature else {}
+        for_auto = self.configuration.for_auto
+        options |= {key: for_auto[f"{group}.{key}"] for key in options if f"{group}.{key}" in for_auto}
         for key, value in self.choices[group].options.items():
             if f"{group}.{key}" not in self.configuration.sources:
                 continue

@@ -1,0 +1,526 @@
+"""Laws of the configuration: who wins, who set what, and what is answered where something cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from runner.base.configuration import (
+    AXES,
+    FOREIGN_KEYS,
+    GROUPS,
+    PRECISION_NAMES,
+    Configuration,
+    Request,
+    compose,
+    expand_sweep,
+    function_of,
+    merge_overrides,
+    options_of,
+    selected_by_profile,
+    shipped_options,
+    to_yaml,
+)
+from runner.base.errors import ConfigError, InputMissing
+from runner.base.places import shipped
+from runner.base.schema import settings_keys
+from runner.base.settings import Settings
+
+TASK = """
+from typing import Literal
+
+SETTINGS = {"updates": 40, "optimizer.lr": 0.02, "scheduler": {"warmup": 5}, "evaluate": {"samples": 8}}
+
+def build(context, *, hidden: int = 4, kind: Literal["round", "flat"] = "round"):
+    '''A task.'''
+
+class Mine:
+    def predict(self, model, generator, *, samples: int = 3): ...
+
+raise SystemExit("a task file is not run to learn its settings")
+"""
+
+
+def composed(*words: str, task: Path | None = None, folder: Path | None = None) -> Configuration:
+    return compose(Request(words, task, folder))
+
+
+def refused(*words: str, task: Path | None = None, folder: Path | None = None) -> list[str]:
+    """Return the problems, one line each."""
+    with pytest.raises(ConfigError) as caught:
+        composed(*words, task=task, folder=folder)
+    return [str(problem).replace("\n    ", " | ") for problem in caught.value.problems]
+
+
+def write(folder: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    return write(tmp_path, {"mine.py": TASK}) / "mine.py"
+
+
+# ---------------------------------------------------------------- who wins
+
+
+def test_a_plus_before_a_group_changes_nothing() -> None:
+    plain, plus = composed("hardware=t4"), composed("+hardware=t4")
+    assert plus.flat() == plain.flat()
+    assert plus.sources == plain.sources
+    assert (plus.profile, plus.hardware) == (plain.profile, plain.hardware)
+
+
+@pytest.mark.parametrize(
+    ("words", "precision", "source"),
+    [
+        ((), "auto", None),
+        (("hardware=t4",), "fp16", "profile t4"),
+        (("precision=fp32",), "fp32", "command line"),
+        (("hardware=t4", "precision=fp32"), "fp32", "command line"),
+    ],
+)
+def test_the_command_line_beats_the_profile_which_beats_the_default(
+    words: tuple[str, ...], precision: str, source: str | None
+) -> None:
+    configuration = composed(*words)
+    assert configuration.choices["precision"].name == precision
+    assert configuration.sources.get("precision") == source
+    assert configuration.asked_by_name("precision") == (source == "command line")
+
+
+def test_the_order_typed_does_not_matter() -> None:
+    words = ("hardware=t4", "precision=bf16", "precision.keep_fp32=[head]")
+    answers = [composed(*order) for order in permutations(words)]
+    flat = answers[0].flat()
+    assert {key: flat[key] for key in ("precision", "precision.keep_fp32", "attention")} == {
+        "precision": "bf16",
+        "precision.keep_fp32": ["head"],
+        "attention": "efficient",
+    }
+    assert all(answer.flat() == flat and answer.sources == answers[0].sources for answer in answers)
+
+
+def test_the_settings_of_a_task_beat_the_defaults_and_the_command_line_beats_them(task: Path) -> None:
+    of_task, typed = composed(task=task), composed("optimizer.lr=0.1", "updates=7", "task.hidden=9", task=task)
+    keys = ("updates", "optimizer.lr", "scheduler.warmup", "evaluate.samples", "task.hidden")
+    assert [of_task.flat()[key] for key in keys] == [40, 0.02, 5, 8, 4]
+    assert [of_task.sources.get(key) for key in keys] == ["task mine.py"] * 4 + [None]
+    assert [typed.flat()[key] for key in keys] == [7, 0.1, 5, 8, 9]
+    assert [typed.sources[key] for key in keys] == [
+        "command line", "command line", "task mine.py", "task mine.py", "command line",
+    ]  # fmt: skip
+
+
+def test_a_task_file_is_a_task_with_its_keys_and_those_of_its_predictions(task: Path) -> None:
+    configuration = composed("task.kind=flat", "inference.samples=9", task=task)
+    assert configuration.choices["task"].name == "mine"
+    assert configuration.choices["task"].options == {"hidden": 4, "kind": "flat"}
+    assert configuration.inference == {"samples": 9, "seed": 0}
+    assert refused("task.kind=flatt", task=task) == [
+        'task.kind=flatt: must be round or flat, but is "flatt" | did you mean flat?'
+    ]
+    assert refused("task=gpt", task=task) == [
+        "task=gpt: the task is given twice, here and by --task | give one of them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "expected"),
+    [
+        ((), '{"updates": 40}', (40, None)),
+        ((), '{"epochs": 3}', (None, 3)),
+        (("updates=7",), '{"epochs": 3}', (7, None)),
+        (("epochs=2",), '{"updates": 40}', (None, 2)),
+        (("epochs=2", "updates=null"), '{"updates": 40}', (None, 2)),
+    ],
+)
+def test_who_says_epochs_takes_back_the_updates_of_those_before(
+    words: tuple[str, ...], settings: str, expected: tuple[int | None, int | None], tmp_path: Path
+) -> None:
+    write(tmp_path, {"mine.py": f"SETTINGS: dict = {settings}\ndef build(): ...\n"})
+    found = composed(*words, task=tmp_path / "mine.py").settings
+    assert (found.updates, found.epochs) == expected
+
+
+def test_what_a_task_was_tuned_with_is_not_used_for_another_option_and_it_is_said(tmp_path: Path) -> None:
+    settings = '{"optimizer.betas": [0.8, 0.9], "optimizer.lr": 0.5, "precision.keep_fp32": ["head"], "seed": 3}'
+    task = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
+    tuned, other = composed("optimizer=adamw", task=task), composed("optimizer=sgd", "precision=bf16", task=task)
+    assert (tuned.flat()["optimizer.betas"], tuned.flat()["optimizer.lr"]) == ([0.8, 0.9], 0.5)
+    assert (tuned.notes, tuned.for_auto) == ((), {"precision.keep_fp32": ["head"]})
+    assert other.choices["optimizer"].options == composed("optimizer=sgd").choices["optimizer"].options
+    assert (other.flat()["precision.keep_fp32"], other.settings.seed) == (["head"], 3)
+    assert other.notes == (
+        "optimizer.betas=[0.8,0.9] of the task is not used: optimizer=sgd has no such key",
+        "optimizer.lr=0.5 of the task is not used: it is for optimizer=adamw",
+    )
+    assert "optimizer.lr" not in other.sources
+
+
+@pytest.mark.parametrize("name", PRECISION_NAMES)
+def test_precisions_may_be_called_as_in_other_trainers(name: str) -> None:
+    assert composed(f"precision={name}").choices["precision"].name == PRECISION_NAMES[name]
+
+
+@pytest.mark.parametrize(
+    ("word", "option"),
+    [
+        ("checkpoint=none", "off"), ("checkpoint=null", "off"), ("checkpoint=false", "off"), ("monitor=off", "off"),
+        ("monitor=true", "on"), ("tracker=off", "none"), ("tracker=null", "none"), ("+tracker=none", "none"),
+    ],
+)  # fmt: skip
+def test_any_word_for_absence_will_do(word: str, option: str) -> None:
+    assert composed(word).choices[word.strip("+").split("=")[0]].name == option
+
+
+@pytest.mark.parametrize(
+    ("words", "scales"),
+    [
+        (("optimizer.lr_scales={head:0.1}",), {"head": 0.1}),
+        (("optimizer.lr_scales.head=0.1", "optimizer.lr_scales.body.0=2"), {"head": 0.1, "body.0": 2}),
+        (("optimizer.lr_scales={0:0.1}",), {"0": 0.1}),
+    ],
+)
+def test_a_mapping_is_set_whole_or_by_entry(words: tuple[str, ...], scales: dict[str, float]) -> None:
+    configuration = composed(*words)
+    assert configuration.choices["optimizer"].options["lr_scales"] == scales
+    assert configuration.sources["optimizer.lr_scales"] == "command line"
+
+
+# ---------------------------------------------------------------- the user's own folder
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A task that sets nothing."""
+    return write(tmp_path, {"bare.py": "def build(): ...\n"}) / "bare.py"
+
+
+@pytest.mark.parametrize("content", ["option: adamw\nlr: 0.25\n", "defaults:\n  - adamw\nlr: 0.25\n"])
+def test_a_folder_adds_an_option_that_is_a_variant_of_a_shipped_one(content: str, bare: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path, {"optimizer/brisk.yaml": content})
+    configuration = composed("optimizer=brisk", task=bare, folder=folder)
+    shipped_one = composed(task=bare).choices["optimizer"]
+    chosen = configuration.choices["optimizer"]
+    assert options_of("optimizer", folder) == ["adam", "adamw", "adamw8bit", "brisk", "sgd"]
+    assert (chosen.name, chosen.function) == ("brisk", "adamw")
+    assert chosen.options == {**shipped_one.options, "lr": 0.25}
+    assert configuration.sources["optimizer.lr"] == "config folder"
+    assert composed("optimizer=brisk", "optimizer.lr=1", folder=folder).flat()["optimizer.lr"] == 1
+    assert configuration.notes == ()
+
+
+def test_a_variant_may_build_on_a_variant(tmp_path: Path) -> None:
+    files = {"optimizer/a.yaml": "defaults:\n  - sgd\nlr: 0.25\n", "optimizer/b.yaml": "defaults: [a]\nmomentum: 0.5\n"}
+    chosen = composed("optimizer=b", folder=write(tmp_path, files)).choices["optimizer"]
+    assert chosen.function == "sgd"
+    assert (chosen.options["lr"], chosen.options["momentum"]) == (0.25, 0.5)
+
+
+def test_a_folder_shadows_a_shipped_file_and_it_is_said(bare: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path, {"optimizer/adamw.yaml": "lr: 7\n"})
+    configuration = composed(task=bare, folder=folder)
+    assert configuration.flat()["optimizer.lr"] == 7
+    assert configuration.notes == (
+        f"{folder}/optimizer/adamw.yaml is used instead of the shipped optimizer/adamw.yaml",
+    )
+    assert composed(task=bare).flat()["optimizer.lr"] != 7, "the next request without the folder forgets it"
+
+
+def test_a_file_of_the_folder_beats_the_settings_of_a_task(task: Path, tmp_path: Path) -> None:
+    file = write(tmp_path, {"conf/optimizer/adamw.yaml": "lr: 7\n"}) / "conf/optimizer/adamw.yaml"
+    configuration = composed(task=task, folder=tmp_path / "conf")
+    assert (configuration.flat()["optimizer.lr"], configuration.sources["optimizer.lr"]) == (7, "config folder")
+    assert f"optimizer.lr=0.02 of the task is not used: {file} sets it" in configuration.notes
+
+
+def test_a_config_yaml_of_ones_own_replaces_the_table_of_contents(bare: Path, tmp_path: Path) -> None:
+    ours = (shipped("conf") / "config.yaml").read_text()
+    folder = write(
+        tmp_path, {"config.yaml": ours.replace("seed: 0", "seed: 5").replace("precision: auto", "precision: fp32")}
+    )
+    configuration = composed(task=bare, folder=folder)
+    assert configuration.settings.seed == 5
+    assert configuration.choices["precision"].name == "fp32"
+    assert configuration.sources["seed"] == "config folder"
+    assert configuration.notes == (f"{folder}/config.yaml is used instead of the shipped config.yaml",)
+
+
+PROFILE = """\
+# @package _global_
+defaults:
+  - override /precision: fp32
+  - override /dataloader: thread
+
+hardware:
+  title: my machine
+  devices:
+    - {name: My GPU, memory_gib: 10, capability: [8, 6]}
+"""
+
+
+def test_a_hardware_profile_of_ones_own_selects_and_describes(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"hardware/mine.yaml": PROFILE})
+    configuration = composed("+hardware=mine", "precision=bf16", folder=folder)
+    assert (configuration.choices["precision"].name, configuration.choices["dataloader"].name) == ("bf16", "thread")
+    assert configuration.sources["dataloader"] == "profile mine"
+    assert configuration.hardware["devices"] == [{"name": "My GPU", "memory_gib": 10, "capability": [8, 6]}]
+    assert selected_by_profile("mine", folder) == {"precision": "fp32", "dataloader": "thread"}
+
+
+OPTIONS_OF_SGD = ("lr", "momentum", "nesterov", "weight_decay", "kernel", "decay_1d", "lr_scales")
+NO_OPTIONS = (
+    f"must choose an option of every group, but has none for {', '.join(GROUPS)}"
+    f" | begin with a copy of {shipped('conf')}/config.yaml, or give the file another name"
+)
+UNKNOWN_OF_SGD = f"unknown key of optimizer=sgd; known: {', '.join(f'optimizer.{key}' for key in OPTIONS_OF_SGD)}"
+
+# files of the folder, words, problems; {folder} is where it lies
+FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
+    "unknown key": (
+        {"optimizer/mine.yaml": "option: sgd\nlrr: 3\n"}, ("optimizer=mine",),
+        [f"{{folder}}/optimizer/mine.yaml: optimizer.lrr=3: {UNKNOWN_OF_SGD} | did you mean optimizer.lr?"],
+    ),
+    "wrong type": (
+        {"optimizer/mine.yaml": "option: sgd\nlr: fast\n"}, ("optimizer=mine",),
+        ['optimizer.lr=fast: must be a number above 0, but is "fast"'],
+    ),
+    "no variant": (
+        {"optimizer/adamm.yaml": "lr: 3\n"}, ("optimizer=adamm",),
+        ["optimizer/adamm.yaml: must say which option it is a variant of, such as `option: sgd` | did you mean adam?"],
+    ),
+    "variant of nothing": (
+        {"optimizer/mine.yaml": "option: adamm\n"}, ("optimizer=mine",),
+        ["optimizer/mine.yaml: must say which option it is a variant of, such as `option: sgd` | did you mean adam?"],
+    ),
+    "a list": (
+        {"optimizer/mine.yaml": "- 1\n"}, ("optimizer=mine",),
+        ["optimizer/mine.yaml: must be a mapping of keys to values"],
+    ),
+    "not YAML": (
+        {"optimizer/mine.yaml": "option: sgd\nlr: [1\n"}, ("optimizer=mine",),
+        ["{folder}/optimizer/mine.yaml:3: is not YAML: expected ',' or ']', but got '<stream end>'"],
+    ),
+    "a circle": (
+        {"optimizer/mine.yaml": "defaults:\n  - mine\n"}, ("optimizer=mine",),
+        ["optimizer/mine.yaml: a defaults list leads back to its own file"],
+    ),
+    "builds on nothing": (
+        {"optimizer/mine.yaml": "defaults:\n  - nothing\n"}, ("optimizer=mine",),
+        ["{folder}: In 'optimizer/mine': Could not load 'optimizer/nothing'."],
+    ),
+    "half a config.yaml": (
+        {"config.yaml": "seed: 5\n"}, (),
+        [f"{{folder}}/config.yaml: {NO_OPTIONS}"],
+    ),
+    "profile without package": (
+        {"hardware/mine.yaml": "hardware:\n  devices: []\n"}, ("hardware=mine",),
+        ["{folder}/hardware/mine.yaml: must begin with the line # @package _global_"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_a_file_of_the_folder_names_the_file_or_the_key(name: str, tmp_path: Path) -> None:
+    files, words, problems = FAULTS[name]
+    folder = write(tmp_path, files)
+    assert refused(*words, folder=folder) == [problem.format(folder=folder) for problem in problems]
+
+
+def test_an_interpolation_that_leads_nowhere_is_a_problem(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"optimizer/mine.yaml": "option: sgd\nlr: ${nowhere}\n"})
+    assert refused("optimizer=mine", folder=folder)[0] == "conf: Interpolation key 'nowhere' not found"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("SETTINGS = [1]\n", "SETTINGS must be a literal mapping of keys to values"),
+        ("SETTINGS = dict(seed=1)\n", "SETTINGS must be a literal mapping of keys to values"),
+        ("SETTINGS = {[]: 1}\n", "SETTINGS must be a literal mapping of keys to values"),
+        (
+            "def build(*, a: int = 1 + 1): ...\n",
+            "the default of a must be a literal, such as 64 or 'text', but is 1 + 1",
+        ),
+        ("\0", "is not valid Python, line None: source code string cannot contain null bytes"),
+    ],
+)
+def test_a_fault_in_a_task_file_is_said_without_running_it(text: str, problem: str, tmp_path: Path) -> None:
+    file = write(tmp_path, {"mine.py": text if "build" in text else f"def build(): ...\n{text}"}) / "mine.py"
+    (said,) = refused(task=file)
+    assert said.startswith(f"{file}: {problem}") or "null bytes" in said
+
+
+def test_settings_of_a_task_are_keys_that_exist_and_values_that_fit(tmp_path: Path) -> None:
+    settings = '{"sead": 1, "optimizer": "sgd", "precision.keep_fp32": "head", "optimizer.lr": 0}'
+    file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
+    assert refused(task=file) == [
+        "SETTINGS['precision.keep_fp32']: must be a list of texts, but is \"head\"",
+        "SETTINGS['sead']: unknown key | did you mean seed?",
+        "SETTINGS['optimizer']: a task sets keys, it chooses no options | say optimizer=sgd on the command line",
+        "optimizer.lr=0: must be a number above 0, but is 0",
+    ]
+
+
+def test_what_a_helper_of_the_task_file_takes_is_its_own_affair(tmp_path: Path) -> None:
+    text = "def build(*, a: int = 1): ...\ndef helper(*, device=cpu()): ...\n"
+    assert composed(task=write(tmp_path, {"mine.py": text}) / "mine.py").flat()["task.a"] == 1
+
+
+def test_a_missing_file_or_folder_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InputMissing, match="does not exist"):
+        composed(task=tmp_path / "none.py")
+    with pytest.raises(InputMissing, match="is not a folder"):
+        composed(folder=tmp_path / "none")
+
+
+def test_all_problems_are_found_in_one_go() -> None:
+    words = ("--lr", "3", "optimizer=adamm", "seed=-1", "extra=1", "~tracker", "hardware@x=t4", "seed", "=", "1")
+    assert refused(*words, "updates=5", "epochs=5", "global_batch_size=4", "micro_batch_size=8") == [
+        "--lr 3: unknown option; settings are written key=value | say optimizer.lr=3",
+        "seed = 1: has spaces around = | say seed=1",
+        "optimizer=adamm: unknown optimizer; must be one of adam, adamw, adamw8bit, sgd | did you mean adam?",
+        "~tracker: nothing is deleted here | say tracker=none, =off or =null",
+        "hardware@x=t4: packages (@) have no meaning here | say hardware=t4",
+        "extra=1: unknown key | accel-run plan shows every key",
+        "seed=-1: must be a whole number of at least 0, but is -1",
+        "micro_batch_size=8: must be at most global_batch_size (4), but is 8 | say micro_batch_size=4, or global_batch_size=8",
+        "updates=5 epochs=5: both are given | give one of them",
+    ]
+
+
+def test_names_from_other_trainers_are_translated() -> None:
+    problems = [f"{key}=1: unknown key | here it is {ours}" for key, ours in FOREIGN_KEYS.items()]
+    assert refused(*(f"{key}=1" for key in FOREIGN_KEYS)) == problems
+
+
+# ---------------------------------------------------------------- words upon words
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("seed=1,2", "run=a"), [("seed=1", "run=a"), ("seed=2", "run=a")]),
+        (("seed=choice(1,2)",), [("seed=1",), ("seed=2",)]),
+        (("seed=range(1,4)",), [("seed=1",), ("seed=2",), ("seed=3",)]),
+        (("precision=fp32,16-mixed", "+hardware=t4,a100"), [
+            ("precision=fp32", "+hardware=t4"), ("precision=fp32", "+hardware=a100"),
+            ("precision=16-mixed", "+hardware=t4"), ("precision=16-mixed", "+hardware=a100"),
+        ]),
+        (("phases=[a,b]", "data.path='x,y'"), [("phases=[a,b]", "data.path='x,y'")]),
+        ((), [()]),
+    ],
+)  # fmt: skip
+def test_a_sweep_is_every_combination_in_order(words: tuple[str, ...], expected: list[tuple[str, ...]]) -> None:
+    request = Request(words, Path("task.py"), Path("folder"))
+    assert expand_sweep(request) == [Request(each, Path("task.py"), Path("folder")) for each in expected]
+
+
+@pytest.mark.parametrize("word", ["seed=interval(0,1)", "run=glob(*)"])
+def test_a_sweep_without_values_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match="does not say which values"):
+        expand_sweep(Request((word,)))
+
+
+def test_a_combination_of_a_sweep_means_what_it_says() -> None:
+    seeds = [compose(request).settings.seed for request in expand_sweep(Request(("seed=3,4",)))]
+    assert seeds == [3, 4]
+    assert refused("seed=3,4") == [
+        "seed=3,4: is a sweep over several values | run them all with -m, or quote it: 'seed=\"3,4\"'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "merged"),
+    [
+        (["seed=1", "run=a"], ["seed=2"], ("run=a", "seed=2")),
+        (["+hardware=t4"], ["hardware=a100"], ("hardware=a100",)),
+        (["precision=fp16", "precision.init_scale=8"], ["precision=fp32"], ("precision=fp32",)),
+        (["precision=fp16"], ["precision.init_scale=8"], ("precision=fp16", "precision.init_scale=8")),
+        (["run=a", "runs=b"], ["run=c"], ("runs=b", "run=c")),
+        (
+            ["optimizer.lr=1", "optimizer.lr_scales.a=2"],
+            ["optimizer.lr=3"],
+            ("optimizer.lr_scales.a=2", "optimizer.lr=3"),
+        ),
+        ([], [], ()),
+    ],
+)
+def test_new_words_replace_the_old_ones_of_that_key(old: list[str], new: list[str], merged: tuple[str, ...]) -> None:
+    assert merge_overrides(old, new) == merged
+
+
+# ---------------------------------------------------------------- what is shipped
+
+
+def test_every_shipped_option_of_every_group_composes() -> None:
+    options = {group: options_of(group) for group in GROUPS}
+    assert all(options.values())
+    for number in range(max(map(len, options.values()))):
+        words = {group: names[number % len(names)] for group, names in options.items()}
+        configuration = composed(*(f"{group}={name}" for group, name in words.items()))
+        chosen = {group: choice.name for group, choice in configuration.choices.items()}
+        assert {**chosen, "hardware": configuration.profile} == words
+        for group in AXES:
+            signature = function_of(group, words[group])
+            assert set(configuration.choices[group].options) == set(signature.keys if signature else ())
+
+
+def test_the_table_of_contents_lists_every_group_and_the_profile_last() -> None:
+    entries = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "config.yaml"))["defaults"]  # type: ignore[call-overload,index]
+    groups = [next(iter(entry)) for entry in entries[1:]]
+    assert entries[0] == "_self_", "else its values would overwrite those of a profile"
+    assert sorted(groups) == sorted(GROUPS)
+    assert groups[-1] == "hardware"
+    assert shipped_options() == {
+        group: next(iter(entry.values())) for group, entry in zip(groups, entries[1:], strict=True)
+    }
+
+
+def test_the_settings_of_config_yaml_are_those_of_the_code() -> None:
+    content: Any = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "config.yaml"))
+    written = {
+        f"{key}.{name}" if name else key: item
+        for key, value in content.items()
+        if key != "defaults"
+        for name, item in (value.items() if isinstance(value, dict) else [("", value)])
+    }
+    in_code = {name: key.default for name, key in settings_keys(Settings).items()}
+    assert list(written) == list(in_code)
+    assert {key for key in written if written[key] != in_code[key]} == {"updates"}, "a length must be given somewhere"
+
+
+def test_every_group_with_options_is_one_of_the_groups() -> None:
+    folders = {path.name for path in shipped("conf").iterdir() if path.is_dir()}
+    assert folders == set(GROUPS)
+
+
+def test_the_yaml_of_a_configuration_can_be_read_back() -> None:
+    words = ("phases=[off,'1']", 'data.path="1e-3"', "optimizer.lr_scales={0:0.1}", "optimizer.eps=1e-9", "compile=off")
+    configuration = composed(*words, "+hardware=t4", "checkpoint.best=null", "run='null'")
+    found: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(configuration)))
+    for group, choice in configuration.choices.items():
+        assert found.pop(group) == {"option": choice.name, **choice.options}
+    assert found.pop("hardware") == {"profile": "t4", **configuration.hardware}
+    assert found.pop("inference") == configuration.inference
+    assert {name: key for name, key in found.items() if not isinstance(key, dict)} == {
+        key: value for key, value in configuration.flat().items() if key in found
+    }
+    assert (found["phases"], found["data"]["path"], found["run"]) == (["off", "1"], "1e-3", "null")
+
+
+def test_torch_is_not_needed_to_compose() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys; from runner.base.configuration import *; compose(Request()); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
