@@ -15,6 +15,7 @@ from runner import __version__
 from runner.base.errors import AccelRunError, Exit, Problem, UsageError
 from runner.commands import COMMANDS
 
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; nobody sees a traceback but for a fault of this program."""
     words = list(sys.argv[1:] if argv is None else argv)

@@ -94,7 +94,8 @@ class ForkServer:
         return self.wait()
 
     def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait(timeout=30)
         self.process.stdout.close()

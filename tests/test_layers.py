@@ -32,7 +32,9 @@ def floor_of(module: str) -> str | None:
     return parts[1] if parts[0] == "runner" and len(parts) > 1 else None
 
 
-FILES = sorted(path for path in (ROOT / "runner").rglob("*.py") if path.parent.name != "runner" or path.stem != "__init__")
+FILES = sorted(
+    path for path in (ROOT / "runner").rglob("*.py") if path.parent.name != "runner" or path.stem != "__init__"
+)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
@@ -44,7 +46,9 @@ def test_imports_go_down_only(file: Path) -> None:
         if floor is None:
             continue
         assert floor in FLOORS, f"{module} is on no floor"
-        assert FLOORS[floor] < FLOORS[mine] or floor == mine, f"{inner} imports {module}, which is above it or beside it"
+        assert FLOORS[floor] < FLOORS[mine] or floor == mine, (
+            f"{inner} imports {module}, which is above it or beside it"
+        )
         if mine == floor == "axes":
             pytest.fail(f"{inner} imports {module}: axes do not know each other")
 

@@ -24,7 +24,9 @@ def odd_sizes(model: nn.Module, device: torch.device, multiple: int = 8) -> list
             odd = [size for size in module.weight.shape if size % multiple]
             if odd:
                 better = ", ".join(f"{size} -> {-(-size // multiple) * multiple}" for size in odd)
-                lines[tuple(odd)] = f"{name or 'the model'}: sizes in multiples of {multiple} are faster on a GPU: {better}"
+                lines[tuple(odd)] = (
+                    f"{name or 'the model'}: sizes in multiples of {multiple} are faster on a GPU: {better}"
+                )
     return list(lines.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import shlex
 import sys
@@ -67,7 +68,9 @@ class Screen:
         """A phase begins."""
         self.event("phase", phase=phase, update=done, total=total, samples=order.num_samples)
         epochs = total / order.updates_per_epoch
-        self.say(f"{phase}: {total - done} updates of {total} to make ({order.num_samples:,} samples, {epochs:.2g} epochs)")
+        self.say(
+            f"{phase}: {total - done} updates of {total} to make ({order.num_samples:,} samples, {epochs:.2g} epochs)"
+        )
         self.progress = make_progress(sys.stdout)
         self.console.speak_through(self.progress.note)
         self.progress.start(total, done)
@@ -83,7 +86,10 @@ class Screen:
             ran = ", ".join(f"{number} x {kernel} ({kind})" for (kind, kernel), number in calls.items())
             self.say(f"attention ran as {ran}")
             if attention.kernels and not any(attention.name in kernel for _, kernel in calls):
-                self.warn(f"attention={attention.name} was asked for and did not run" + (f": {attention.reason}" if attention.reason else ""))
+                self.warn(
+                    f"attention={attention.name} was asked for and did not run"
+                    + (f": {attention.reason}" if attention.reason else "")
+                )
         if seconds > SLOW_START_S:
             self.say(f"the first update took {seconds:.1f} s, with all that is compiled or searched for once")
 
@@ -93,7 +99,7 @@ class Screen:
 
     def draw(self, update: int, values: Mapping[str, float], monitor: str = "") -> None:
         """Draw the progress with these values."""
-        self.progress.update(update, {key: value for key, value in values.items() if value == value}, monitor)
+        self.progress.update(update, {key: value for key, value in values.items() if not math.isnan(value)}, monitor)
 
     def evaluated(self, update: int, metrics: Mapping[str, float]) -> None:
         """Say the metrics of an evaluation."""
@@ -187,11 +193,16 @@ class Screen:
         self.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
 
     def _next(self, plan: Plan, outcome: Outcome) -> list[str]:
-        root = "" if plan.settings.output_root == "outputs" else f" output_root={shlex.quote(plan.settings.output_root)}"
+        root = (
+            "" if plan.settings.output_root == "outputs" else f" output_root={shlex.quote(plan.settings.output_root)}"
+        )
         if outcome.stopped_by:
             words = [word for word in sys.argv[1:] if not word.startswith("run=")] or ["train"]
             return [f"{shlex.join(['accel-run', *words, f'run={self.directory.name}'])}   (goes on where it stopped)"]
-        return [f"accel-run inference run={self.directory.name}{root}", f"accel-run status run={self.directory.name}{root}"]
+        return [
+            f"accel-run inference run={self.directory.name}{root}",
+            f"accel-run status run={self.directory.name}{root}",
+        ]
 
 
 def _techniques(plan: Plan) -> list[Technique]:

@@ -35,10 +35,10 @@ from runner.engine.loop import Position, StepInfo, Training, train_updates
 from runner.engine.meter import Clock, Meter, Row, as_line
 from runner.engine.resume import compare, load_model
 from runner.engine.saving import CHECKPOINTS, SavePolicy
+from runner.engine.screen import Screen
 from runner.engine.tasks import CheckedLoss
 from runner.observe.benchmark import Benchmark
 from runner.observe.profiler import Profiler
-from runner.engine.screen import Screen
 from runner.observe.trackers import Tracker
 from runner.plan.plan import Plan
 

@@ -122,7 +122,7 @@ def make_plan(configuration: Configuration, inventory: Inventory, world_size: in
 
 
 def plan_here(configuration: Configuration) -> tuple[Plan, Inventory]:
-    """Plan for this machine. CUDA's allocator reads its settings when torch asks for devices, so they are set before."""
+    """Plan for this machine; CUDA's allocator is told its settings before torch asks for devices."""
     allocator = configuration.choices["memory"].options.get("allocator")
     if allocator:
         os.environ.update(allocator_environment(allocator))

@@ -32,9 +32,10 @@ BATCH = 32
 
 def by_hand(total: int) -> Iterator[None]:
     """The loop of somebody who knows torch well."""
+    from runner.tasks.gpt.task import build
+
     from runner.base.places import cache_folder
     from runner.base.task import Context
-    from runner.tasks.gpt.task import build
 
     torch.manual_seed(0)
     task = build(Context(0, None, cache_folder()), size="tiny")
@@ -71,8 +72,8 @@ def ours(total: int, stack: ExitStack) -> Iterator[int]:
 
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     settings = (
-        "task=gpt", "task.size=tiny", f"updates={total}", f"global_batch_size={BATCH}", "device=cpu", f"output_root={folder}",
-        "run=update", "evaluate.every=0", "precision=fp32", "optimizer.lr=0.0003", "optimizer.weight_decay=0.1",
+        "task=gpt", "task.size=tiny", f"updates={total}", f"global_batch_size={BATCH}", "device=cpu",
+        f"output_root={folder}", "run=update", "evaluate.every=0", "precision=fp32", "optimizer.lr=0.0003", "optimizer.weight_decay=0.1",
     )  # fmt: skip
     return stack.enter_context(open_phase(Request(settings))).updates()
 
@@ -97,7 +98,10 @@ def time_both(rounds: int, block: int) -> dict[str, list[float]]:
 def peak_mib(which: str, updates: int) -> float:
     """Return the peak resident set of a process that makes some updates."""
     done = subprocess.run(
-        [sys.executable, __file__, "--alone", which, "--block", str(updates)], capture_output=True, text=True, check=True
+        [sys.executable, __file__, "--alone", which, "--block", str(updates)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return float(done.stdout.splitlines()[-1])
 
@@ -132,9 +136,11 @@ def main() -> int:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, gpt tiny, batch {BATCH}")
     for name, spent in times.items():
         print(f"{name}  {statistics.median(spent):.1f} ms/update")
-    print(f"time    {ratio:.3f} of hand (paired: median {statistics.median(ratios):.3f}, 80 % of rounds {low:.3f} to {high:.3f})")
+    print(
+        f"time    {ratio:.3f} of hand (paired {statistics.median(ratios):.3f}, 80 % of rounds {low:.3f} to {high:.3f})"
+    )
     memory = {name: min(peak_mib(name, 20) for _ in range(2)) for name in ("hand", "ours")}
-    print(f"memory  {memory['ours'] / memory['hand']:.3f} of hand ({memory['ours']:.0f} of {memory['hand']:.0f} MiB resident)")
+    print(f"memory  {memory['ours'] / memory['hand']:.3f} of hand ({memory['ours']:.0f} of {memory['hand']:.0f} MiB)")
     return int(arguments.limit is not None and ratio > arguments.limit)
 
 

@@ -22,7 +22,6 @@ from .data import Corpus, Windows, open_corpus
 from .model import Shape, Transformer
 from .sampling import continuations
 
-
 # The mathematics that goes with each size; the command line comes after it.
 SIZES = {
     "tiny": {

@@ -10,22 +10,23 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from runner.base.configuration import AXES as FILES
 from runner.base.schema import REQUIRED, fault, read_functions
 
 ROOT = Path(__file__).parents[2]
-AXES = sorted(path.stem for path in (ROOT / "runner" / "axes").glob("*.py") if (ROOT / "conf" / path.stem).is_dir())
+AXES = sorted(FILES)
 OPTIONS = [(axis, file.stem) for axis in AXES for file in sorted((ROOT / "conf" / axis).glob("*.yaml"))]
 
 
 def table_of(axis: str) -> Mapping[str, Callable[..., Any]]:
     """Return the last mapping of functions that the file defines."""
-    module = importlib.import_module(f"runner.axes.{axis}")
+    module = importlib.import_module(f"runner.{FILES[axis].removesuffix('.py').replace('/', '.')}")
     tables = [
         value
         for name, value in vars(module).items()
         if name.isupper() and not name.startswith("_") and isinstance(value, Mapping)
     ]
-    assert tables, f"runner/axes/{axis}.py has a table of its options"
+    assert tables, f"runner/{FILES[axis]} has a table of its options"
     found: Mapping[str, Callable[..., Any]] = tables[-1]
     return found
 
@@ -47,8 +48,10 @@ def without_lists(value: Any) -> Any:
     return tuple(map(without_lists, value)) if isinstance(value, (list, tuple)) else value
 
 
-def test_there_are_axes_to_compare() -> None:
-    assert {"optimizer", "scheduler", "compile", "attention", "memory", "backend"} <= set(AXES)
+def test_every_axis_has_options_and_every_file_of_axes_is_one() -> None:
+    assert {axis for axis, _ in OPTIONS} == set(AXES)
+    files = {path.stem for path in (ROOT / "runner" / "axes").glob("*.py")} - {"__init__"}
+    assert files <= set(AXES)
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -68,7 +71,7 @@ def test_keys_and_defaults_are_those_of_the_signature(axis: str, option: str) ->
     if not has_function(axis, option):
         assert keys_of(axis, option) == {}
         return
-    signature = read_functions(ROOT / "runner" / "axes" / f"{axis}.py")[option.replace("-", "_")]
+    signature = read_functions(ROOT / "runner" / FILES[axis])[option.replace("-", "_")]
     given = keys_of(axis, option)
     assert list(given) == list(signature.keys), "in the same order"
     for name, key in signature.keys.items():
@@ -85,3 +88,14 @@ def test_a_file_says_what_it_is_and_what_each_key_means(axis: str, option: str) 
     assert first.startswith("# ")
     assert first.endswith(".")
     assert lines == ["{}"] if not keys_of(axis, option) else all("  # " in line for line in lines)
+
+
+@pytest.mark.parametrize("task", sorted(path.stem for path in (ROOT / "conf" / "task").glob("*.yaml")))
+def test_the_file_of_a_task_has_the_keys_and_defaults_of_its_build(task: str) -> None:
+    build = read_functions(ROOT / "tasks" / task / "task.py")["build"]
+    given = keys_of("task", task)
+    assert list(given) == list(build.keys), "in the same order"
+    assert {name: without_lists(value) for name, value in given.items()} == {
+        name: without_lists(key.default) for name, key in build.keys.items()
+    }
+    assert all(key.help for key in build.keys.values())

@@ -385,7 +385,8 @@ def test_a_missing_file_or_folder_is_said_at_once(tmp_path: Path) -> None:
 
 def test_all_problems_are_found_in_one_go() -> None:
     words = ("--lr", "3", "optimizer=adamm", "seed=-1", "extra=1", "~tracker", "hardware@x=t4", "seed", "=", "1")
-    assert refused(*words, "updates=5", "epochs=5", "global_batch_size=4", "micro_batch_size=8") == [
+    fix = "say micro_batch_size=2, or global_batch_size=3"
+    assert refused(*words, "updates=5", "epochs=5", "global_batch_size=2", "micro_batch_size=3") == [
         "--lr 3: unknown option; settings are written key=value | say optimizer.lr=3",
         "seed = 1: has spaces around = | say seed=1",
         "optimizer=adamm: unknown optimizer; must be one of adam, adamw, adamw8bit, sgd | did you mean adam?",
@@ -393,7 +394,7 @@ def test_all_problems_are_found_in_one_go() -> None:
         "hardware@x=t4: packages (@) have no meaning here | say hardware=t4",
         "extra=1: unknown key | accel-run plan shows every key",
         "seed=-1: must be a whole number of at least 0, but is -1",
-        "micro_batch_size=8: must be at most global_batch_size (4), but is 8 | say micro_batch_size=4, or global_batch_size=8",
+        f"micro_batch_size=3: must be at most global_batch_size (2), but is 3 | {fix}",
         "updates=5 epochs=5: both are given | give one of them",
     ]
 

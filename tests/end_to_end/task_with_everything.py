@@ -39,7 +39,9 @@ class Points(torch.utils.data.Dataset):
 
 class Everything(Task):
     def __init__(self, hidden, kill_at, wait_for, sleep_s, fail_at):
-        self.model = nn.Sequential(nn.Linear(8, hidden), nn.Dropout(0.2), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 2))
+        self.model = nn.Sequential(
+            nn.Linear(8, hidden), nn.Dropout(0.2), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 2)
+        )
         self.kill_at, self.wait_for, self.sleep_s, self.fail_at = kill_at, Path(wait_for), sleep_s, fail_at
         self.calls = 0
 

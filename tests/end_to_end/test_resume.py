@@ -47,7 +47,12 @@ def assert_equal_runs(straight: Path, resumed: Path, update: int) -> None:
 def test_37_updates_a_kill_and_63_more_equal_100(
     precision: str, accumulation: int, workers: int, server: ForkServer, tmp_path: Path
 ) -> None:
-    words = [*BASE, f"precision={precision}", f"micro_batch_size={12 // accumulation}", f"dataloader.num_workers={workers}"]
+    words = [
+        *BASE,
+        f"precision={precision}",
+        f"micro_batch_size={12 // accumulation}",
+        f"dataloader.num_workers={workers}",
+    ]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     straight.mkdir()
     killed.mkdir()
@@ -64,7 +69,9 @@ def test_37_updates_a_kill_and_63_more_equal_100(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_exits_75_and_the_same_command_goes_on(number: signal.Signals, server: ForkServer, tmp_path: Path) -> None:
+def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
+    number: signal.Signals, server: ForkServer, tmp_path: Path
+) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     straight.mkdir()
     stopped.mkdir()
@@ -106,7 +113,9 @@ def test_a_damaged_checkpoint_is_passed_over(server: ForkServer, tmp_path: Path)
 
 def test_a_finished_run_is_left_as_it_is(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(BASE, tmp_path).code == 0
-    before = {path: path.read_bytes() for path in (tmp_path / "outputs" / "mine" / "checkpoints").rglob("*") if path.is_file()}
+    before = {
+        path: path.read_bytes() for path in (tmp_path / "outputs" / "mine" / "checkpoints").rglob("*") if path.is_file()
+    }
     again = server.run(BASE, tmp_path)
     assert again.code == 0, again.err
     assert before == {path: path.read_bytes() for path in before}
@@ -116,7 +125,8 @@ def test_other_mathematics_is_refused_or_must_be_named(server: ForkServer, tmp_p
     assert server.run([*BASE, "updates=40"], tmp_path).code == 0
     refused = server.run([*BASE, "updates=40", "seed=1", "global_batch_size=24"], tmp_path)
     assert refused.code == 88
-    assert "seed" in refused.err and "global_batch_size" in refused.err
+    assert "seed" in refused.err
+    assert "global_batch_size" in refused.err
     by_name = server.run([*BASE, "updates=60"], tmp_path)
     assert by_name.code == 88
     assert "resume_allow=[updates]" in by_name.err
@@ -133,7 +143,9 @@ def test_mechanics_may_change_on_resume(server: ForkServer, tmp_path: Path) -> N
     words = [*BASE, "task.sleep_s=0.0"]
     first = server.run([*words, "dataloader.num_workers=2", "updates=100", "task.fail_at=60"], changed)
     assert first.code == 70
-    resumed = server.run([*words, "dataloader=thread", "checkpoint.every=10", "task.fail_at=60"], changed, env={"NO_KILL": "1"})
+    resumed = server.run(
+        [*words, "dataloader=thread", "checkpoint.every=10", "task.fail_at=60"], changed, env={"NO_KILL": "1"}
+    )
     assert resumed.code == 0, resumed.err
     assert_equal_runs(straight, changed, 100)
 

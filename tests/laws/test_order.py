@@ -42,7 +42,9 @@ def test_every_sample_is_seen_once_per_epoch_and_each_update_closes_once(order: 
             assert [micro.last for micro in micros] == [False] * (len(micros) - 1) + [True]
             assert all(micro.epoch == epoch and len(micro.indices) <= order.micro_batch_size for micro in micros)
             seen += [index for micro in micros for index in micro.indices]
-            assert order.samples_before(update + 1) - order.samples_before(update) == sum(len(m.indices) for m in micros)
+            assert order.samples_before(update + 1) - order.samples_before(update) == sum(
+                len(m.indices) for m in micros
+            )
         expected = order.updates_per_epoch * order.global_batch_size if order.drop_last else order.num_samples
         assert len(seen) == len(set(seen)) == min(expected, order.num_samples)
 
@@ -51,6 +53,7 @@ def test_every_sample_is_seen_once_per_epoch_and_each_update_closes_once(order: 
 def test_going_on_at_an_update_gives_what_would_have_come(order: Order, update: int) -> None:
     if order.updates_per_epoch == 0:
         return
+
     def indices(start: int, skip: int) -> list[Any]:
         found, updates = [], 0
         for micro in order.from_update(start):
@@ -59,6 +62,7 @@ def test_going_on_at_an_update_gives_what_would_have_come(order: Order, update: 
             if updates + start > update + 3:
                 break
         return [item for item in found if item[0] >= skip]
+
     assert indices(update, update) == indices(0, update)
 
 

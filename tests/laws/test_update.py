@@ -37,7 +37,9 @@ def sample_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor,
     return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
 
-def training(model: nn.Module, loss: Any, *, precision: Any = fp32, max_grad_norm: float | None = 1.0, **options: Any) -> Training:
+def training(
+    model: nn.Module, loss: Any, *, precision: Any = fp32, max_grad_norm: float | None = 1.0, **options: Any
+) -> Training:
     named = list(model.named_parameters())
     return Training(
         position=Position("train"),
@@ -119,9 +121,13 @@ def test_a_smaller_last_update_weighs_its_samples_as_any_other() -> None:
     """The rest of an epoch is a mean over fewer samples, not a fraction of a mean."""
     (x, y), *_ = data(1, ignored=False)
     model, by_hand = make_model(), make_model()
-    steps = list(train_updates(training(model, sample_loss, max_grad_norm=1e9), iter([MicroBatch((x[:5], y[:5]), True)]), 1))
+    steps = list(
+        train_updates(training(model, sample_loss, max_grad_norm=1e9), iter([MicroBatch((x[:5], y[:5]), True)]), 1)
+    )
     F.cross_entropy(by_hand(x[:5]), y[:5]).backward()
-    norm = torch.linalg.vector_norm(torch.cat([weight.grad.flatten() for weight in by_hand.parameters() if weight.grad is not None]))
+    norm = torch.linalg.vector_norm(
+        torch.cat([weight.grad.flatten() for weight in by_hand.parameters() if weight.grad is not None])
+    )
     assert steps[0].grad_norm is not None
     assert float(steps[0].grad_norm) == pytest.approx(float(norm), rel=1e-12)
 

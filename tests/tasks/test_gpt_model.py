@@ -231,7 +231,6 @@ def test_a_sample_ends_where_the_document_ends() -> None:
     ("options", "shape"),
     [
         ({}, SHAPES["tiny"]),
-        ({}, SHAPES["tiny"]),
         ({"block_size": 32, "vocab_size": 300}, replace(SHAPES["tiny"], block_size=32, vocab_size=300)),
         ({"size": "124m"}, SHAPES["124m"]),
         ({"size": "124m", "vocab_size": 256}, replace(SHAPES["124m"], vocab_size=256)),
