@@ -38,7 +38,7 @@ def explain(error: Exception, source: Path, what: str, micro_batch_size: int) ->
         return DataWorkerLost(
             f"a data worker died: {text.splitlines()[0]}",
             where=what,
-            fix="the same command goes on from the last checkpoint; killed for memory? use fewer dataloader.num_workers",
+            fix="the same command goes on from the last checkpoint; killed for memory? use fewer workers",
         )
     return fault_of(error, source, what)
 

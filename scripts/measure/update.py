@@ -73,7 +73,8 @@ def ours(total: int, stack: ExitStack) -> Iterator[int]:
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     settings = (
         "task=gpt", "task.size=tiny", f"updates={total}", f"global_batch_size={BATCH}", "device=cpu",
-        f"output_root={folder}", "run=update", "evaluate.every=0", "precision=fp32", "optimizer.lr=0.0003", "optimizer.weight_decay=0.1",
+        f"output_root={folder}", "run=update", "evaluate.every=0", "precision=fp32", "optimizer.lr=0.0003",
+        "optimizer.weight_decay=0.1",
     )  # fmt: skip
     return stack.enter_context(open_phase(Request(settings))).updates()
 
