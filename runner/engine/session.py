@@ -109,7 +109,9 @@ def _open(
     stop = stack.enter_context(StopRequest())
     metrics = stack.enter_context(AppendLog(directory.metrics))
     start = _where_to_go_on(plan, directory, screen, metrics)
-    tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), record["tracker_id"])
+    goes_on = start is not None and start.path.parent == directory.checkpoints
+    known = record["tracker_id"] if goes_on else None  # rows of a run that is started anew are another run's
+    tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), known)
     record["tracker_id"] = tracker.id
     directory.write("run.json", _json(record))
     monitor = made(MONITORS, "monitor", directory.gpu_csv, [plan.device_uuid] if plan.device_uuid else None)
@@ -117,7 +119,7 @@ def _open(
     parts = assemble(plan, stack)
     profiler = made(PROFILERS, "profiler", directory.profile)
     observers = Observers(metrics, tracker, monitor, profiler, made(BENCHMARKS, "benchmark", parts.world), screen)
-    return TrainingRun(plan, parts, directory, observers, stop, tracker_id=tracker.id if start else None), start
+    return TrainingRun(plan, parts, directory, observers, stop, tracker_id=tracker.id if goes_on else None), start
 
 
 @contextmanager

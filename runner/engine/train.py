@@ -204,12 +204,19 @@ class Phase:
             self.observers.screen.say(
                 f"{self.name} is finished: {self.total} updates are made; more: updates=N resume_allow=[updates]"
             )
-        for _ in self.updates():
-            if self.run_.stop.requested:
-                break
-        began = time.perf_counter()
-        self._close()
-        self.clock.hooks += time.perf_counter() - began
+        try:
+            for _ in self.updates():
+                if self.run_.stop.requested:
+                    break
+            began = time.perf_counter()
+            self._close()
+            self.clock.hooks += time.perf_counter() - began
+        except Exception as error:
+            where = f"phase {self.name} after update {self.position.update}"
+            explained = explain(error, self.run_.parts.source, where, self.run_.plan.batch.micro_batch_size)
+            if explained is None or explained is error:
+                raise
+            raise explained from error
         return self.run_.stop.requested if self.position.update < self.total else None
 
     def updates(self) -> Iterator[int]:
@@ -219,18 +226,11 @@ class Phase:
         batches = self._batches()
         self.run_.parts.bare.train()
         self.clock.starting = time.perf_counter() - self.clock.started - self.clock.data - self.clock.hooks
-        try:
-            for step in train_updates(self.training, batches, self.total):
-                began = time.perf_counter()
-                self._between(step)
-                self.clock.hooks += time.perf_counter() - began
-                yield step.update
-        except Exception as error:
-            where = f"update {self.position.update + 1} of phase {self.name}"
-            explained = explain(error, self.run_.parts.source, where, self.run_.plan.batch.micro_batch_size)
-            if explained is None or explained is error:
-                raise
-            raise explained from error
+        for step in train_updates(self.training, batches, self.total):
+            began = time.perf_counter()
+            self._between(step)
+            self.clock.hooks += time.perf_counter() - began
+            yield step.update
 
     # ------------------------------------------------------------ between updates
 

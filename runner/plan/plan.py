@@ -239,7 +239,9 @@ class _Planner:
         """An option that cannot work: refuse it if asked for by name, else replace it and say so."""
         name = self.choices[group].name
         if self.configuration.asked_by_name(group):
-            self.problems.append(Problem(why, f"{group}={name}", f"say {group}={instead}, or {group}=auto"))
+            others = dict.fromkeys((instead, "auto"))
+            fix = "say " + ", or ".join(f"{group}={other}" for other in others)
+            self.problems.append(Problem(why, f"{group}={name}", fix))
         else:
             self.notes.append(f"{group}={name}: {why}; using {instead}")
             self.choose(group, instead, reason)

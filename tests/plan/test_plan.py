@@ -1,0 +1,423 @@
+"""Laws of the plan: pure, frozen, complete; each value with its reason, every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.base.configuration import Configuration, Request, compose, selected_by_profile, shipped_options
+from runner.base.division import Batch, divide
+from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
+from runner.plan.inventory import GIB, Cpu, Device, Inventory, inventory_of_profile
+from runner.plan.plan import Plan, inventory_for, make_plan
+
+CPU = Cpu("a processor", physical_cores=8, logical_cores=16, memory_bytes=64 * GIB)
+
+
+def gpu(index: int, name: str, memory_gib: int, capability: tuple[int, int], **other: Any) -> Device:
+    return Device("cuda", index, name, f"GPU-{index}", memory_gib * GIB, capability=capability, **other)
+
+
+T4 = gpu(0, "Tesla T4", 15, (7, 5))
+A100 = gpu(0, "NVIDIA A100-SXM4-80GB", 80, (8, 0))
+PAIR = (gpu(0, "NVIDIA GeForce RTX 2080 Ti", 11, (7, 5)), gpu(1, "NVIDIA GeForce RTX 3070", 8, (8, 6)))
+GTX = gpu(0, "NVIDIA GeForce GTX 1650", 4, (7, 5))
+MPS = Device("mps", 0, "Apple GPU", memory_bytes=16 * GIB)
+BROKEN = gpu(0, "Tesla K80", 12, (3, 7), usable=False, why_not="no kernels for capability 3.7")
+
+
+def machine(*devices: Device, cores: int = 16) -> Inventory:
+    return Inventory(devices, dataclasses.replace(CPU, logical_cores=cores))
+
+
+@cache
+def configuration(*words: str) -> Configuration:
+    return compose(Request(words))
+
+
+def plan(*words: str, on: Inventory | None = None, world_size: int = 1) -> Plan:
+    return make_plan(configuration(*words), on or machine(), world_size)
+
+
+def refused(*words: str, on: Inventory | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        plan(*words, on=on)
+    assert caught.value.exit_code == Exit.CONFIG
+    return [str(problem).replace("\n    ", " | ") for problem in caught.value.problems]
+
+
+# ---------------------------------------------------------------- what a plan is
+
+WORDS = ("precision.keep_fp32=[head]", "precision=fp16", "optimizer.lr_scales={0:0.5}", "epochs=2", "phases=[train]")
+
+
+def test_the_same_question_has_the_same_answer_and_the_question_is_left_alone() -> None:
+    asked, here = deepcopy(configuration(*WORDS)), machine(*PAIR)
+    first = make_plan(asked, here, 2)
+    assert make_plan(asked, here, 2) == first
+    assert asked == configuration(*WORDS)
+    assert here == machine(*PAIR)
+
+
+def test_a_plan_shares_nothing_that_can_change_with_another_plan() -> None:
+    first = plan("precision=auto", on=machine(A100))
+    first.choices["precision"].options["keep_fp32"].append("head")
+    assert plan("precision=auto", on=machine(A100)).choices["precision"].options["keep_fp32"] == []
+
+
+def test_no_torch_is_needed() -> None:
+    code = """if True:
+        import sys
+        from runner.base.configuration import Request, compose
+        from runner.plan.inventory import Cpu, Inventory
+        from runner.plan.plan import Plan, make_plan
+        plan = make_plan(compose(Request()), Inventory((), Cpu("a processor", 1, 1, 0)))
+        assert Plan.from_json(plan.to_json()) == plan
+        sys.exit("torch" in sys.modules)
+    """
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_plan_is_frozen() -> None:
+    made = plan()
+    parts: list[Any] = [made, made.batch, made.settings, made.choices["precision"]]
+    for part in parts:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, dataclasses.fields(part)[0].name, "other")
+
+
+@pytest.mark.parametrize("words", [(), WORDS, ("hardware=t4", "task.size=tiny", "run='1'"), ("epochs=0.5",)])
+@pytest.mark.parametrize("devices", [(), (T4,), PAIR])
+def test_a_plan_survives_json(words: tuple[str, ...], devices: tuple[Device, ...]) -> None:
+    made = plan(*words, on=machine(*devices))
+    again = Plan.from_json(made.to_json())
+    assert again == made
+    assert again.values() == made.values()
+    assert isinstance(again.notes, tuple)
+
+
+# Keys whose own function takes `auto`, and what it does with it.
+AUTO_IS_A_VALUE = {
+    "attention",  # torch chooses the kernel at each call
+    "backend.threads",  # divides the cores among the ranks of this machine, known when they start
+    "checkpoint.every",  # every few minutes
+    "dataloader.start_method",  # the platform's own
+    "memory.channels_last",  # looks at the layers of the model
+    "evaluate.every",  # ten times in a phase, whose length is known with the data
+    "resume",  # goes on where the run stopped, if it did
+    "tracker.mode",  # online where there is a key
+}
+
+
+@pytest.mark.parametrize("devices", [(), (T4,), (A100,), (MPS,)])
+@pytest.mark.parametrize("words", [(), ("tracker=wandb", "optimizer=sgd"), ("dataloader=thread", "optimizer=adam")])
+def test_every_auto_is_resolved_and_has_its_reason(words: tuple[str, ...], devices: tuple[Device, ...]) -> None:
+    asked, made = configuration(*words), plan(*words, on=machine(*devices))
+    left = {key for key, value in made.values().items() if value == "auto"}
+    assert left <= AUTO_IS_A_VALUE
+    resolved = {key for key, value in asked.flat().items() if value == "auto"} - left
+    assert {"device", "precision", "prefetch", "micro_batch_size", "optimizer.kernel"} <= resolved
+    assert {key: made.reason(key) for key in resolved if not made.reason(key).startswith("auto: ")} == {}
+
+
+def test_every_key_that_auto_is_left_to_is_in_some_plan() -> None:
+    made = plan("tracker=wandb", on=machine())
+    assert {key for key, value in made.values().items() if value == "auto"} >= AUTO_IS_A_VALUE - {"evaluate.every"}
+    assert configuration("evaluate.every=auto").settings.evaluate.every == "auto"
+
+
+def test_who_typed_it_is_the_reason_of_what_was_typed() -> None:
+    made = plan("seed=3", "precision=fp32", "optimizer.kernel=foreach", "micro_batch_size=1", "global_batch_size=4")
+    keys = ("seed", "precision", "optimizer.kernel", "micro_batch_size", "log_every")
+    assert [made.reason(key) for key in keys] == ["command line"] * 4 + ["default"]
+    assert made.reason("accumulation_steps") == "4 / (1 x 1)"
+
+
+# ---------------------------------------------------------------- what follows from the machine
+
+
+@pytest.mark.parametrize(
+    ("here", "device", "precision", "workers", "pin_memory", "prefetch"),
+    [
+        (machine(), "cpu", "fp32", 0, False, "none"),
+        (machine(T4), "cuda:0", "fp16", 8, True, "stream"),
+        (machine(A100, cores=4), "cuda:0", "bf16", 3, True, "stream"),
+        (machine(A100, cores=1), "cuda:0", "bf16", 0, True, "stream"),
+        (machine(*PAIR), "cuda:0", "fp16", 8, True, "stream"),
+        (machine(GTX), "cuda:0", "fp32", 8, True, "stream"),
+        (machine(MPS), "mps", "fp32", 0, False, "none"),
+        (machine(BROKEN), "cpu", "fp32", 0, False, "none"),
+    ],
+    ids=["cpu", "t4", "a100", "one core", "pair", "gtx", "mps", "unusable"],
+)
+def test_the_mechanics_follow_from_the_machine(
+    here: Inventory, device: str, precision: str, workers: int, pin_memory: bool, prefetch: str
+) -> None:
+    values = plan(on=here).values()
+    keys = ("device", "precision", "dataloader.num_workers", "dataloader.pin_memory", "prefetch")
+    assert [values[key] for key in keys] == [device, precision, workers, pin_memory, prefetch]
+
+
+def test_a_gpu_that_cannot_be_used_is_named_in_the_reason() -> None:
+    made = plan(on=machine(BROKEN))
+    assert made.reason("device") == "auto: no GPU here that can be used (Tesla K80: no kernels for capability 3.7)"
+    assert (made.device_name, made.device_uuid) == ("CPU (a processor, 16 cores)", "")
+
+
+def test_the_gpu_with_most_free_memory_is_taken() -> None:
+    large, small = PAIR
+    busy = dataclasses.replace(large, free_bytes=2 * GIB)
+    full = dataclasses.replace(large, free_bytes=0)
+    free = dataclasses.replace(small, free_bytes=7 * GIB)
+    assert plan(on=machine(large, small)).device == "cuda:0", "nobody tells what is free: the larger one"
+    assert plan(on=machine(busy, free)).device == "cuda:1"
+    assert plan(on=machine(full, free)).device == "cuda:1"
+    made = plan(on=machine(busy, free))
+    assert made.reason("device") == "auto: NVIDIA GeForce RTX 3070, the one with most free memory of 2"
+    assert made.device_uuid == "GPU-1"
+
+
+def test_a_device_asked_for_by_name_is_taken() -> None:
+    assert plan("device=cuda:1", on=machine(*PAIR)).device == "cuda:1"
+    assert plan("device=cuda", on=machine(*PAIR)).device == "cuda:0"
+    assert plan("device=cpu", on=machine(*PAIR)).device == "cpu"
+    assert plan("device=mps", on=machine(MPS)).device == "mps"
+    assert plan("device=cpu", on=machine(*PAIR)).reason("device") == "command line"
+
+
+@pytest.mark.parametrize(
+    ("word", "here", "said"),
+    [
+        ("device=cuda:1", machine(T4), "cuda:1 is not here; this machine has cuda:0, cpu"),
+        ("device=mps", machine(*PAIR), "mps is not here; this machine has cuda:0, cuda:1, cpu"),
+        ("device=cuda", machine(), "cuda is not here; this machine has cpu"),
+        (
+            "device=cuda",
+            machine(BROKEN),
+            "cuda is not here; this machine has cpu (Tesla K80: no kernels for capability 3.7)",
+        ),
+    ],
+)
+def test_a_missing_device_is_said_with_those_that_are_here(word: str, here: Inventory, said: str) -> None:
+    with pytest.raises(DeviceMissing) as caught:
+        plan(word, on=here)
+    assert caught.value.exit_code == Exit.NO_DEVICE == 69
+    assert caught.value.problems == (Problem(said, word, "say device=auto to take what is here"),)
+
+
+# ---------------------------------------------------------------- what cannot be
+
+
+NEEDS = "needs a GPU of capability 8.0 or above"
+EMULATES = "has capability 7.5 and only emulates bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("word", "here", "problem", "instead"),
+    [
+        ("precision=bf16", machine(T4), f"{NEEDS}; Tesla T4 {EMULATES}", "fp16"),
+        ("precision=bf16", machine(GTX), f"{NEEDS}; NVIDIA GeForce GTX 1650 {EMULATES}", "fp32"),
+        ("precision=tf32", machine(T4), f"{NEEDS}; Tesla T4 has capability 7.5", "fp32"),
+        ("precision=tf32", machine(MPS), f"{NEEDS}; Apple GPU has no capability", "fp32"),
+        ("precision=tf32", machine(), f"{NEEDS}; this is a CPU", "fp32"),
+        ("attention=flash", machine(T4), "flash needs capability 8.0; Tesla T4 is below", "efficient"),
+        ("attention=cudnn", machine(), "has kernels for GPUs only", "auto"),
+        ("attention=efficient", machine(), "has kernels for GPUs only", "auto"),
+    ],
+)
+def test_what_was_asked_for_by_name_and_cannot_be_is_refused(
+    word: str, here: Inventory, problem: str, instead: str
+) -> None:
+    group = word.partition("=")[0]
+    fix = "attention=auto" if instead == "auto" else f"{group}={instead}, or {group}=auto"
+    assert refused(word, on=here) == [f"{word}: {problem} | say {fix}"]
+
+
+@pytest.mark.parametrize("word", ["precision=bf16", "precision=tf32", "attention=flash", "precision=fp16"])
+def test_what_can_be_is_kept(word: str) -> None:
+    group, _, name = word.partition("=")
+    made = plan(word, on=machine(A100))
+    assert (made.choices[group].name, made.reason(group), made.notes) == (name, "command line", ())
+
+
+@pytest.mark.parametrize(
+    ("selected", "here", "instead", "why"),
+    [
+        ("precision: bf16", T4, "fp16", f"{NEEDS}; Tesla T4 {EMULATES}"),
+        ("precision: tf32", T4, "fp32", f"{NEEDS}; Tesla T4 has capability 7.5"),
+        ("attention: flash", T4, "efficient", "flash needs capability 8.0; Tesla T4 is below"),
+    ],
+)
+def test_what_a_profile_selects_and_cannot_be_is_replaced_and_it_is_said(
+    selected: str, here: Device, instead: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hardware").mkdir()
+    profile = f"# @package _global_\ndefaults:\n  - override /{selected}\nhardware:\n  devices: []\n"
+    (tmp_path / "hardware" / "mine.yaml").write_text(profile)
+    made = make_plan(compose(Request(("hardware=mine",), config_dir=tmp_path)), machine(here))
+    group, name = selected.split(": ")
+    assert made.choices[group].name == instead
+    assert made.notes == (f"{group}={name}: {why}; using {instead}",)
+
+
+def test_keys_that_were_typed_stay_when_the_option_gives_way() -> None:
+    made = plan("hardware=a100", "precision.keep_fp32=[head]", on=machine(T4))
+    assert made.choices["precision"].function == "fp16"
+    assert made.choices["precision"].options["keep_fp32"] == ["head"]
+    lost = plan("hardware=t4", "precision.init_scale=8", on=machine())
+    assert "precision.init_scale=8 has no effect with precision=auto" in lost.notes
+
+
+def test_a_value_of_the_task_reaches_what_takes_the_place_of_auto(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text('SETTINGS = {"precision.keep_fp32": ["head"]}\ndef build(): ...\n')
+    asked = compose(Request(task_file=tmp_path / "mine.py"))
+    for device in (T4, A100):
+        assert make_plan(asked, machine(device)).choices["precision"].options["keep_fp32"] == ["head"]
+    assert make_plan(asked, machine()).choices["precision"].options == {}, "float32 keeps all of it"
+
+
+def test_a_profile_runs_on_a_cpu_and_every_group_it_selected_falls_back() -> None:
+    made = plan("hardware=t4", on=machine())
+    selected = selected_by_profile("t4")
+    assert selected.keys() == {"precision", "attention", "backend"}
+    found = {group: made.choices[group].name for group in selected}
+    assert found == {**{group: shipped_options()[group] for group in selected}, "precision": "fp32"}
+    assert all("profile t4" not in made.reason(group) or "for its GPU" in made.reason(group) for group in selected)
+    options = "precision=fp16, attention=efficient, backend=fast"
+    start = "profile t4 describes Tesla T4; here the run is on the CPU"
+    assert made.notes == (f"{start}, so {options} of the profile gave way to the defaults",)
+
+
+def test_what_was_typed_stays_where_the_profile_gives_way() -> None:
+    made = plan("hardware=t4", "backend=deterministic", on=machine())
+    assert (made.choices["backend"].name, made.choices["attention"].name) == ("deterministic", "auto")
+
+
+def test_a_profile_of_another_gpu_says_so() -> None:
+    assert plan("hardware=t4", on=machine(T4)).notes == ()
+    assert plan("hardware=pair_11gb_8gb", on=machine(*PAIR)).notes == ()
+    (note,) = plan("hardware=t4", on=machine(A100)).notes
+    assert note.startswith("profile t4 describes Tesla T4; this is NVIDIA A100-SXM4-80GB")
+
+
+def test_the_profile_of_the_cpu_leaves_the_gpu_alone_unless_it_is_asked_for() -> None:
+    made = plan("hardware=cpu", on=machine(A100))
+    assert (made.device, made.reason("device")) == ("cpu", "profile cpu")
+    assert plan("hardware=cpu", "device=cuda", on=machine(A100)).device == "cuda:0"
+
+
+@pytest.mark.parametrize("profile", ["t4", "a100", "pair_11gb_8gb"])
+def test_a_machine_that_is_not_here_can_be_planned_for(profile: str) -> None:
+    asked = configuration(f"hardware={profile}")
+    here, whose = inventory_for(asked)
+    assert whose == f"the machine of profile {profile}"
+    assert here.devices == inventory_of_profile(asked.hardware).devices
+    made = make_plan(asked, here)
+    assert made.device == "cuda:0"
+    assert made.choices["precision"].name == selected_by_profile(profile)["precision"]
+
+
+@pytest.mark.parametrize(
+    ("word", "note", "value"),
+    [
+        ("prefetch=stream", "prefetch=stream has no effect without a GPU and is off", "none"),
+        ("dataloader.pin_memory=true", "dataloader.pin_memory=true has no effect without a GPU and is off", False),
+        ("dataloader.num_workers=17", "dataloader.num_workers=17 is more than the 16 cores of this machine", 17),
+        ("precision=fp16", "precision=fp16 on a CPU is emulated and slow", "fp16"),
+        ("compile=default", "compile on a CPU was slower than eager", "default"),
+    ],
+)
+def test_what_helps_nobody_here_is_said_once(word: str, note: str, value: Any) -> None:
+    made = plan(word)
+    (said,) = made.notes
+    assert said.startswith(note)
+    assert made.values()[word.partition("=")[0]] == value
+
+
+def test_samples_that_are_kept_need_no_workers() -> None:
+    for kept in ("memory", "device"):
+        assert plan(f"dataloader.cache={kept}", on=machine(A100)).values()["dataloader.num_workers"] == 0
+    assert refused("dataloader.cache=device", "dataloader.num_workers=2", on=machine(A100)) == [
+        "dataloader.cache=device: worker processes cannot read from the device | say dataloader.num_workers=0"
+    ]
+
+
+def test_every_problem_is_found_at_once() -> None:
+    words = ("precision=bf16", "attention=flash", "dataloader.cache=device", "dataloader.num_workers=2")
+    problems = [Problem(*re.split(": ", text, maxsplit=1)[::-1]) for text in refused(*words, on=machine(T4))]
+    assert [problem.where for problem in problems] == ["precision=bf16", "dataloader.cache=device", "attention=flash"]
+    with pytest.raises(ConfigError) as caught:
+        plan(*words, "global_batch_size=9", on=machine(T4), world_size=2)
+    assert len(caught.value.problems) == 4
+
+
+# ---------------------------------------------------------------- the batch
+
+
+@given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"), st.integers(1, 9))
+def test_a_batch_is_its_parts_or_the_sizes_named_instead_do_divide(total: int, micro: Any, world_size: int) -> None:
+    found = divide(total, micro, world_size)
+    if isinstance(found, Batch):
+        assert total == found.micro_batch_size * found.accumulation_steps * world_size == found.global_batch_size
+        assert micro in ("auto", found.micro_batch_size)
+        assert micro != "auto" or found.accumulation_steps == 1
+        return
+    divisor = world_size * (1 if micro == "auto" else micro)
+    assert total % divisor != 0
+    if found.fix.startswith("nearest: "):
+        near = [int(size) for size in found.fix.removeprefix("nearest: ").split(", ")]
+        assert [
+            size for size in range(1, total + divisor + 1) if size % divisor == 0 and abs(size - total) < divisor
+        ] == near
+    else:
+        for key, size in re.findall(r"(\w+)=(\d+)", found.fix):
+            changed = {"global_batch_size": total, "micro_batch_size": micro, key: int(size)}
+            again = divide(changed["global_batch_size"], changed["micro_batch_size"], world_size)
+            assert isinstance(again, Batch), found
+
+
+SHARE = "must be at most global_batch_size / world_size"
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "world_size", "said"),
+    [
+        (64, 12, 1, "must be a multiple of micro_batch_size x world_size (12 x 1 = 12), but is 64 | nearest: 60, 72"),
+        (5, "auto", 2, "must be a multiple of world_size (2), but is 5 | nearest: 4, 6"),
+        (1, "auto", 2, "must be a multiple of world_size (2), but is 1 | nearest: 2"),
+        (8, 16, 1, "must be at most global_batch_size (8), but is 16 | say micro_batch_size=8, or global_batch_size=16"),
+        (8, 8, 2, f"{SHARE} (8 / 2), but is 8 | say micro_batch_size=4, or global_batch_size=16"),
+        (7, 8, 2, f"{SHARE} (7 / 2), but is 8 | say global_batch_size=16"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_divide_is_said_with_those_that_do(
+    total: int, micro: Any, world_size: int, said: str
+) -> None:
+    found = divide(total, micro, world_size)
+    assert isinstance(found, Problem)
+    assert f"{found.what} | {found.fix}" == said
+
+
+def test_the_plan_holds_the_batch_over_all_ranks() -> None:
+    made = plan("global_batch_size=24", "micro_batch_size=3", world_size=4)
+    assert str(made.batch) == "24 samples per update = micro-batch 3 x 2 accumulation x 4 ranks"
+    assert made.values()["accumulation_steps"] == 2
+    assert plan("global_batch_size=24", "micro_batch_size=auto", world_size=4).values()["micro_batch_size"] == 6
+
+
+def test_the_length_is_updates_or_epochs() -> None:
+    in_updates, in_epochs = plan("updates=7"), plan("epochs=0.5")
+    assert (in_updates.updates, in_updates.epochs, in_updates.values()["updates"]) == (7, None, 7)
+    assert (in_epochs.updates, in_epochs.epochs, in_epochs.values()["epochs"]) == (None, 0.5, 0.5)
+    assert "epochs" not in in_updates.values()
+    assert "updates" not in in_epochs.values()
