@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from pathlib import Path
 
 import torch
 
 from runner.base.errors import AccelRunError, DataWorkerLost, DeviceMemoryError, HostMemoryError, SystemLimit, TaskFault
+from runner.base.task import Task
 
 
 def explain(error: Exception, source: Path, what: str, micro_batch_size: int) -> AccelRunError | None:
@@ -38,7 +40,7 @@ def explain(error: Exception, source: Path, what: str, micro_batch_size: int) ->
         return DataWorkerLost(
             f"a data worker died: {text.splitlines()[0]}",
             where=what,
-            fix="the same command goes on from the last checkpoint; killed for memory? use fewer workers",
+            fix="the same command goes on from the last checkpoint; killed for memory? use fewer dataloader.num_workers",
         )
     return fault_of(error, source, what)
 
@@ -51,6 +53,9 @@ def fault_of(error: Exception, source: Path, what: str) -> TaskFault | None:
         if frame.filename == str(source) or frame.filename.startswith(f"{source.parent}/")
     ]
     if not own:
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, NotImplementedError) and frames[-1].filename == inspect.getfile(Task):
+            return TaskFault(str(error), where=str(source), fix="an example: accel-run new my_task.py")
         return None
     lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own]
     return TaskFault(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,14 +25,14 @@ def infer(request: Request) -> Exit:
     The run's own settings hold, so the model is the one that was trained; those of the request come on top.
     Raises InputMissing where there is no such run or no checkpoint in it, DataError where all are damaged.
     """
-    asked = compose(request)
-    directory = RunDirectory.find(Path(asked.settings.output_root), asked.settings.run or "last")
+    settings = compose(_where_only(request)).settings
+    directory = RunDirectory.find(Path(settings.output_root), settings.run or "last")
     configuration = compose(_as_trained(request, directory))
     plan, _ = plan_here(configuration)
 
     import torch
 
-    from runner.durable.checkpoint import load, newest_valid
+    from runner.durable.checkpoint import load, newest_valid, verify
     from runner.engine.assemble import assemble
     from runner.engine.evaluate import as_in_use
     from runner.engine.resume import load_model
@@ -44,6 +45,9 @@ def infer(request: Request) -> Exit:
             fix = f"accel-run status run={directory.name}"
             raise DataError("no checkpoint of this run is valid", where=where, fix=fix)
         raise InputMissing("this run has no checkpoint yet", where=where, fix="train it first: accel-run train")
+    for newer in sorted(directory.checkpoints.glob("update-*")):
+        if newer.name > path.name:
+            print(f"checkpoint {newer.name} is passed over: {'; '.join(verify(newer))}", file=sys.stderr)
     with ExitStack() as stack:
         parts = assemble(plan, stack)
         checkpoint = load(path)
@@ -84,6 +88,15 @@ def infer(request: Request) -> Exit:
     )
     print(f"written to {directory.predictions}")
     return Exit.DONE
+
+
+def _where_only(request: Request) -> Request:
+    """Return the words that say which run is meant; the others can be judged only by that run's task."""
+    return Request(
+        tuple(word for word in request.overrides if word.partition("=")[0] in ("run", "output_root")),
+        None,
+        request.config_dir,
+    )
 
 
 def _as_trained(request: Request, directory: RunDirectory) -> Request:

@@ -7,9 +7,11 @@ import json
 import os
 import platform
 import shlex
+import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -42,7 +44,7 @@ def train(request: Request) -> tuple[Exit, RunDirectory]:
 
     directory = RunDirectory.create_or_open(Path(configuration.settings.output_root), name)
     began = time.time()
-    with directory, Screen(directory) as screen:
+    with directory, Screen(directory) as screen, _warnings_on(screen):
         record: dict[str, Any] = {
             "name": name,
             "state": "running",
@@ -52,6 +54,7 @@ def train(request: Request) -> tuple[Exit, RunDirectory]:
             "overrides": list(request.overrides),
             "command": shlex.join(["accel-run", *sys.argv[1:]]),
             "pid": os.getpid(),
+            "host": socket.gethostname(),
             "started": _now(),
         }
         previous = _read(directory.run_json)
@@ -67,6 +70,14 @@ def train(request: Request) -> tuple[Exit, RunDirectory]:
         record |= {"state": "preempted" if code == Exit.PREEMPTED else "done", "exit_code": int(code), "ended": _now()}
         directory.write("run.json", _json(record))
     return code, directory
+
+
+@contextmanager
+def _warnings_on(screen: Screen) -> Iterator[None]:
+    """Python's warnings, ours and torch's, are said as everything else is, without the place in the code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: screen.warn(str(message))
+        yield
 
 
 def _train(plan: Plan, directory: RunDirectory, screen: Screen, record: dict[str, Any], inventory: Inventory) -> Exit:
@@ -109,9 +120,7 @@ def _open(
     stop = stack.enter_context(StopRequest())
     metrics = stack.enter_context(AppendLog(directory.metrics))
     start = _where_to_go_on(plan, directory, screen, metrics)
-    goes_on = start is not None and start.path.parent == directory.checkpoints
-    known = record["tracker_id"] if goes_on else None  # rows of a run that is started anew are another run's
-    tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), known)
+    tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), record["tracker_id"])
     record["tracker_id"] = tracker.id
     directory.write("run.json", _json(record))
     monitor = made(MONITORS, "monitor", directory.gpu_csv, [plan.device_uuid] if plan.device_uuid else None)
@@ -119,7 +128,7 @@ def _open(
     parts = assemble(plan, stack)
     profiler = made(PROFILERS, "profiler", directory.profile)
     observers = Observers(metrics, tracker, monitor, profiler, made(BENCHMARKS, "benchmark", parts.world), screen)
-    return TrainingRun(plan, parts, directory, observers, stop, tracker_id=tracker.id if goes_on else None), start
+    return TrainingRun(plan, parts, directory, observers, stop, tracker_id=tracker.id if start else None), start
 
 
 @contextmanager

@@ -1,0 +1,192 @@
+"""`accel-run inference` and `both`: the run that is meant, its newest whole checkpoint, and the same files again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
+ON_CPU = ["--task", str(TASK), "device=cpu", "monitor=off", "updates=30", "checkpoint.every=10"]
+
+
+@pytest.fixture(scope="module")
+def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs, of which `second` was trained last."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name, seed in (("first", 0), ("second", 1)):
+        ended = server.run(["train", f"run={name}", f"seed={seed}", *ON_CPU], folder)
+        assert ended.code == 0, ended.err
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    for name in ("first", "second"):
+        os.utime(tmp_path / "outputs" / name / "run.json")
+    return tmp_path
+
+
+def predictions(run: Path) -> dict[str, bytes]:
+    """Return what was predicted, without the times."""
+    return {file.name: file.read_bytes() for file in (run / "predictions").iterdir() if file.name != "summary.json"}
+
+
+def summary(run: Path) -> dict[str, Any]:
+    content = json.loads((run / "predictions" / "summary.json").read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+def damage(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+
+
+def test_both_trains_and_predicts(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run(["both", "run=mine", *ON_CPU, "inference.samples=1"], tmp_path)
+    assert ended.code == 0, ended.err
+    run = tmp_path / "outputs" / "mine"
+    assert json.loads((run / "run.json").read_text())["state"] == "done"
+    assert list(predictions(run)) == ["answer-0.npy"]
+    assert summary(run)["checkpoint_update"] == 30
+
+
+def test_both_predicts_with_the_run_it_trained_whatever_its_name(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run(["both", *ON_CPU], tmp_path).code == 0
+    (run,) = (tmp_path / "outputs").iterdir()
+    assert run.name.startswith("task_with_everything-")
+    assert predictions(run)
+
+
+def test_both_ends_as_the_training_does_and_then_predicts_nothing(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run(["both", "run=mine", *ON_CPU, "task.fail_at=20"], tmp_path)
+    assert ended.code == 70
+    assert not (tmp_path / "outputs" / "mine" / "predictions").exists()
+
+
+def test_inference_takes_the_run_trained_last(server: ForkServer, folder: Path) -> None:
+    for words in ("inference", "infer", "inference run=last"):
+        shutil.rmtree(folder / "outputs" / "second" / "predictions", ignore_errors=True)
+        ended = server.run(words, folder)
+        assert ended.code == 0, ended.err
+        assert ended.out.startswith("second: update-0000000030, on cpu")
+        assert sorted(predictions(folder / "outputs" / "second")) == ["answer-0.npy", "answer-1.npy"]
+    assert not (folder / "outputs" / "first" / "predictions").exists()
+
+
+def test_inference_takes_a_run_by_name_and_by_folder(server: ForkServer, folder: Path) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    for words, here in [
+        ("inference run=first", folder),
+        ("inference run=outputs/first", folder),
+        (f"inference run={folder}/outputs/first", elsewhere),
+        ("inference run=first output_root=../outputs", elsewhere),
+    ]:
+        ended = server.run(words, here)
+        assert ended.code == 0, ended.err
+        assert ended.out.startswith("first: ")
+
+
+def test_the_same_seed_predicts_the_same_and_another_does_not(server: ForkServer, folder: Path) -> None:
+    found = []
+    for seed in (3, 3, 4):
+        assert server.run(f"inference inference.seed={seed}", folder).code == 0
+        found.append(predictions(folder / "outputs" / "second"))
+    assert found[0] == found[1]
+    assert found[0].keys() == found[2].keys()
+    assert found[0] != found[2]
+
+
+def test_the_summary_holds_what_it_took(server: ForkServer, folder: Path) -> None:
+    assert server.run("inference inference.samples=7", folder).code == 0
+    found = summary(folder / "outputs" / "second")
+    assert found.keys() == {
+        "checkpoint_update", "predictions", "items", "item", "seconds", "items_per_s", "latency_ms",
+    }  # fmt: skip
+    assert (found["checkpoint_update"], found["predictions"], found["items"], found["item"]) == (30, 7, 7, "sample")
+    latency = found["latency_ms"]
+    assert latency.keys() == {"mean", "median", "p95", "p99"}
+    assert 0 < latency["median"] <= latency["p95"] <= latency["p99"]
+    assert found["seconds"] == pytest.approx(7 * latency["mean"] / 1e3)
+    assert found["items_per_s"] == pytest.approx(7 / found["seconds"])
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_named(server: ForkServer, folder: Path) -> None:
+    checkpoints = folder / "outputs" / "second" / "checkpoints"
+    damage(checkpoints / "update-0000000030")
+    before = sorted(checkpoints.iterdir())
+    ended = server.run("inference", folder)
+    assert ended.code == 0, ended.err
+    assert ended.err == (
+        "checkpoint update-0000000030 is passed over: model.safetensors does not agree with its hash\n"
+    )
+    assert summary(folder / "outputs" / "second")["checkpoint_update"] < 30
+    assert sorted(checkpoints.iterdir()) == before  # nothing is moved by who only reads
+
+
+def test_all_checkpoints_damaged_is_exit_65(server: ForkServer, folder: Path) -> None:
+    for checkpoint in (folder / "outputs" / "second" / "checkpoints").glob("update-*"):
+        damage(checkpoint)
+    ended = server.run("inference", folder)
+    assert ended.code == 65
+    assert "no checkpoint of this run is valid" in ended.err
+    assert "accel-run status run=second" in ended.err
+
+
+def test_no_checkpoint_is_exit_66(server: ForkServer, folder: Path) -> None:
+    shutil.rmtree(folder / "outputs" / "second" / "checkpoints")
+    ended = server.run("inference", folder)
+    assert ended.code == 66
+    assert "this run has no checkpoint yet" in ended.err
+
+
+def test_no_run_is_exit_66(server: ForkServer, folder: Path) -> None:
+    ended = server.run("inference run=secnd", folder)
+    assert ended.code == 66
+    assert "did you mean second?" in ended.err
+
+
+def test_an_unknown_key_is_exit_78(server: ForkServer, folder: Path) -> None:
+    ended = server.run("inference inference.sample=3", folder)
+    assert ended.code == 78
+    assert ended.err == "accel-run: inference.sample=3: unknown key\n           did you mean inference.samples?\n"
+
+
+def test_a_key_that_only_the_own_task_has_is_known(server: ForkServer, tmp_path: Path) -> None:
+    """The keys are those of the run's task, not those of the default task."""
+    source = TASK.read_text().replace("samples: int = 2", "colour: int = 2").replace("range(samples)", "range(colour)")
+    (tmp_path / "mine.py").write_text(source)
+    assert server.run(["train", "--task", "mine.py", *ON_CPU[2:]], tmp_path).code == 0
+    ended = server.run("inference inference.colour=1", tmp_path)
+    assert ended.code == 0, ended.err
+
+
+def test_a_task_that_does_not_predict_says_what_to_define(server: ForkServer, tmp_path: Path) -> None:
+    source = TASK.read_text().replace("def predict", "def no_predict")
+    (tmp_path / "mine.py").write_text(source)
+    ended = server.run(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
+    assert ended.code == 70
+    assert "must define predict(...) to be used with `inference`" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_prediction_that_fails_names_the_line(server: ForkServer, tmp_path: Path) -> None:
+    source = TASK.read_text().replace(
+        "        for number in range(samples):", "        for number in range(samples + {}):"
+    )
+    (tmp_path / "mine.py").write_text(source)
+    ended = server.run(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
+    line = next(number for number, text in enumerate(source.splitlines(), 1) if "{})" in text)
+    assert ended.code == 70
+    assert f"mine.py:{line}: predict raised TypeError" in ended.err
+    assert "Traceback" not in ended.err

@@ -1,0 +1,199 @@
+"""`accel-run status` in every state a run can be in."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.cli import main
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
+BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off"]
+
+
+@pytest.fixture(scope="module")
+def runs(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that is done, one that failed, one that was killed, and one that was stopped."""
+    folder = tmp_path_factory.mktemp("runs")
+    outputs = folder / "outputs"
+    assert server.run([*BASE, "run=finished"], folder).code == 0
+    assert server.run([*BASE, "run=broken", "task.fail_at=50"], folder).code == 70
+    wait_for = f"task.wait_for={outputs}/killed/checkpoints/update-0000000037"
+    assert server.run([*BASE, "run=killed", "task.kill_at=39", wait_for], folder).code == -signal.SIGKILL
+    pid = server.start([*BASE, "run=stopped", "task.sleep_s=0.02"], folder)
+    wait_for_metrics(outputs / "stopped")
+    os.kill(pid, signal.SIGTERM)
+    assert server.wait().code == 75
+    return folder
+
+
+@pytest.fixture
+def folder(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the runs, and it is where we are."""
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def wait_for_metrics(run: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def status(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Return the lines of a status that ended well, the numbers of losses left out."""
+    assert main(["status", *words]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return [re.sub(r"(loss) [0-9.]+", r"\1 N", line) for line in out.splitlines()]
+
+
+def test_a_run_that_is_done(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(capsys, "finished") == [
+        "finished: done   (outputs/finished)",
+        f"  task        task_with_everything ({TASK})",
+        f"  command     accel-run {' '.join(BASE)} run=finished",
+        "  phase       train: update 100 of 100   train/loss N  val/loss N",
+        "  checkpoints update-0000000074: valid",
+        "              update-0000000080: valid",
+        "              update-0000000100: valid",
+    ]
+
+
+def test_a_run_that_failed_shows_its_last_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = status(capsys, "broken")
+    assert lines[0] == "broken: failed (exit 70)   (outputs/broken)"
+    assert "  phase       train: update 40 of 100   train/loss N  val/loss N" in lines
+    line = next(number for number, text in enumerate(TASK.read_text().splitlines(), 1) if 'KeyError("points")' in text)
+    assert lines[-2:] == [
+        f"  last error  {TASK}:{line}: update 50 of phase train raised KeyError: 'points' (exit 70)",
+        f'              task_with_everything.py:{line} in loss: raise KeyError("points")',
+    ]
+
+
+def test_an_error_of_an_earlier_attempt_is_called_that(
+    folder: Path, server: ForkServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert server.run([*BASE, "run=broken", "task.fail_at=50"], folder, env={"NO_KILL": "1"}).code == 0
+    lines = status(capsys, "broken")
+    assert lines[0].startswith("broken: done ")
+    assert lines[-2].endswith("(exit 70) (an earlier attempt)")
+
+
+def test_a_run_that_was_killed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = status(capsys, "killed")
+    assert lines[0] == (
+        "killed: killed; the same command with the same run name goes on where it stopped   (outputs/killed)"
+    )
+    assert lines[-1] == "  checkpoints update-0000000037: valid"
+
+
+def test_a_number_that_another_process_has_got_does_not_make_it_alive(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / "outputs" / "killed" / "run.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "pid": os.getpid(), "started": "2001-01-01T00:00:00+00:00"}))
+    assert status(capsys, "killed")[0].startswith("killed: killed; ")
+
+
+def test_a_run_on_another_machine_may_be_running(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / "outputs" / "killed" / "run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "host": "elsewhere"}))
+    assert status(capsys, "killed")[0].startswith("killed: running on elsewhere, if it was not killed there")
+
+
+def test_a_run_that_was_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = status(capsys, "stopped")
+    assert lines[0] == "stopped: saved and stopped; the same command goes on   (outputs/stopped)"
+    assert lines[-1].endswith(": valid")
+
+
+def test_a_run_that_is_running(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pid = server.start([*BASE, "run=mine", "task.sleep_s=0.02", "updates=1000"], tmp_path)
+    try:
+        wait_for_metrics(tmp_path / "outputs" / "mine")
+        lines = status(capsys, "mine")
+    finally:
+        os.kill(pid, signal.SIGTERM)
+        server.wait()
+    assert lines[0] == "mine: running   (outputs/mine)"
+    assert re.fullmatch(r"  phase       train: update \d+ of 1000   train/loss N", lines[3])
+    assert lines[4] == "  checkpoints none yet"
+
+
+def test_a_damaged_checkpoint_is_named_with_the_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints = folder / "outputs" / "finished" / "checkpoints"
+    file = checkpoints / "update-0000000100" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    (checkpoints / "update-0000000080" / "optimizer.safetensors").unlink()
+    assert status(capsys, "finished")[-3:] == [
+        "  checkpoints update-0000000074: valid",
+        "              update-0000000080: damaged: optimizer.safetensors is missing",
+        "              update-0000000100: damaged: model.safetensors does not agree with its hash",
+    ]
+
+
+def test_last_is_the_run_that_was_written_to_last(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("finished", "killed"):
+        os.utime(folder / "outputs" / name / "run.json")
+        assert status(capsys)[0].startswith(f"{name}: ")
+        assert status(capsys, "last")[0].startswith(f"{name}: ")
+
+
+def test_a_run_is_found_by_its_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(capsys, "outputs/finished")[0] == "finished: done   (outputs/finished)"
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    path = folder / "outputs" / "finished"
+    assert status(capsys, str(path))[0] == f"finished: done   ({path})"
+    assert status(capsys, "finished", "output_root=../outputs")[0] == "finished: done   (../outputs/finished)"
+    assert status(capsys, "run=finished", "output_root=../outputs")[0] == "finished: done   (../outputs/finished)"
+
+
+def test_an_unknown_run_is_exit_66_with_the_name_that_was_meant(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "finishd"]) == 66
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(
+        "accel-run: run=finishd: there is no run 'finishd' in outputs\n"
+        "           did you mean finished? runs, newest first: "
+    )
+
+
+def test_no_run_at_all_is_exit_66(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["status"]) == 66
+    assert "start one with: accel-run train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"state": 3}', "\0"])
+def test_files_that_cannot_be_read_are_shown_as_unknown(
+    content: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder / "outputs" / "finished"
+    for name in ("run.json", "plan.json", "error.json", "metrics.jsonl", "events.jsonl"):
+        (run / name).write_text(content)
+    assert status(capsys, "finished")[2] == "  command     unknown"
