@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from runner.commands.arguments import read
@@ -63,8 +66,13 @@ def run(words: list[str]) -> int:
     if not arguments.positional or arguments.request.overrides:
         raise ConfigError(Problem("needs the name of one file", "new", "say accel-run new my_task.py"))
     path = Path(arguments.positional[0])
-    if path.suffix != ".py" or not path.stem.isidentifier():
+    if path.suffix != ".py" or not path.stem.isidentifier() or keyword.iskeyword(path.stem):
         raise ConfigError(Problem("must be a Python file with a plain name", str(path), "say accel-run new my_task.py"))
+    if path.stem in sys.stdlib_module_names or _is_taken(path):
+        fix = f"say accel-run new my_{path.name}"
+        raise ConfigError(
+            Problem("has the name of a Python module, which it would hide or be hidden by", str(path), fix)
+        )
     task = "".join(word.capitalize() for word in path.stem.split("_"))
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -77,3 +85,10 @@ def run(words: list[str]) -> int:
         raise CannotCreate(f"cannot be written: {error.strerror}", where=str(path)) from error
     print(f"wrote {path}; try it: accel-run train --task ./{path}")
     return 0
+
+
+def _is_taken(path: Path) -> bool:
+    """Tell whether Python has a module of this name elsewhere."""
+    found = find_spec(path.stem)
+    places = [found.origin or "", *(found.submodule_search_locations or ())] if found else []
+    return any(Path(place).parent.resolve() != path.parent.resolve() for place in places if place)
