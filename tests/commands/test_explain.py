@@ -1,0 +1,166 @@
+"""`accel-run explain`: who set a value, and what it would be without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.cli import main
+
+TASK = """
+SETTINGS = {"optimizer.lr": 0.02}
+
+def build(*, hidden: int = 8):
+    '''Build it.
+
+    hidden  width of the model
+    '''
+
+class Mine:
+    def predict(self, model, generator, *, samples: int = 3): ...
+"""
+
+# words -> exactly what is printed
+EXPLAINED = {
+    "precision +hardware=t4": """\
+precision = fp16
+  set by the profile t4 (conf/hardware/t4.yaml)
+  without +hardware=t4: auto, set by the default (conf/config.yaml)
+""",
+    "precision hardware=t4 precision=fp32": """\
+precision = fp32
+  set by the command line (precision=fp32)
+  without precision=fp32: fp16, set by the profile t4 (conf/hardware/t4.yaml)
+  without precision=fp32 and hardware=t4: auto, set by the default (conf/config.yaml)
+""",
+    "precision.init_scale +hardware=t4 precision.init_scale=1024": """\
+precision.init_scale = 1024
+  set by the command line (precision.init_scale=1024)
+  without precision.init_scale=1024: 65536.0, set by the default (conf/precision/fp16.yaml)
+  without precision.init_scale=1024 and +hardware=t4: not there, precision=auto has no such key
+  meaning: first loss scale; halved at each overflow, which skips that update
+""",
+    "optimizer.lr optimizer.lr=0.01 optimizer=sgd": """\
+optimizer.lr = 0.01
+  set by the command line (optimizer.lr=0.01)
+  without optimizer.lr=0.01: 0.004, set by the task gpt (tasks/gpt/task.py)
+  without optimizer.lr=0.01 and optimizer=sgd: 0.004, set by the task gpt (tasks/gpt/task.py)
+  meaning: learning rate at the peak of the schedule
+""",
+    "optimizer.lr --task my_task.py": """\
+optimizer.lr = 0.02
+  set by the task (FOLDER/my_task.py)
+  meaning: learning rate at the peak of the schedule
+""",
+    "optimizer.lr --task my_task.py optimizer.lr=1": """\
+optimizer.lr = 1
+  set by the command line (optimizer.lr=1)
+  without optimizer.lr=1: 0.02, set by the task (FOLDER/my_task.py)
+  meaning: learning rate at the peak of the schedule
+""",
+    "optimizer.eps": """\
+optimizer.eps = 1e-08
+  set by the default (conf/optimizer/adamw.yaml)
+  meaning: added to the root of the second mean
+""",
+    "seed seed=3": """\
+seed = 3
+  set by the command line (seed=3)
+  without seed=3: 0, set by the default (conf/config.yaml)
+  meaning: of weights, order of data and dropout
+""",
+    "task --task my_task.py": """\
+task = my_task
+  set by the command line (--task FOLDER/my_task.py)
+""",
+    "task": """\
+task = gpt
+  set by the default (conf/config.yaml)
+""",
+    "task.hidden --task my_task.py": """\
+task.hidden = 8
+  set by the task (FOLDER/my_task.py)
+  meaning: width of the model
+""",
+    "inference.samples --task my_task.py inference.samples=5": """\
+inference.samples = 5
+  set by the command line (inference.samples=5)
+  without inference.samples=5: 3, set by the task (FOLDER/my_task.py)
+""",
+    "hardware +hardware=t4": """\
+hardware = t4
+  set by the command line (+hardware=t4)
+  without +hardware=t4: auto, set by the default (conf/config.yaml)
+""",
+    "global_batch_size global_batch_size=512 micro_batch_size=512": """\
+global_batch_size = 512
+  set by the command line (global_batch_size=512)
+  without global_batch_size=512: impossible, must be at most global_batch_size (16), but is 512
+  meaning: samples per update over all ranks and micro-batches
+""",
+    "optimizer.momentum --config-dir mine optimizer=heavy": """\
+optimizer.momentum = 0.99
+  set by your folder (FOLDER/mine/optimizer/heavy.yaml)
+  without optimizer=heavy: not there, optimizer=adamw has no such key
+  meaning: share of the last step that is kept; 0: none
+""",
+    "optimizer.nesterov --config-dir mine optimizer=heavy": """\
+optimizer.nesterov = false
+  set by the default (conf/optimizer/sgd.yaml)
+  without optimizer=heavy: not there, optimizer=adamw has no such key
+  meaning: look ahead along the momentum
+""",
+}
+
+REFUSED = {
+    "": "explain: which key?\n           say accel-run explain optimizer.lr",
+    "optimizer.momentum": (
+        "optimizer.momentum: unknown key\n"
+        "           it belongs to optimizer=sgd: accel-run explain optimizer.momentum optimizer=sgd"
+    ),
+    "lr": "lr: unknown key\n           here it is optimizer.lr",
+    "precsion": "precsion: unknown key\n           did you mean precision?",
+    "precision precision=bf17": (
+        "precision=bf17: unknown precision; must be one of auto, bf16, fp16, fp32, tf32\n           did you mean bf16?"
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_task.py").write_text(TASK)
+    (tmp_path / "mine" / "optimizer").mkdir(parents=True)
+    (tmp_path / "mine" / "optimizer" / "heavy.yaml").write_text("option: sgd\nmomentum: 0.99\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", EXPLAINED)
+def test_who_set_a_value_is_told_with_the_file(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *words.split()]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.replace(str(folder), "FOLDER") == EXPLAINED[words]
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_not_there_is_answered_with_what_to_ask(
+    words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *words.split()]) == 78
+    assert capsys.readouterr() == ("", f"accel-run: {REFUSED[words]}\n")
+
+
+def test_every_file_that_is_named_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For every key of the default configuration, and of a profile."""
+    from runner.base.configuration import Request, compose
+
+    root = Path(__file__).parents[2]
+    from runner.commands.explain import _who
+
+    for overrides in ((), ("hardware=t4",), ("hardware=rtx3050ti_4gb",)):
+        configuration = compose(Request(overrides))
+        for key in configuration.flat():
+            file = _who(key, configuration).rpartition("(")[2].rstrip(")")
+            assert "=" in file or (root / file).is_file(), key
