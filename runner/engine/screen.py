@@ -170,6 +170,9 @@ class Screen:
         before, after = expected_state_bytes(run.optimizer), state_bytes(run.optimizer)
         if after < before:
             notes.append(f"optimizer state {after / 2**20:.1f} MiB instead of {before / 2**20:.1f} MiB")
+        baselines = {f"val/{name}": value for name, value in run.parts.task.baselines().items()}
+        others = [f"{name} {value:.4g}" for name, value in baselines.items() if name not in outcome.metrics]
+        notes += [f"baselines: {', '.join(others)}"] if others else []
         text = end_summary(
             EndOfRun(
                 outcome=f"saved ({outcome.stopped_by})" if outcome.stopped_by else "done",
@@ -178,7 +181,7 @@ class Screen:
                 total_s=total,
                 loss=run.last_row.get("train/loss"),
                 metrics=outcome.metrics,
-                baselines={f"val/{name}": value for name, value in run.parts.task.baselines().items()},
+                baselines=baselines,
                 seconds=seconds,
                 items_per_s=run.last_row.get("perf/items_per_s"),
                 item=run.parts.task.item,
