@@ -1,0 +1,159 @@
+"""Laws of prefetching: the order of wait, hold, copy and hand-out; and the same batches whatever copies them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.axes.prefetch import CopyAhead, Prefetch, none, stream
+from runner.base.batch import MicroBatch
+
+CPU = torch.device("cpu")
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Recorded:
+    """Streams that write down what is asked of them."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        self.said.append("copy")
+        yield
+
+    def join(self) -> None:
+        self.said.append("join")
+
+    def hold(self, tensor: Tensor) -> None:
+        self.said.append(("hold", int(tensor)))
+
+
+class Moving(CopyAhead):
+    """A copy-ahead that makes new tensors, as a device does."""
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+
+def batches(count: int) -> Iterator[MicroBatch]:
+    for number in range(count):
+        yield MicroBatch(torch.tensor(number), last=number % 2 == 1, bad=((number, "why"),) if number == 1 else ())
+
+
+def test_the_order_is_wait_hold_start_the_next_copy_hand_out() -> None:
+    streams = Recorded()
+    for item in CopyAhead(CPU, streams)(batches(3)):
+        streams.said.append(("out", int(item.batch)))
+    assert streams.said == [
+        "copy",
+        "join", ("hold", 0), "copy", ("out", 0),
+        "join", ("hold", 1), "copy", ("out", 1),
+        "join", ("hold", 2), ("out", 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_the_batches_are_those_of_none_and_the_end_is_the_end(count: int) -> None:
+    plain = list(Prefetch(CPU)(batches(count)))
+    ahead = Moving(CPU, Recorded())(batches(count))
+    found = list(ahead)
+    assert found == plain
+    assert next(ahead, None) is None
+
+
+def test_every_tensor_of_a_batch_is_moved_and_held() -> None:
+    streams = Recorded()
+    whole = {"pair": Pair(torch.tensor(1), torch.tensor(2)), "list": [torch.tensor(3), "text"], "none": None}
+    (item,) = Moving(CPU, streams)(iter([MicroBatch(whole, True)]))
+    assert [said for said in streams.said if said[0] == "hold"] == [("hold", 1), ("hold", 2), ("hold", 3)]
+    assert isinstance(item.batch["pair"], Pair)
+    assert item.batch["pair"].x is not whole["pair"].x  # type: ignore[attr-defined]
+    assert (item.batch["list"][1], item.batch["none"]) == ("text", None)
+
+
+def test_only_one_batch_is_read_ahead() -> None:
+    read: list[int] = []
+
+    def reading() -> Iterator[MicroBatch]:
+        for item in batches(5):
+            read.append(int(item.batch))
+            yield item
+
+    ahead = Moving(CPU, Recorded())(reading())
+    assert read == []
+    for number in range(3):
+        next(ahead)
+        assert read == list(range(number + 2))
+
+
+def test_the_source_of_a_copy_lives_until_the_copy_was_waited_for() -> None:
+    """Page-locked memory that is freed while the copy reads it would be filled with the next batch."""
+    alive: dict[int, weakref.ref[Tensor]] = {}
+    joined: list[list[int]] = []
+
+    def sources() -> Iterator[MicroBatch]:
+        for number in range(4):
+            tensor = torch.tensor(number)
+            alive[number] = weakref.ref(tensor)
+            item = MicroBatch(tensor, last=True)
+            del tensor
+            yield item
+            del item
+
+    class Watching(Recorded):
+        def join(self) -> None:
+            gc.collect()
+            joined.append([number for number, source in alive.items() if source() is not None])
+
+    ahead = Moving(CPU, Watching())(sources())
+    for number, _ in enumerate(ahead):
+        gc.collect()
+        assert alive[number]() is not None, "handed out, and its copy may still be under way"
+        assert number == 0 or alive[number - 1]() is None, "what was waited for is free again"
+    assert joined == [[0], [1], [2], [3]]
+
+
+def test_closing_it_closes_what_it_reads() -> None:
+    closed = []
+
+    def reading() -> Iterator[MicroBatch]:
+        try:
+            yield from batches(5)
+        finally:
+            closed.append(True)
+
+    source = reading()
+    ahead = Moving(CPU, Recorded())(source)
+    next(ahead)
+    ahead.close()  # type: ignore[attr-defined]
+    del ahead, source
+    gc.collect()
+    assert closed == [True]
+
+
+def test_an_error_of_the_source_comes_through() -> None:
+    def broken() -> Iterator[MicroBatch]:
+        yield from batches(1)
+        raise ValueError("the disk is gone")
+
+    with pytest.raises(ValueError, match="the disk is gone"):
+        list(Moving(CPU, Recorded())(broken()))
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    source = batches(2)
+    assert none(CPU)(source) is source
+    assert stream(CPU)(source) is source
