@@ -1,0 +1,258 @@
+"""Laws of the meter: a row is the sum over its window divided once, whenever the run stopped in between."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from runner.base.errors import Exit, NumericError
+from runner.base.world import World
+from runner.engine import meter as module
+from runner.engine.loop import StepInfo
+from runner.engine.meter import Clock, Meter, Row, as_line
+
+CPU = World(torch.device("cpu"))
+
+
+class Time:
+    """A clock that stands still until it is moved."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    stopped = Time()
+    monkeypatch.setattr(module, "time", stopped)
+    return stopped
+
+
+def made(rows: list[Row], *, every: int = 4, skipped: bool = False, readings: Any = dict, kind: Any = Meter) -> Any:
+    return kind(
+        CPU, "train", every=every, write=rows.append, readings=readings, clock=Clock(), overflow_is_skipped=skipped
+    )
+
+
+def step(update: int, loss: float, items: Tensor | int = 1, norm: float | None = 0.5) -> StepInfo:
+    grad_norm = None if norm is None else torch.tensor(norm)
+    return StepInfo(update, torch.tensor(loss), items, grad_norm, 0.1 * update, ())
+
+
+def mathematics(row: Row) -> Row:
+    return {key: value for key, value in row.items() if not key.startswith("perf/")}
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_a_row_is_the_sum_of_its_window_over_its_items() -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=3)
+    losses, items = [3.0, 5.0, 1.5, 8.0, 2.0, 4.0], [2, torch.tensor(3), 7, 1, torch.tensor(2.5), 4]
+    for number, (loss, count) in enumerate(zip(losses, items, strict=True), 1):
+        meter(step(number, loss, count, norm=number / 4))
+    assert [mathematics(row) for row in rows] == [
+        {"update": 3, "phase": "train", "lr": 0.1 * 3, "train/loss": 9.5 / 12, "train/grad_norm": 0.75},
+        {"update": 6, "phase": "train", "lr": 0.1 * 6, "train/loss": 14.0 / 7.5, "train/grad_norm": 1.5},
+    ]
+    assert meter.last_row is rows[-1]
+    assert meter.items_seen == 19.5
+
+
+def test_sums_are_added_in_float64() -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=2)
+    meter(step(1, 2.0**24, 2**53 - 1))
+    meter(step(2, 1.0, 1))
+    assert rows[0]["train/loss"] == (2**24 + 1) / 2**53
+
+
+def test_the_end_of_a_phase_closes_the_window_and_an_empty_one_is_no_row() -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=4)
+    for number in range(1, 6):
+        meter(step(number, 2.0 * number))
+    meter.close_window()
+    meter.close_window()
+    assert [(row["update"], row["train/loss"]) for row in rows] == [(4, 5.0), (5, 10.0)]
+
+
+def test_a_row_has_the_readings_of_its_time_and_no_norm_where_none_was_measured() -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=1, readings=lambda: {"gpu0/util": 3.0})
+    meter(step(1, 1.0, norm=None))
+    meter(step(2, 1.0, norm=math.inf))
+    assert [row["train/grad_norm"] for row in rows] == [None, None]
+    assert rows[0]["gpu0/util"] == 3.0
+
+
+def test_a_row_is_a_line_of_json_without_nan() -> None:
+    line = as_line({"a": math.nan, "b": -math.inf, "c": 1.5, "d": 3, "e": "x", "f": None})
+    assert line == '{"a": null, "b": null, "c": 1.5, "d": 3, "e": "x", "f": null}'
+
+
+# ---------------------------------------------------------------- stopping in between
+
+
+def test_the_state_is_json_also_where_numbers_overflowed() -> None:
+    meter = made([], every=4, skipped=True)
+    meter(step(1, math.nan, norm=math.inf))
+    again = made([], every=4, skipped=True)
+    again.load(json.loads(json.dumps(meter.state())))
+    assert str(again.state()) == str(meter.state()), "as text, because NaN is not equal to NaN"
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.lists(st.integers(0, 12), max_size=3))
+def test_a_stopped_window_gives_the_same_row(total: int, every: int, stops: list[int]) -> None:
+    straight: list[Row] = []
+    stopped: list[Row] = []
+    whole, current = made(straight, every=every), made(stopped, every=every)
+    for update in range(1, total + 1):
+        info = step(update, 1 / update, torch.tensor(update / 3) if update % 2 else update, norm=1 / (update + 1))
+        whole(info)
+        current(info)
+        if update in stops:
+            state = json.loads(json.dumps(current.state()))
+            current = made(stopped, every=every)
+            current.load(state)
+    whole.close_window()
+    current.close_window()
+    assert [mathematics(row) for row in stopped] == [mathematics(row) for row in straight]
+    assert current.items_seen == whole.items_seen
+    assert current.state() == whole.state()
+
+
+# ---------------------------------------------------------------- what is not a number
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run_with_the_number_of_its_update(bad: float) -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=4)
+    for number in range(1, 7):
+        meter(step(number, 1.0))
+    meter(step(7, bad))
+    with pytest.raises(NumericError, match="the loss is not finite at update 7") as caught:
+        meter(step(8, bad))
+    assert caught.value.exit_code == Exit.NUMERIC == 82
+    assert caught.value.problems[0].where == "phase train"
+    assert (rows[-1]["update"], rows[-1]["train/loss"]) == (8, 1.0), "the row is written, of what is finite"
+
+
+def test_a_checkpoint_is_not_made_of_a_loss_that_is_not_finite() -> None:
+    meter = made([], every=10)
+    meter(step(1, 1.0))
+    meter(step(2, math.nan))
+    meter(step(3, 1.0))
+    with pytest.raises(NumericError, match="at update 2"):
+        meter.state()
+
+
+def test_where_overflow_is_skipped_it_is_left_out_of_the_row() -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=2, skipped=True)
+    meter(step(1, 6.0, 3))
+    meter(step(2, math.inf, 5))
+    for number in (3, 4):
+        meter(step(number, math.nan, 5))
+    meter(step(5, math.nan))
+    assert [row["train/loss"] for row in rows] == [2.0, None]
+    assert meter.items_seen == 18, "they were read all the same"
+    meter.state()
+
+
+# ---------------------------------------------------------------- time
+
+
+def test_time_is_that_of_the_updates_and_not_of_the_hooks(time: Time) -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=2)
+    for number in range(1, 5):
+        time.now += 0.5
+        meter.clock.data += 0.125
+        time.now += 10.0
+        meter.clock.hooks += 10.0
+        meter(step(number, 1.0, 3))
+    for row in rows:
+        assert (row["perf/step_time_ms"], row["perf/items_per_s"], row["perf/data_wait"]) == (500.0, 6.0, 0.25)
+
+
+def test_updates_that_the_clock_has_not_seen_do_not_count_for_it(time: Time) -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=4)
+    time.now += 60.0  # the first update starts everything
+    meter(step(1, 1.0, 100))
+    meter.restart_clock()
+    state = None
+    for number in range(2, 7):
+        time.now += 0.5
+        meter(step(number, 1.0, 3))
+        state = meter.state()
+    again = made(rows, every=4)
+    again.load(state)
+    for number in (7, 8):
+        time.now += 0.25
+        again(step(number, 1.0, 3))
+    assert [row["perf/step_time_ms"] for row in rows] == [500.0, 250.0]
+    assert [row["perf/items_per_s"] for row in rows] == [6.0, 12.0]
+
+
+def test_a_window_without_any_timed_update_has_no_speed(time: Time) -> None:
+    rows: list[Row] = []
+    meter = made([], every=4)
+    meter(step(1, 1.0))
+    again = made(rows, every=4)
+    again.load(meter.state())
+    again.close_window()
+    assert (rows[0]["perf/step_time_ms"], rows[0]["perf/items_per_s"], rows[0]["train/loss"]) == (None, None, 1.0)
+
+
+# ---------------------------------------------------------------- rows on their way from a device
+
+
+class Late(Meter):
+    """A meter whose numbers arrive when `arrived` says so."""
+
+    arrived = False
+    waited = 0
+
+    def _copy(self, row: Row, values: list[Tensor]) -> Any:
+        def wait() -> None:
+            self.waited += 1
+
+        event: Any = SimpleNamespace(query=lambda: self.arrived, synchronize=wait)
+        return module._Pending(row, torch.stack(values), event)
+
+
+def test_a_row_is_written_when_its_numbers_have_come_and_in_order() -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=1, kind=Late)
+    meter(step(1, 1.0))
+    meter(step(2, 2.0))
+    assert rows == [], "nobody waits"
+    meter.arrived = True
+    meter(step(3, 3.0))
+    assert [row["update"] for row in rows] == [1, 2, 3]
+
+
+def test_flushing_waits_for_what_is_on_its_way() -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=1, kind=Late)
+    meter(step(1, 1.0))
+    meter(step(2, 2.0))
+    meter.flush()
+    assert ([row["update"] for row in rows], meter.waited) == ([1, 2], 2)
+    meter(step(3, 3.0))
+    assert meter.state()["losses"] == []
+    assert [row["update"] for row in rows] == [1, 2, 3], "a checkpoint knows of no row that is not written"
