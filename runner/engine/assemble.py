@@ -24,10 +24,11 @@ from runner.axes.precision import PRECISIONS, Precision
 from runner.axes.prefetch import PREFETCHES, Prefetch
 from runner.base.choice import make
 from runner.base.configuration import Choice, task_source
-from runner.base.errors import DataError
+from runner.base.errors import DataError, TaskFault
 from runner.base.task import Task
 from runner.base.world import World
 from runner.engine.advice import odd_sizes
+from runner.engine.faults import place_of
 from runner.engine.tasks import explained, load_task
 from runner.plan.plan import Plan
 
@@ -54,9 +55,17 @@ class Parts:
     notes: tuple[str, ...]
 
     def fetcher(self, split: str) -> Fetcher:
-        """Return the samples of a split. Raises DataError where there are none."""
-        with explained(self.source, f'dataset("{split}")'):
+        """Return the samples of a split.
+
+        Raises DataError where there are none, NotImplementedError where a task has no such split but that for training.
+        """
+        with explained(self.source, f'dataset("{split}")', letting=() if split == "train" else NotImplementedError):
             dataset = self.task.dataset(split)
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            what = (
+                f'dataset("{split}") must return samples with len() and [index], but returned {type(dataset).__name__}'
+            )
+            raise TaskFault(what, where=place_of(self.task.dataset, self.source), fix="a list of samples will do")
         limit = self.plan.settings.data.train_samples if split == "train" else None
         bad = str(self.plan.choices["dataloader"].options["bad_samples"])
         fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit)

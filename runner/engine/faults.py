@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from runner.base.errors import AccelRunError, DataWorkerLost, DeviceMemoryError, HostMemoryError, SystemLimit, TaskFault
+from runner.base.places import PACKAGE
 from runner.base.task import Task
 
 
@@ -40,26 +41,41 @@ def explain(error: Exception, source: Path, what: str, micro_batch_size: int) ->
         return DataWorkerLost(
             f"a data worker died: {text.splitlines()[0]}",
             where=what,
-            fix="the same command goes on from the last checkpoint; killed for memory? use fewer dataloader.num_workers",
+            fix="the same command goes on from the last checkpoint; for want of memory? use fewer workers",
         )
     return fault_of(error, source, what)
 
 
-def fault_of(error: Exception, source: Path, what: str) -> TaskFault | None:
+def fault_of(error: BaseException, source: Path, what: str) -> TaskFault | None:
     """Return the TaskFault for an exception that passed through the task's own files, None for any other."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == str(source) or frame.filename.startswith(f"{source.parent}/")
-    ]
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+        error = error.__cause__  # what Python makes of it where it leaves a generator
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, NotImplementedError) and frames[-1].filename == inspect.getfile(Task):
+        return TaskFault(str(error), where=str(source), fix="an example: accel-run new my_task.py")
+    own = [frame for frame in frames if _is_of_task(frame.filename, source)]
     if not own:
-        frames = traceback.extract_tb(error.__traceback__)
-        if isinstance(error, NotImplementedError) and frames[-1].filename == inspect.getfile(Task):
-            return TaskFault(str(error), where=str(source), fix="an example: accel-run new my_task.py")
         return None
     lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own]
     return TaskFault(
-        f"{what} raised {type(error).__name__}: {error}",
+        f"{what} raised {type(error).__name__}: {error}".rstrip(": "),
         where=f"{own[-1].filename}:{own[-1].lineno}",
         fix="\n    ".join(lines),
     )
+
+
+def place_of(function: object, source: Path) -> str:
+    """Return file:line of a function or class of the task, the task's file where that is unknown."""
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"  # type: ignore[arg-type]
+    except (TypeError, OSError):
+        return str(source)
+
+
+def _is_of_task(file: str, source: Path) -> bool:
+    """Tell whether a file lies beside the task's, and is neither ours nor of a package installed there."""
+    if file == str(source):
+        return True
+    inner = file.removeprefix(f"{source.parent}/")
+    ours = file.startswith(f"{PACKAGE}/") and not str(source).startswith(f"{PACKAGE}/")
+    return inner != file and not ours and "site-packages/" not in inner

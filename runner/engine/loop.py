@@ -14,6 +14,7 @@ from runner.axes.parallelism import Parallel
 from runner.axes.precision import Precision
 from runner.axes.scheduler import Schedule
 from runner.base.batch import MicroBatch
+from runner.base.errors import TaskFault
 from runner.base.task import Sum
 from runner.engine.gradients import clear, correct_and_clip, gradients_of
 
@@ -87,7 +88,12 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
 
 
 def _exact(items: Tensor | int) -> Tensor | int:
-    """Return a count that may be multiplied: a float times an integer tensor would be float32."""
+    """Return a count that may be multiplied: a float times an integer tensor would be float32.
+
+    Raises TaskFault for 0; where it is a tensor nobody waits for it, and the gradients are found not to be finite.
+    """
     if isinstance(items, int):
+        if items == 0:
+            raise TaskFault("the losses of a whole update count no items", fix="return (the sum, the number of items)")
         return items
     return items.to(torch.float32 if items.device.type == "mps" else torch.float64)

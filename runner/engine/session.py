@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner import __version__
-from runner.base.configuration import Configuration, Request, compose, to_yaml
+from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
 from runner.base.errors import AccelRunError, DataError, Exit, InputMissing, StorageError
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.plan.inventory import Inventory
@@ -61,7 +61,10 @@ def train(request: Request) -> tuple[Exit, RunDirectory]:
         record["tracker_id"] = previous.get("tracker_id")
         try:
             _leave_traces(directory, configuration, plan, inventory, record)
-            code = _train(plan, directory, screen, record, inventory)
+            try:
+                code = _train(plan, directory, screen, record, inventory)
+            except SystemExit as left:
+                raise _left(left, plan) from left
         except BaseException as error:
             is_written = _end_badly(error, directory, record, began)
             if is_written and isinstance(error, Exception) and not isinstance(error, AccelRunError):
@@ -272,6 +275,14 @@ def _fault_of_ours(error: Exception, directory: RunDirectory) -> AccelRunError:
     """Return in one line what nobody foresaw; the traceback is in error.json."""
     cause = f"{type(error).__name__}: {error}".splitlines()[0]
     return AccelRunError(cause, fix=f"this is a fault of accel-run, not yours; please report it with {directory.error}")
+
+
+def _left(error: SystemExit, plan: Plan) -> AccelRunError:
+    """Return the fault of a task that calls sys.exit: nobody would see why the run ended."""
+    from runner.engine.faults import fault_of
+
+    source = task_source(plan.choices["task"].name, Path(plan.task_file) if plan.task_file else None)
+    return fault_of(error, source, "the task") or AccelRunError(f"the program was left by sys.exit({error.code})")
 
 
 def _updates_in(metrics: Path) -> int:

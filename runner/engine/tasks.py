@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from runner.axes.attention import observed_calls
 from runner.base.configuration import task_source
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.places import cache_folder
-from runner.base.schema import read_functions
 from runner.base.task import Context, Task
-from runner.engine.faults import fault_of
+from runner.engine.faults import fault_of, place_of
 from runner.plan.plan import Plan
 
 
@@ -33,31 +35,41 @@ def load_task(plan: Plan) -> Task:
         data_path=Path(path).expanduser().absolute() if path else None,
         cache=cache_folder(),
     )
-    given: tuple[Any, ...] = (context,) if read_functions(source)["build"].runner else ()
     with explained(source, "build"):
-        task = module.build(*given, **choice.options)
+        task = module.build(*_before_the_star(module.build, context, source), **choice.options)
     if not isinstance(task, Task):
-        raise TaskFault(
-            f"build must return a runner.Task, but returned {type(task).__name__}", where=str(source),
-            fix="class MyTask(Task): ...; def build(*, ...): return MyTask(...)",
-        )  # fmt: skip
+        what = f"build must return a runner.Task, but returned {type(task).__name__}"
+        fix = "class MyTask(Task): ...; def build(*, ...): return MyTask(...)"
+        raise TaskFault(what, where=place_of(module.build, source), fix=fix)
     if not isinstance(getattr(task, "model", None), nn.Module):
         what = f"{type(task).__name__}.model must be a torch.nn.Module"
-        raise TaskFault(what, where=str(source), fix="self.model = ...")
+        raise TaskFault(what, where=place_of(type(task), source), fix="self.model = ...")
     return task
 
 
-class explained:  # noqa: N801 - used as a statement: with explained(file, "loss"):
-    """Turn an exception from the task's code into a TaskFault that names the line in the task's file."""
+def _before_the_star(build: Callable[..., Any], context: Context, source: Path) -> tuple[Context, ...]:
+    """Return what the runner gives to build: nothing, or the context. Raises TaskFault for settings before the star."""
+    given = [one for one in inspect.signature(build).parameters.values() if one.kind is not one.KEYWORD_ONLY]
+    if len(given) > 1 or any(one.default is not one.empty for one in given):
+        what = f"the settings of build must stand after *, but {', '.join(one.name for one in given)} stand before it"
+        raise TaskFault(what, where=place_of(build, source), fix="def build(*, size: int = 64) -> Task:")
+    return (context,) if given else ()
 
-    def __init__(self, source: Path, what: str) -> None:
-        self.source, self.what = source, what
+
+class explained:  # noqa: N801 - used as a statement: with explained(file, "loss"):
+    """Turn an exception from the task's code into a TaskFault that names the line in the task's file.
+
+    letting  exceptions that are an answer, and go on as they are
+    """
+
+    def __init__(self, source: Path, what: str, letting: type[Exception] | tuple[type[Exception], ...] = ()) -> None:
+        self.source, self.what, self.letting = source, what, letting
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, AccelRunError) or not isinstance(error, Exception):
+        if not isinstance(error, Exception) or isinstance(error, (AccelRunError, self.letting)):
             return
         fault = fault_of(error, self.source, self.what)
         if fault is not None:
@@ -90,8 +102,14 @@ class CheckedLoss:
             raise TaskFault(
                 "loss must return (the sum over items as a scalar tensor, the number of items),"
                 f" but returned {_described(answer)}",
-                where=self.source,
+                where=place_of(self.loss, Path(self.source)),
                 fix='return F.cross_entropy(logits, y, reduction="sum"), len(y)',
+            )
+        if torch.is_grad_enabled() and not total.requires_grad:
+            raise TaskFault(
+                "loss must return a sum that has a gradient, but it has none",
+                where=place_of(self.loss, Path(self.source)),
+                fix="compute it from model(...), without detach, item or no_grad",
             )
         return answer
 

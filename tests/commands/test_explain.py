@@ -44,7 +44,7 @@ precision.init_scale = 1024
     "optimizer.lr optimizer.lr=0.01 optimizer=sgd": """\
 optimizer.lr = 0.01
   set by the command line (optimizer.lr=0.01)
-  without optimizer.lr=0.01: 0.004, set by the task gpt (tasks/gpt/task.py)
+  without optimizer.lr=0.01: 0.01, set by the default (conf/optimizer/sgd.yaml)
   without optimizer.lr=0.01 and optimizer=sgd: 0.004, set by the task gpt (tasks/gpt/task.py)
   meaning: learning rate at the peak of the schedule
 """,

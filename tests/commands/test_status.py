@@ -75,8 +75,10 @@ def test_a_run_that_failed_shows_its_last_error(folder: Path, capsys: pytest.Cap
     assert lines[0] == "broken: failed (exit 70)   (outputs/broken)"
     assert "  phase       train: update 40 of 100   train/loss N  val/loss N" in lines
     line = next(number for number, text in enumerate(TASK.read_text().splitlines(), 1) if 'KeyError("points")' in text)
+    cause = json.loads((folder / "outputs" / "broken" / "error.json").read_text())["cause"]
+    assert "raised KeyError: 'points'" in cause
     assert lines[-2:] == [
-        f"  last error  {TASK}:{line}: update 50 of phase train raised KeyError: 'points' (exit 70)",
+        f"  last error  {TASK}:{line}: {cause} (exit 70)",
         f'              task_with_everything.py:{line} in loss: raise KeyError("points")',
     ]
 

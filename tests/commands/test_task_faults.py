@@ -1,0 +1,262 @@
+"""What a person is told whose task goes wrong: the cause, the line of their own file, and never our traceback."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forkserver import Ended, ForkServer
+
+TASK = """\
+import os
+import signal
+import sys
+import torch
+import torch.nn.functional as F
+from runner import Task
+
+SETTINGS = {"updates": 30, "global_batch_size": 4, "checkpoint.every": 5, "optimizer.lr": 0.01}
+
+def build(*, size: int = 4) -> Task:
+    return Mine(size)
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        x = torch.full((2,), float(index))
+        return x, index % 2
+
+class Mine(Task):
+    def __init__(self, size):
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, size), torch.nn.ReLU(), torch.nn.Linear(size, 2))
+        self.calls = 0
+    def dataset(self, split):
+        return Points()
+    def loss(self, model, batch):
+        x, y = batch
+        self.calls += model.training
+        total = F.cross_entropy(model(x), y, reduction="sum")
+        return total, len(y)
+"""
+AT_12 = "if model.training and self.calls == 12: "  # two checkpoints are made by then
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of the task, and what must come of it.
+
+    line   the text of the line that must be named; empty: the file as a whole
+    saved  a checkpoint is there, and its name is in error.json
+    """
+
+    old: str
+    new: str
+    code: int
+    cause: str
+    line: str = ""
+    words: str = ""
+    saved: bool = False
+
+
+LOSS = "        total = F.cross_entropy"
+CONTRACT = "loss must return (the sum over items as a scalar tensor, the number of items), but returned "
+FAULTS = {
+    "the file raises": Fault(
+        "import sys\n", "import sys, nowhere\n", 70, "No module named 'nowhere'", "import sys, nowhere"
+    ),
+    "build raises": Fault(
+        "return Mine(size)", "return {}['size']", 70, "build raised KeyError: 'size'", "return {}['size']"
+    ),
+    "build leaves": Fault(
+        "return Mine(size)", "sys.exit('no')", 70, "the task raised SystemExit: no", "sys.exit('no')"
+    ),
+    "build returns nothing": Fault(
+        "return Mine(size)", "Mine(size)", 70, "build must return a runner.Task, but returned NoneType", "def build("
+    ),
+    "build returns a model": Fault(
+        "return Mine(size)",
+        "return torch.nn.Linear(2, 2)",
+        70,
+        "must return a runner.Task, but returned Linear",
+        "def build(",
+    ),
+    "settings before the star": Fault(
+        "(*, size: int = 4)", "(size: int = 4)", 70, "the settings of build must stand after *, but size", "def build("
+    ),
+    "no model": Fault("self.model =", "self.net =", 70, "Mine.model must be a torch.nn.Module", "class Mine(Task)"),
+    "no loss": Fault("def loss", "def los", 70, "Mine must define loss(model, batch) -> (loss_sum, num_items)"),
+    "no dataset": Fault("def dataset", "def data", 70, "Mine must define dataset(split)"),
+    "the loss is one tensor": Fault(
+        "return total, len(y)", "return total / len(y)", 70, CONTRACT + "a tensor of shape ()", "def loss("
+    ),
+    "the loss is a number": Fault("return total, len(y)", "return total.item(), len(y)", 70, CONTRACT, "def loss("),
+    "the loss is three": Fault(
+        "return total, len(y)",
+        "return total, len(y), 3",
+        70,
+        CONTRACT + "(a tensor of shape (), int, int)",
+        "def loss(",
+    ),
+    "the loss is not reduced": Fault(
+        'reduction="sum"', 'reduction="none"', 70, CONTRACT + "(a tensor of shape (4,), int)", "def loss("
+    ),
+    "the loss is detached": Fault(
+        "return total, len(y)",
+        "return total.detach(), len(y)",
+        70,
+        "loss must return a sum that has a gradient",
+        "def loss(",
+    ),
+    "the loss counts nothing": Fault("return total, len(y)", "return total, 0", 70, "count no items"),
+    "the loss raises": Fault(
+        LOSS, f"        {AT_12}{{}}['points']\n{LOSS}", 70, "raised KeyError: 'points'", "{}['points']", saved=True
+    ),
+    "the loss stops an iteration": Fault(
+        LOSS, f"        {AT_12}next(iter(()))\n{LOSS}", 70, "raised StopIteration", "next(iter(()))", saved=True
+    ),
+    "the loss leaves": Fault(
+        LOSS, f"        {AT_12}sys.exit(3)\n{LOSS}", 70, "the task raised SystemExit: 3", "sys.exit(3)", saved=True
+    ),
+    "the loss is not a number": Fault(
+        "return total, len(y)",
+        f"{AT_12}total = total * float('nan')\n        return total, len(y)",
+        82,
+        "the loss is not finite at update 12",
+        saved=True,
+    ),
+    "the shapes do not fit": Fault(
+        "Linear(size, 2))", "Linear(size + 1, 2))", 70, "shapes cannot be multiplied", "total = F.cross_entropy"
+    ),
+    "the evaluation raises": Fault(
+        "    def loss",
+        "    def evaluate(self, model, batch):\n        return {}['x']\n    def loss",
+        70,
+        "raised KeyError: 'x'",
+        "return {}['x']",
+    ),
+    "the data set is empty": Fault("return 64", "return 0", 65, "the data set of split train is empty"),
+    "the data set is nothing": Fault(
+        "return Points()", "Points()", 70, 'dataset("train") must return samples with len() and [index]', "def dataset("
+    ),
+    "the data set has no length": Fault(
+        "def __len__", "def length", 70, 'dataset("train") must return samples with len() and [index]', "def dataset("
+    ),
+    "the data set raises": Fault(
+        "return Points()", "raise OSError('the disk is gone')", 70, "raised OSError: the disk is gone", "raise OSError"
+    ),
+    "a sample raises": Fault(
+        "        x = torch", "        {}['x']\n        x = torch", 65, "cannot be read: KeyError: 'x'"
+    ),
+    "a sample raises in a worker": Fault(
+        "        x = torch",
+        "        {}['x']\n        x = torch",
+        65,
+        "cannot be read: KeyError: 'x'",
+        words="dataloader.num_workers=2",
+    ),
+    "a sample raises in a thread": Fault(
+        "        x = torch",
+        "        {}['x']\n        x = torch",
+        65,
+        "cannot be read: KeyError: 'x'",
+        words="dataloader=thread",
+    ),
+    "a data worker is killed": Fault(
+        "        x = torch",
+        "        if index == 40 and torch.utils.data.get_worker_info():\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n        x = torch",
+        85,
+        "a data worker died",
+        words="dataloader.num_workers=2",
+    ),
+    "the memory is used up": Fault(
+        LOSS, f"        {AT_12}raise MemoryError\n{LOSS}", 81, "the machine's memory is used up", saved=True
+    ),
+}
+
+
+def run_with(fault: Fault, server: ForkServer, folder: Path) -> tuple[Ended, dict[str, Any]]:
+    """Return how the run ended, and its error.json."""
+    changed = TASK.replace(fault.old, fault.new, 1)
+    assert changed != TASK
+    (folder / "mine.py").write_text(changed)
+    words = ["train", "--task", "./mine.py", "run=mine", "device=cpu", "monitor=off", *fault.words.split()]
+    ended = server.run(words, folder)
+    return ended, json.loads((folder / "outputs" / "mine" / "error.json").read_text())
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_task_is_told_in_words(name: str, server: ForkServer, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    ended, error = run_with(fault, server, tmp_path)
+    assert ended.code == fault.code, ended.err
+    assert fault.cause in ended.err
+    assert "Traceback" not in ended.err
+    assert "fault of accel-run" not in ended.err
+    file = tmp_path / "mine.py"
+    if fault.line:
+        lines = file.read_text().splitlines()
+        number = next(number for number, text in enumerate(lines, 1) if fault.line in text)
+        assert error["where"] == f"{file}:{number}"
+        assert ended.err.startswith(f"accel-run: {file}:{number}: ")
+    assert error.keys() >= {"cause", "where", "fix", "exit_code", "last_checkpoint", "traceback"}
+    assert fault.cause in error["cause"]
+    assert error["exit_code"] == fault.code
+    if fault.saved:
+        assert error["last_checkpoint"] == "update-0000000010"
+        assert (tmp_path / "outputs" / "mine" / "checkpoints" / error["last_checkpoint"]).is_dir()
+
+
+def test_what_was_saved_before_the_fault_is_gone_on_from(server: ForkServer, tmp_path: Path) -> None:
+    run_with(FAULTS["the loss raises"], server, tmp_path)
+    (tmp_path / "mine.py").write_text(TASK)
+    again = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
+    assert again.code == 0, again.err
+    assert "resumes at update 10" in again.out
+
+
+def test_a_setting_without_default_must_be_given(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK.replace("size: int = 4", "size: int"))
+    words = "train --task ./mine.py run=mine device=cpu monitor=off"
+    refused = server.run(words, tmp_path)
+    assert (refused.code, refused.err) == (78, "accel-run: task.size: must be given\n           say task.size=...\n")
+    assert not (tmp_path / "outputs").exists()
+    assert server.run(f"{words} task.size=4", tmp_path).code == 0
+
+
+@pytest.mark.parametrize(("value", "code"), [("3", 0), ("big", 78)])
+@pytest.mark.parametrize("annotation", ["", ": int"])
+def test_a_setting_without_a_type_takes_anything(
+    annotation: str, value: str, code: int, server: ForkServer, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(TASK.replace("size: int", f"size{annotation}").replace("Mine(size)", "Mine(4)"))
+    ended = server.run(f"train --task ./mine.py run=mine device=cpu monitor=off task.size={value}", tmp_path)
+    assert ended.code == (code if annotation else 0), ended.err
+
+
+def test_a_task_without_validation_data_is_trained(server: ForkServer, tmp_path: Path) -> None:
+    missing = "if split != 'train':\n            raise NotImplementedError\n        return Points()"
+    (tmp_path / "mine.py").write_text(TASK.replace("return Points()", missing))
+    ended = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
+    assert ended.code == 0, ended.err
+    assert "val/loss" not in ended.out
+
+
+def test_a_fault_of_ours_is_not_blamed_on_a_task_that_lies_above_us() -> None:
+    """A task in the root of a checkout has our files below its folder, and maybe an environment."""
+    from runner.engine.faults import _is_of_task
+
+    root = Path(__file__).parents[2]
+    task = root / "my_task.py"
+    assert _is_of_task(str(task), task)
+    assert _is_of_task(str(root / "helpers" / "mine.py"), task)
+    assert not _is_of_task(str(root / "runner" / "engine" / "loop.py"), task)
+    assert not _is_of_task(str(root / ".venv" / "lib" / "site-packages" / "torch" / "nn.py"), task)
+    ours = root / "tasks" / "gpt" / "task.py"
+    assert _is_of_task(str(root / "tasks" / "gpt" / "model.py"), ours)
+    assert not _is_of_task(str(root / "runner" / "engine" / "loop.py"), ours)
