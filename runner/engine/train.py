@@ -212,7 +212,8 @@ class Phase:
             self._close()
             self.clock.hooks += time.perf_counter() - began
         except Exception as error:
-            where = f"phase {self.name} after update {self.position.update}"
+            made = self.position.update
+            where = f"update {made + 1} of phase {self.name}" if made < self.total else f"the end of phase {self.name}"
             explained = explain(error, self.run_.parts.source, where, self.run_.plan.batch.micro_batch_size)
             if explained is None or explained is error:
                 raise

@@ -522,7 +522,7 @@ def test_the_process_is_out_of_reach_of_signals_to_the_run(tmp_path: Path, fake:
     tracker.start()
     while "http://fake/run" not in tracker.note:
         time.sleep(0.01)
-    (child,) = psutil.Process().children()
+    (child,) = (each for each in psutil.Process().children() if "tracker_process" in " ".join(each.cmdline()))
     assert os.getsid(child.pid) == child.pid != os.getsid(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as SLURM sends them, to every process
         child.send_signal(number)
