@@ -123,8 +123,6 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known word most like `word`, or None when nothing is near."""
     candidates = list(known)
     lowered = {candidate.lower(): candidate for candidate in candidates}
-    if word.lower() in lowered:
-        return lowered[word.lower()]
     # One wrong letter of a short word leaves less in common than the same of a long one.
     close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.5 if len(word) <= 3 else cutoff)
     if close:

@@ -234,6 +234,11 @@ def test_the_nearest_word_is_the_one_a_person_meant(typed: str, meant: str | Non
     assert did_you_mean(typed, KNOWN) == (f"did you mean {meant}?" if meant else "")
 
 
+def test_a_short_word_may_have_one_wrong_letter() -> None:
+    assert nearest("t5", ["a100", "t4", "rtx_mid"]) == "t4"
+    assert nearest("x9", ["a100", "t4", "rtx_mid"]) is None
+
+
 @given(st.sampled_from(KNOWN))
 def test_a_known_word_is_its_own_nearest(word: str) -> None:
     assert nearest(word, KNOWN) == word
