@@ -279,7 +279,7 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
             fix="say dataloader.cache=none",
         ) from error
     kept = _Kept(map_tensors(lambda tensor: tensor.to(device), whole) if where == "device" else whole, len(fetcher))
-    return Fetcher(kept, fetcher.collate, bad_samples="stop")
+    return Fetcher(kept, _as_it_is, bad_samples="stop")
 
 
 class _InWorker:
