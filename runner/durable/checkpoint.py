@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import safetensors.torch
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import DataError, StorageError
 from runner.durable import files
+
+if TYPE_CHECKING:  # to tell valid from damaged, as `status` does, takes no torch
+    from torch import Tensor
 
 FORMAT_VERSION = 1
 MANIFEST = "MANIFEST.json"
@@ -65,6 +64,8 @@ class Loaded:
 
         Raises DataError where there is no such file, or where it changed since it was checked.
         """
+        from safetensors.torch import load as load_tensors
+
         name = stem + _SUFFIX
         recorded = {entry["name"]: entry for entry in self.manifest["files"]}
         if name not in recorded:
@@ -73,7 +74,7 @@ class Loaded:
         if hashlib.sha256(content).hexdigest() != recorded[name]["sha256"]:
             raise DataError(f"{name} changed since it was checked", where=str(self.path))
         try:
-            return safetensors.torch.load(content)
+            return load_tensors(content)
         except Exception as error:  # hashes agree, so a stranger wrote it; the reader promises no class of error
             raise DataError(f"{name} is not in the safetensors format: {error}", where=str(self.path)) from error
 
@@ -313,7 +314,7 @@ def _check(snapshot: Snapshot) -> None:
     for stem, tensors in snapshot.tensors.items():
         assert _SAFE_NAME.fullmatch(stem), f"must be a plain file stem, but is {stem!r}"
         for name, tensor in tensors.items():
-            if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES:
+            if str(tensor.layout) != "torch.strided" or str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
                 raise TypeError(f"{stem}: {name} cannot be saved: it is {tensor.layout} and {tensor.dtype}")
 
 
@@ -338,8 +339,10 @@ def _discard(temporary: Path, target: Path) -> None:
 
 def _contents(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
     """Yield the files before the manifest; one at a time, for each is a second copy of its tensors."""
+    from safetensors.torch import save as bytes_of
+
     for stem, tensors in snapshot.tensors.items():
-        yield stem + _SUFFIX, safetensors.torch.save(_packed(tensors))
+        yield stem + _SUFFIX, bytes_of(_packed(tensors))
     yield STATE, json.dumps(snapshot.state, indent=1).encode()
 
 
@@ -508,21 +511,21 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OWN_KEYS = frozenset({"sha256", "format_version", "update", "files"})
 _DTYPES = frozenset(
     {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint64,
-        torch.uint32,
-        torch.uint16,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint64",
+        "uint32",
+        "uint16",
+        "uint8",
+        "bool",
+        "complex64",
     }
 )  # what safetensors both writes and reads back

@@ -250,6 +250,16 @@ def test_what_needs_no_torch_does_not_import_it(words: str, tmp_path: Path) -> N
     assert done.stdout
 
 
+def test_the_state_of_a_run_needs_no_torch(tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "mine"
+    (run / "checkpoints" / "update-0000000001").mkdir(parents=True)
+    (run / "run.json").write_text('{"state": "done"}')
+    code = "import sys; from runner.cli import main; main(['status']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "update-0000000001: damaged: MANIFEST.json" in done.stdout
+
+
 def test_a_missing_task_file_is_exit_66(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "runner", "train", "--task", "./mine.py"],

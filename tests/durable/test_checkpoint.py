@@ -25,7 +25,7 @@ from runner.durable import checkpoint, files
 from runner.durable.checkpoint import Snapshot, Writer, path_of, recover, retain, save, verify
 
 ROOT = Path(__file__).parents[2]
-DTYPES = sorted(checkpoint._DTYPES, key=str)
+DTYPES = [getattr(torch, name) for name in sorted(checkpoint._DTYPES)]
 
 
 def snapshot(update: int) -> Snapshot:
