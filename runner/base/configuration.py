@@ -206,11 +206,10 @@ def to_yaml(configuration: Configuration) -> str:
 
 
 def merge_overrides(old: Iterable[str], new: Iterable[str]) -> tuple[str, ...]:
-    """Return the old overrides with those replaced whose key is given anew; a new option takes its old keys with it."""
+    """Return the old overrides with those replaced whose key is given anew, and with it all that stands under it."""
     new = tuple(new)
-    keys = {_key_of(word) for word in new}
-    roots = tuple(f"{key}." for key in keys if key in GROUPS)
-    return (*(word for word in old if _key_of(word) not in keys and not _key_of(word).startswith(roots)), *new)
+    roots = tuple(f"{_key_of(word)}." for word in new)
+    return (*(word for word in old if not f"{_key_of(word)}.".startswith(roots)), *new)
 
 
 # ---------------------------------------------------------------- the words
@@ -504,7 +503,7 @@ def _why_not_of_task(key: str, schema: _Schema, choices: Mapping[str, str]) -> s
     if group not in AXES or not name:
         return ""
     file = schema.folder_keys.get(schema.known(key))
-    if file is not None and file.parent.name == group:
+    if file is not None:
         return f"{file} sets it"
     if schema.known(key) not in schema.keys and _option_with(group, name):
         return f"{group}={choices[group]} has no such key"

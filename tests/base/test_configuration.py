@@ -453,6 +453,7 @@ def test_a_combination_of_a_sweep_means_what_it_says() -> None:
             ["optimizer.lr=3"],
             ("optimizer.lr_scales.a=2", "optimizer.lr=3"),
         ),
+        (["optimizer.lr_scales.a=2", "seed=1"], ["optimizer.lr_scales={}"], ("seed=1", "optimizer.lr_scales={}")),
         ([], [], ()),
     ],
 )
