@@ -1,0 +1,149 @@
+"""What only a CUDA device can show: copies that overlap, half precision, and a loop that never waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.axes.optimizer import adamw
+from runner.axes.parallelism import single
+from runner.axes.precision import bf16, fp16, fp32, tf32
+from runner.axes.prefetch import none, stream
+from runner.axes.scheduler import constant
+from runner.base.batch import MicroBatch
+from runner.base.world import World
+from runner.engine.loop import Position, StepInfo, Training, train_updates
+from runner.engine.meter import Clock, Meter, Row
+
+pytestmark = pytest.mark.gpu
+
+CUDA = World(torch.device("cuda", 0))
+
+
+def sum_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+
+def training(precision: Any) -> Training:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).to(CUDA.device)
+    named = list(model.named_parameters())
+    return Training(
+        position=Position("train"),
+        model=model,
+        loss=sum_loss,
+        parameters=[weight for _, weight in named],
+        optimizer=adamw(named, lr=0.01, kernel="fused"),
+        schedule=constant(1000),
+        precision=precision(CUDA, model),
+        parallel=single(CUDA),
+        per_item=1 / 64,
+        max_grad_norm=1.0,
+    )
+
+
+def on_host() -> Iterator[MicroBatch]:
+    """Yield the same four micro-batches in page-locked memory without end; two make an update."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 32, 32, generator=generator).pin_memory()
+    y = torch.randint(0, 8, (4, 32), generator=generator).pin_memory()
+    number = 0
+    while True:
+        yield MicroBatch((x[number % 4], y[number % 4]), last=number % 2 == 1)
+        number += 1
+
+
+def steps(precision: Any, prefetch: Any, updates: int) -> list[StepInfo]:
+    run = training(precision)
+    with run.precision.flags:
+        return list(train_updates(run, prefetch(CUDA.device)(on_host()), updates))
+
+
+def test_a_batch_copied_ahead_is_whole_when_it_is_read_and_while_it_is_read() -> None:
+    """Large batches, a slow reader: a missing wait reads too early, a missing hold reads the batch after the next."""
+    size = 4 * 2**20
+
+    def numbered() -> Iterator[MicroBatch]:
+        for number in range(16):
+            yield MicroBatch(torch.full((size,), number, dtype=torch.int32).pin_memory(), last=True)
+
+    right = []
+    for number, item in enumerate(stream(CUDA.device)(numbered())):
+        assert item.batch.device == CUDA.device
+        torch.cuda._sleep(20_000_000)  # about 10 ms, in which the next copy is made
+        right.append((item.batch == number).sum())
+        del item
+    assert torch.stack(right).tolist() == [size] * 16
+
+
+def test_copy_ahead_trains_with_the_same_batches_to_the_same_losses() -> None:
+    plain = [item.batch for item in islice(none(CUDA.device)(on_host()), 6)]
+    ahead = [item.batch for item in islice(stream(CUDA.device)(on_host()), 6)]
+    for mine, theirs in zip(ahead, plain, strict=True):
+        assert torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1], theirs[1])
+    losses = [torch.stack([step.loss_sum for step in steps(fp32, prefetch, 20)]) for prefetch in (none, stream)]
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("precision", [fp32, tf32, bf16, fp16])
+def test_every_precision_learns(precision: Any) -> None:
+    if precision in (tf32, bf16) and torch.cuda.get_device_capability(CUDA.device) < (8, 0):
+        pytest.skip("needs capability 8.0")
+    losses = [float(step.loss_sum) for step in steps(precision, stream, 60)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_an_overflow_is_counted_without_waiting_for_it() -> None:
+    run = training(fp16)
+    poison = MicroBatch((torch.full((32, 32), torch.inf), torch.zeros(32, dtype=torch.int64)), last=True)
+    (x, y), *_ = next(on_host())
+    batches = none(CUDA.device)(iter([MicroBatch((x, y), last=True), poison, MicroBatch((x, y), last=True)]))
+    finite = [bool(step.loss_sum.isfinite()) for step in train_updates(run, batches, 3)]
+    assert finite == [True, False, True]
+    assert run.precision.num_skipped() == 1
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("precision", [fp32, bf16])
+@pytest.mark.parametrize("prefetch", [none, stream])
+def test_the_loop_and_its_rows_never_wait_for_the_device(precision: Any, prefetch: Any) -> None:
+    rows: list[Row] = []
+    meter = Meter(
+        CUDA, "train", every=2, write=rows.append, readings=dict, clock=Clock(), overflow_is_skipped=False
+    )  # fmt: skip
+    run = training(precision)
+    updates = train_updates(run, prefetch(CUDA.device)(on_host()), 12)
+    for step in islice(updates, 4):  # what is made once may wait: streams, state of the optimizer, handles of libraries
+        meter(step)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in updates:
+            meter(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    meter.flush()
+    assert [row["update"] for row in rows] == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_row_is_the_same_from_the_device_as_from_the_host() -> None:
+    rows: list[Row] = []
+    for device in ("cuda", "cpu"):
+        world = World(torch.device(device))
+        meter = Meter(
+            world, "train", every=2, write=rows.append, readings=dict, clock=Clock(), overflow_is_skipped=False
+        )  # fmt: skip
+        for number in (1, 2):
+            loss, norm = torch.tensor(1 / number, device=device), torch.tensor(0.5, device=device)
+            items = torch.tensor(3, device=device) if number == 1 else 4
+            meter(StepInfo(number, loss, items, norm, 0.1, ()))
+        meter.flush()
+    from_device, from_host = ({key: row[key] for key in row if not key.startswith("perf/")} for row in rows)
+    assert from_device == from_host
