@@ -17,6 +17,8 @@ class Schedule:
     The warm-up goes from 1/warmup at the first update to 1, so that no update is taken at a learning rate of 0.
     """
 
+    metric = "val/loss"  # what `observe` is told
+
     def __init__(self, curve: Callable[[int], float], warmup: int = 0) -> None:
         self.curve = curve
         self.warmup = warmup
@@ -181,6 +183,7 @@ def plateau(
     updates: int,
     *,
     warmup: Count | Factor = 0,
+    metric: str = "val/loss",
     mode: Literal["min", "max"] = "min",
     gamma: Factor = 0.1,
     patience: Count = 10,
@@ -191,6 +194,7 @@ def plateau(
     """Multiply the learning rate by gamma when the validation metric has stopped getting better.
 
     warmup     updates of linear increase at the beginning, in which nothing is observed; below 1: share of all updates
+    metric     metric of the evaluation that is watched, such as val/loss
     mode       min: a smaller metric is better; max: a larger one
     gamma      factor of one step
     patience   evaluations in a row without improvement that are waited for
@@ -199,7 +203,7 @@ def plateau(
     floor      share of the peak below which the learning rate does not fall
     Source: torch.optim.lr_scheduler.ReduceLROnPlateau, threshold_mode "rel".
     """
-    return Plateau(
+    schedule = Plateau(
         _warmup(warmup, updates),
         mode=mode,
         gamma=gamma,
@@ -208,6 +212,8 @@ def plateau(
         cooldown=cooldown,
         floor=floor,
     )
+    schedule.metric = metric
+    return schedule
 
 
 def warm_restarts(

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runner import Task
+from runner import Prediction, Task
 
 SETTINGS = {{"updates": 200, "global_batch_size": 64, "optimizer.lr": 0.01}}  # defaults; the command line comes after
 
@@ -51,8 +51,6 @@ class {task}(Task):
         return F.cross_entropy(model(points), inside, reduction="sum"), len(points)
 
     def predict(self, model, generator, *, samples: int = 3):  # each is a setting: inference.samples=5
-        from runner.base.task import Prediction
-
         points = torch.rand(samples, 2, generator=generator, device=generator.device) * 2 - 1
         yield Prediction({{"inside.txt": str(model(points).argmax(1).tolist())}}, f"{{points.tolist()}}", items=samples)
 '''

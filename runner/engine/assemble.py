@@ -90,7 +90,8 @@ def assemble(plan: Plan, stack: ExitStack) -> Parts:
     seed_everything(plan.settings.seed)
     task = load_task(plan)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
-    bare = task.model.to(world.device)
+    with explained(source, f"moving the model to {world.device}"):
+        bare = task.model.to(world.device)
     blocks = list(task.blocks())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)

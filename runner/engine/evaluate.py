@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,8 +25,9 @@ def evaluate(
     world: World,
     samples: Indices,
     batch_size: int,
-) -> dict[str, float]:
-    """Return the task's metrics over `samples`, each counted once.
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Return the task's metrics over `samples`, each counted once; None where `stopped` said so in between.
 
     The model is in train mode again afterwards, and the random generators are where they were.
     """
@@ -38,6 +39,8 @@ def evaluate(
     counts: dict[str, Tensor | int] = {}
     with as_in_use(model, world.device), torch.no_grad():
         for batch, _, _ in prefetch(iter(loader.batches(keys))):
+            if stopped():
+                return None
             with precision.forward():
                 measured = task.evaluate(model, batch)
             for name, (total, count) in measured.items():

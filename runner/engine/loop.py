@@ -21,10 +21,15 @@ from runner.engine.gradients import clear, correct_and_clip, gradients_of
 
 @dataclass
 class Position:
-    """Where the training is: `update` is the number of updates made in this phase."""
+    """Where the training is.
+
+    update          number of updates made in this phase, skipped ones included
+    skipped_before  updates that were skipped in earlier phases
+    """
 
     phase: str
     update: int = 0
+    skipped_before: int = 0
 
 
 class StepInfo(NamedTuple):
@@ -79,7 +84,7 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
         precision.unscale(run.optimizer)
         correction = 1.0 / (run.per_item * _exact(run.parallel.total(items)))
         grad_norm = correct_and_clip(gradients_of(run.parameters), correction, run.max_grad_norm)
-        factor = run.schedule.factor(position.update - precision.num_skipped())
+        factor = run.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
         lr = set_learning_rate(run.optimizer, factor)
         precision.step(run.optimizer)
         clear(run.parameters)

@@ -12,15 +12,16 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner import __version__
 from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
-from runner.base.errors import AccelRunError, DataError, Exit, InputMissing, StorageError
+from runner.base.errors import AccelRunError, Exit, InputMissing, StorageError
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.plan.inventory import Inventory
 from runner.plan.plan import Plan, plan_here
@@ -59,10 +60,11 @@ def train(request: Request) -> tuple[Exit, RunDirectory]:
         }
         previous = _read(directory.run_json)
         record["tracker_id"] = previous.get("tracker_id")
+        # Only once nothing stands against going on: a refused attempt must not change what the run is.
+        leave_traces = partial(_leave_traces, directory, configuration, plan, inventory, record)
         try:
-            _leave_traces(directory, configuration, plan, inventory, record)
             try:
-                code = _train(plan, directory, screen, record, inventory)
+                code = _train(plan, directory, screen, record, inventory, leave_traces)
             except SystemExit as left:
                 raise _left(left, plan) from left
         except BaseException as error:
@@ -83,10 +85,17 @@ def _warnings_on(screen: Screen) -> Iterator[None]:
         yield
 
 
-def _train(plan: Plan, directory: RunDirectory, screen: Screen, record: dict[str, Any], inventory: Inventory) -> Exit:
+def _train(
+    plan: Plan,
+    directory: RunDirectory,
+    screen: Screen,
+    record: dict[str, Any],
+    inventory: Inventory,
+    leave_traces: Callable[[], None],
+) -> Exit:
     """Open the run, train, and say how it ended."""
     with ExitStack() as stack:
-        run, start = _open(plan, directory, screen, record, stack)
+        run, start = _open(plan, directory, screen, record, stack, leave_traces)
         screen.report_start(plan, run.parts, inventory, start)
         exit_code = 1
         try:
@@ -103,7 +112,12 @@ def _train(plan: Plan, directory: RunDirectory, screen: Screen, record: dict[str
 
 
 def _open(
-    plan: Plan, directory: RunDirectory, screen: Screen, record: dict[str, Any], stack: ExitStack
+    plan: Plan,
+    directory: RunDirectory,
+    screen: Screen,
+    record: dict[str, Any],
+    stack: ExitStack,
+    leave_traces: Callable[[], None],
 ) -> tuple[TrainingRun, Loaded | None]:
     """Build everything a run needs, and find where it goes on; what was opened closes with `stack`."""
     from runner.base.choice import make
@@ -123,15 +137,17 @@ def _open(
     stop = stack.enter_context(StopRequest())
     metrics = stack.enter_context(AppendLog(directory.metrics))
     start = _where_to_go_on(plan, directory, screen, metrics)
-    tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), record["tracker_id"])
+    goes_on = start is not None and start.path.parent == directory.checkpoints
+    known = record["tracker_id"] if goes_on else None  # rows of a run that is started anew are another run's
+    tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), known)
     record["tracker_id"] = tracker.id
-    directory.write("run.json", _json(record))
+    leave_traces()
     monitor = made(MONITORS, "monitor", directory.gpu_csv, [plan.device_uuid] if plan.device_uuid else None)
     stack.callback(monitor.stop)
     parts = assemble(plan, stack)
     profiler = made(PROFILERS, "profiler", directory.profile)
     observers = Observers(metrics, tracker, monitor, profiler, made(BENCHMARKS, "benchmark", parts.world), screen)
-    return TrainingRun(plan, parts, directory, observers, stop, tracker_id=tracker.id if start else None), start
+    return TrainingRun(plan, parts, directory, observers, stop, tracker_id=tracker.id if goes_on else None), start
 
 
 @contextmanager
@@ -147,7 +163,7 @@ def open_phase(request: Request) -> Iterator[Phase]:
         Screen(directory) as screen,
         ExitStack() as stack,
     ):
-        run, start = _open(plan, directory, screen, {"tracker_id": None}, stack)
+        run, start = _open(plan, directory, screen, {"tracker_id": None}, stack, lambda: None)
         with Phase(run, run.phase_names()[0], start) as phase:
             yield phase
 
@@ -175,17 +191,15 @@ def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics
         start = load(path)
         screen.say(f"starts from {path}")
         check_resume(plan, start, screen.say)
+        metrics.cut(0)
         return start
     if start is None:
         metrics.cut(0)
         return None
     check_resume(plan, start, screen.say)
     known = int(start.manifest["metrics_bytes"])
-    if metrics.length < known:
-        raise DataError(
-            f"metrics.jsonl has {metrics.length} bytes, but the checkpoint knows {known}", where=str(directory.metrics),
-            fix="put it back, or start anew with resume=fresh",
-        )  # fmt: skip
+    if metrics.length < known:  # the weights are whole: rows that a power cut took are no reason to stop
+        screen.warn(f"metrics.jsonl has lost its last rows: {metrics.length} of {known} bytes are there")
     repeated = _updates_in(directory.metrics) - int(start.state["phase_update"])
     metrics.cut(known)
     lost = f"; {repeated} updates after it are repeated" if repeated > 0 else ""
@@ -265,7 +279,9 @@ def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, 
             "seconds": time.time() - began,
         }
         directory.write("error.json", _json(content))
-        directory.write("run.json", _json({**record, "state": "failed", "exit_code": code, "ended": _now()}))
+        known = _read(directory.run_json)
+        if not known or known.get("started") == record["started"]:  # a refused attempt leaves the run as it was
+            directory.write("run.json", _json({**record, "state": "failed", "exit_code": code, "ended": _now()}))
         return True
     except StorageError:
         return False

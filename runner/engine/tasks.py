@@ -19,7 +19,7 @@ from runner.base.configuration import task_source
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.places import cache_folder
 from runner.base.task import Context, Task
-from runner.engine.faults import fault_of, place_of
+from runner.engine.faults import explain, place_of
 from runner.plan.plan import Plan
 
 
@@ -71,7 +71,7 @@ class explained:  # noqa: N801 - used as a statement: with explained(file, "loss
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, Exception) or isinstance(error, (AccelRunError, self.letting)):
             return
-        fault = fault_of(error, self.source, self.what)
+        fault = explain(error, self.source, self.what, micro_batch_size=1)
         if fault is not None:
             raise fault from error
 

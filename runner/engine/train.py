@@ -19,7 +19,7 @@ from runner.axes.optimizer import OPTIMIZERS, export_state, import_state
 from runner.axes.scheduler import SCHEDULERS, Schedule
 from runner.base.batch import MicroBatch
 from runner.base.choice import make
-from runner.base.errors import ConfigError, DataError, Exit, Problem
+from runner.base.errors import ConfigError, DataError, Exit, IncompatibleResume, NumericError, Problem
 from runner.base.order import Indices, Order, evenly_spread
 from runner.base.schema import did_you_mean
 from runner.durable import checkpoint as checkpoints
@@ -90,7 +90,8 @@ class TrainingRun:
     stop: StopRequest
     clock: Clock = field(default_factory=Clock)
     metrics: dict[str, float] = field(default_factory=dict)
-    best: float | None = None
+    best: float | None = None  # value of the metric by which checkpoints are compared
+    best_number: int | None = None  # and the number of the checkpoint that has it
     tracker_id: str | None = None
     updates_before: int = 0  # those of the phases before the current one
     total: int = 0  # updates of the last phase
@@ -106,10 +107,9 @@ class TrainingRun:
 
         Raises what the task, the device or the disk make impossible to go on with; the last checkpoint is whole.
         """
-        names = self.phase_names()
-        first = names.index(start.state["phase"]) if start else 0
+        names = self._phases_from(start)
         self.updates_before = start.state["updates_before"] if start else 0
-        for name in names[first:]:
+        for name in names:
             phase = Phase(self, name, start)
             start = None
             with phase:
@@ -118,12 +118,45 @@ class TrainingRun:
             if stopped_by:
                 return Outcome(stopped_by, phase.position.update, self.metrics)
             self.updates_before += phase.total
+            self.best, self.best_number = None, None  # another phase has another loss
         return Outcome(None, phase.position.update, self.metrics)
+
+    def _phases_from(self, start: Loaded | None) -> list[str]:
+        """Return the phases to walk: that of the checkpoint first, then the selected ones after it.
+
+        Raises IncompatibleResume where a selected phase lies before the checkpoint, or its own is neither selected nor
+        finished.
+        """
+        names, known = self.phase_names(), list(self.parts.task.losses)
+        if start is None:
+            return names
+        current, made, total = (start.state[key] for key in ("phase", "phase_update", "total"))
+        if current not in known:
+            raise IncompatibleResume(
+                f"the checkpoint is of phase {current}, which the task does not have", where="phases"
+            )
+        later = [name for name in names if known.index(name) > known.index(current)]
+        if current not in names and made < total:
+            raise IncompatibleResume(
+                f"phase {current} is not finished: {made} of {total} updates",
+                where="phases",
+                fix=f"say phases=[{current}]",
+            )
+        if current not in names and not later:
+            raise IncompatibleResume(
+                f"the run is in phase {current} already, and {', '.join(names)} came before it", where="phases",
+                fix="start anew with another run=NAME",
+            )  # fmt: skip
+        return [current, *later]
 
     def phase_names(self) -> list[str]:
         """Return the phases to run, in the task's order. Raises ConfigError for one the task does not have."""
         known = list(self.parts.task.losses)
-        wanted = self.plan.settings.phases or known
+        wanted = known if self.plan.settings.phases is None else self.plan.settings.phases
+        if not wanted:
+            raise ConfigError(
+                Problem("names no phase", "phases=[]", f"say phases=[{known[0]}], or phases=null for all")
+            )
         problems = [
             Problem(f"the task has no phase {name}; phases: {', '.join(known)}", "phases", did_you_mean(name, known))
             for name in wanted
@@ -155,10 +188,15 @@ class Phase:
                 where="dataloader.drop_last=true",
                 fix="say dataloader.drop_last=false, or a smaller global_batch_size",
             )
+        if plan.batch.global_batch_size > len(fetcher):
+            run.observers.screen.warn(
+                f"global_batch_size={plan.batch.global_batch_size} is more than the {len(fetcher)} training samples:"
+                " every update is a whole epoch"
+            )
         self.total = plan.updates or math.ceil((plan.epochs or 1) * self.order.updates_per_epoch)
         self.loader: Loader = parts.loader(fetcher)
         self.held_out, self.held_out_samples = self._held_out()
-        self.position = Position(name)
+        self.position = Position(name, skipped_before=parts.precision.num_skipped())
         # A compiled model is not watched: torch.compile and a dispatch mode do not go together.
         watch = plan.choices["compile"].name == "off"
         self.loss = CheckedLoss(parts.task.losses[name], str(parts.source), watch=watch)
@@ -179,7 +217,6 @@ class Phase:
         every = plan.settings.evaluate.every
         self.evaluate_every = max(1, self.total // 10) if every == "auto" else int(every)
         self.evaluated_at = self.saved_at = -1
-        self._best_update: int | None = None
         self._on_disk: int | None = None
         if start:
             self._restore(start)
@@ -227,6 +264,8 @@ class Phase:
         batches = self._batches()
         self.run_.parts.bare.train()
         self.clock.starting = time.perf_counter() - self.clock.started - self.clock.data - self.clock.hooks
+        if self._evaluation_is_due():  # the run was stopped in the middle of it
+            self._evaluate()
         for step in train_updates(self.training, batches, self.total):
             began = time.perf_counter()
             self._between(step)
@@ -244,9 +283,9 @@ class Phase:
             observers.screen.event("bad sample", index=index, reason=reason, update=update)
         if observers.screen.due(update):
             observers.screen.draw(update, self._values(step), observers.monitor.line())
-        if self.evaluate_every and update % self.evaluate_every == 0:
+        if self._evaluation_is_due():
             self._evaluate()
-        if self.policy.due(update, self.order.updates_per_epoch):
+        if update < self.total and self.policy.due(update, self.order.updates_per_epoch):  # the last one is `_close`'s
             self._save()
         observers.profiler(update)
         observers.benchmark(update)
@@ -285,22 +324,30 @@ class Phase:
             found["memory/peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         return found
 
+    def _evaluation_is_due(self) -> bool:
+        """Tell whether the evaluation of this update is missing; that of the last one is `_close`'s."""
+        update = self.position.update
+        is_on_time = self.evaluate_every > 0 and update > 0 and update % self.evaluate_every == 0
+        return is_on_time and update < self.total and self.evaluated_at != update
+
     def _evaluate(self) -> None:
         if self.held_out is None or self.evaluated_at == self.position.update:
             return
-        self.evaluated_at = self.position.update
         began = time.perf_counter()
         self.meter.flush()
         parts = self.run_.parts
         measured = evaluate(
             parts.task, parts.model, self.held_out, parts.prefetch, parts.precision, parts.world,
-            self.held_out_samples, self.run_.plan.batch.micro_batch_size,
+            self.held_out_samples, self.run_.plan.batch.micro_batch_size, lambda: self.run_.stop.requested is not None,
         )  # fmt: skip
+        if measured is None:  # asked to stop: the resumed run makes this evaluation
+            return
+        self.evaluated_at = self.position.update
         metrics = {f"val/{name}": value for name, value in measured.items()}
         self.run_.metrics = metrics
         self.observers.write({"update": self.position.update, "phase": self.name, **metrics})
-        if "val/loss" in metrics:
-            self.schedule.observe(metrics["val/loss"], self.position.update)
+        if self.schedule.metric in metrics:
+            self.schedule.observe(metrics[self.schedule.metric], self.position.update)
         self.observers.screen.evaluated(self.position.update, metrics)
         self.clock.evaluation += time.perf_counter() - began
         self._keep_if_best(metrics)
@@ -310,10 +357,13 @@ class Phase:
         if name is None:
             return
         if name not in metrics:
-            raise ConfigError(
-                Problem(f"the evaluation has no metric {name}; it has {', '.join(metrics)}", f"checkpoint.best={name}",
-                        did_you_mean(name, metrics))
+            self.policy.best = None
+            near = did_you_mean(name, metrics)
+            self.observers.screen.warn(
+                f"checkpoint.best={name}: the evaluation has no such metric, so no best checkpoint is kept; it has "
+                + ", ".join(metrics) + (f"; {near}" if near else "")
             )  # fmt: skip
+            return
         if math.isfinite(metrics[name]) and self.policy.is_better(metrics[name], self.run_.best):
             self.run_.best = metrics[name]
             self._save(is_best=True)
@@ -332,6 +382,13 @@ class Phase:
         finished = self.position.update >= self.total
         if finished:
             self.meter.close_window()
+            skipped = self.run_.num_skipped - self.position.skipped_before
+            if skipped >= self.total:
+                raise NumericError(
+                    f"every update of phase {self.name} was skipped: gradients overflowed float16, nothing was learned",
+                    where="precision=fp16",
+                    fix="say precision.init_scale=1024, or precision=bf16 or fp32",
+                )
             self._evaluate()
         self._save()
         self.observers.metrics.flush(sync=True)
@@ -345,7 +402,7 @@ class Phase:
     def _snapshot(self, is_best: bool) -> Snapshot:
         parts, plan = self.run_.parts, self.run_.plan
         if is_best:
-            self._best_update = self._number
+            self.run_.best_number = self._number
         meter = self.meter.state()  # raises where the loss is not finite: such weights are never saved
         optimizer, numbers = export_state(self.training.optimizer)
         random, rest = random_state(parts.world.device)
@@ -361,7 +418,9 @@ class Phase:
             "meter": meter,
             "random": rest,
             "best": self.run_.best,
-            "best_update": self._best_update,
+            "best_update": self.run_.best_number,
+            "evaluated_at": self.evaluated_at,
+            "skipped_before": self.position.skipped_before,
             "metrics": self.run_.metrics,
             "values": values,
         }
@@ -388,13 +447,13 @@ class Phase:
         self.schedule.load(start.state["schedule"])
         parts.precision.load(start.state["precision"])
         self.meter.load(start.state["meter"])
-        self.run_.best = start.state["best"]
-        self._best_update = start.state["best_update"]
         self.run_.metrics = dict(start.state["metrics"])
-        update = int(start.state["phase_update"])
-        self.position.update = self.saved_at = update
-        self._on_disk = start.update
-        self.evaluated_at = update if self.run_.metrics and self._evaluates_at(update) else -1
+        self.position.update = int(start.state["phase_update"])
+        self.position.skipped_before = int(start.state["skipped_before"])
+        self.evaluated_at = int(start.state["evaluated_at"])
+        if start.path.parent == self.run_.directory.checkpoints:  # else it is another run's, and this one has none yet
+            self.run_.best, self.run_.best_number = start.state["best"], start.state["best_update"]
+            self.saved_at, self._on_disk = self.position.update, start.update
         # Last, for building the parts drew from the generators too.
         restore_random_state(start.tensors("random"), start.state["random"], parts.world.device)
 
@@ -403,13 +462,10 @@ class Phase:
         """The number of the checkpoint of this moment: updates of all phases so far."""
         return self.run_.updates_before + self.position.update
 
-    def _evaluates_at(self, update: int) -> bool:
-        return bool(self.evaluate_every and update % self.evaluate_every == 0) or update >= self.total
-
     def _best_so_far(self) -> Any:
-        if self._best_update is None:
+        if self.run_.best_number is None:
             return None
-        return checkpoints.path_of(self.run_.directory.checkpoints, self._best_update)
+        return checkpoints.path_of(self.run_.directory.checkpoints, self.run_.best_number)
 
     # ------------------------------------------------------------ what it is made of
 
@@ -427,7 +483,7 @@ class Phase:
             schedule=schedule,
             precision=parts.precision,
             parallel=parts.parallel,
-            per_item=1.0 / (plan.batch.global_batch_size * parts.task.items_per_sample),
+            per_item=1.0 / (min(plan.batch.global_batch_size, self.order.num_samples) * parts.task.items_per_sample),
             max_grad_norm=plan.settings.max_grad_norm,
         )
 

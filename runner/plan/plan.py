@@ -357,13 +357,7 @@ def _compile(planner: _Planner, gpu: Device | None) -> None:
         planner.notes.append(f"{slow}; measure before keeping it")
 
 
-def _task(planner: _Planner, gpu: Device | None) -> None:
-    if planner.choices["task"].options.get("size") == "auto":
-        size, why = ("full", "auto: a GPU is here") if gpu else ("tiny", "auto: sized for a CPU")
-        planner.set("task", "size", size, why)
-
-
-RULES = (_precision, _optimizer, _workers, _pin_memory, _prefetch, _attention, _compile, _task)
+RULES = (_precision, _optimizer, _workers, _pin_memory, _prefetch, _attention, _compile)
 
 
 def _is_cuda(gpu: Device | None) -> bool:

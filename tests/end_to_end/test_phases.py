@@ -1,0 +1,121 @@
+"""Phases, evaluations and refused attempts: what a run says of itself stays true."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.durable.checkpoint import newest_valid
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).with_name("task_of_two_phases.py")
+BASE = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
+
+
+def rows(folder: Path, run: str = "mine") -> list[dict[str, Any]]:
+    lines = (folder / "outputs" / run / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if not key.startswith("perf/")} for line in lines]
+
+
+def evaluations(folder: Path, phase: str, run: str = "mine") -> list[int]:
+    return [row["update"] for row in rows(folder, run) if row["phase"] == phase and any("val/" in key for key in row)]
+
+
+@pytest.mark.parametrize("every", [10, 7, 20])
+def test_a_save_that_falls_on_the_last_update_loses_no_row(every: int, server: ForkServer, tmp_path: Path) -> None:
+    words = [*BASE, f"checkpoint.every={every}"]
+    assert server.run(words, tmp_path).code == 0
+    before = rows(tmp_path)
+    assert evaluations(tmp_path, "one") == evaluations(tmp_path, "two") == [7, 14, 20]
+    assert server.run(words, tmp_path).code == 0
+    assert rows(tmp_path) == before
+
+
+def test_the_schedule_of_a_phase_begins_at_its_beginning_whatever_was_skipped_before(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    words = [*BASE, "precision=fp16", "precision.init_scale=1e8", "scheduler.warmup=10", "log_every=1"]
+    done = server.run(words, tmp_path)
+    assert done.code == 0, done.err
+    trained = [row for row in rows(tmp_path) if "lr" in row]
+    skipped = max(row["precision/skipped_updates"] for row in trained if row["phase"] == "one")
+    assert skipped > 0
+    second = [row["lr"] for row in trained if row["phase"] == "two"]
+    assert second[:3] == pytest.approx([0.001, 0.002, 0.003])
+    assert min(row["lr"] for row in trained) > 0
+
+
+def test_a_phase_in_which_every_update_is_skipped_is_an_error(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run([*BASE, "precision=fp16", "precision.init_scale=1e36"], tmp_path)
+    assert ended.code == 82
+    assert "nothing was learned" in ended.err
+
+
+def test_phases_can_be_run_one_by_one(server: ForkServer, tmp_path: Path) -> None:
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    together.mkdir()
+    apart.mkdir()
+    assert server.run(BASE, together).code == 0
+    assert server.run([*BASE, "phases=[one]"], apart).code == 0
+    second = server.run([*BASE, "phases=[two]"], apart)
+    assert second.code == 0, second.err
+    assert rows(apart) == rows(together)
+    assert server.run([*BASE, "phases=[one]"], apart).code == 88
+    assert server.run([*BASE, "phases=[]"], apart).code == 78
+    wrong = server.run([*BASE, "phases=[tow]"], apart)
+    assert wrong.code == 78
+    assert "did you mean two?" in wrong.err
+
+
+def test_a_refused_attempt_leaves_the_run_as_it_was(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run(BASE, tmp_path).code == 0
+    run = tmp_path / "outputs" / "mine"
+    kept = ("run.json", "config.yaml", "overrides.yaml", "plan.json", "metrics.jsonl")
+    before = {name: (run / name).read_bytes() for name in kept}
+    assert server.run([*BASE, "task.hidden=16"], tmp_path).code == 88
+    assert before == {name: (run / name).read_bytes() for name in kept}
+    assert json.loads((run / "error.json").read_text())["exit_code"] == 88
+
+
+def test_lost_rows_do_not_make_a_run_unresumable(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run(BASE, tmp_path).code == 0
+    metrics = tmp_path / "outputs" / "mine" / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-40])
+    again = server.run(BASE, tmp_path)
+    assert again.code == 0, again.err
+    assert "has lost its last rows" in again.out + again.err
+
+
+def test_a_run_may_start_from_another(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run([*BASE, "phases=[one]"], tmp_path).code == 0
+    other = [word if word != "run=mine" else "run=other" for word in BASE]
+    done = server.run([*other, "resume=mine"], tmp_path)
+    assert done.code == 0, done.err
+    checkpoint = newest_valid(tmp_path / "outputs" / "other" / "checkpoints")
+    assert checkpoint is not None
+    assert checkpoint.name == "update-0000000040"
+    finished = [word if word != "run=mine" else "run=copy" for word in BASE]
+    assert server.run([*finished, "resume=other"], tmp_path).code == 0
+    assert newest_valid(tmp_path / "outputs" / "copy" / "checkpoints") is not None
+
+
+def test_another_metric_than_the_loss_ends_no_run(server: ForkServer, tmp_path: Path) -> None:
+    done = server.run([*BASE, "task.metric=accuracy"], tmp_path)
+    assert done.code == 0, done.err
+    assert "checkpoint.best=val/loss: the evaluation has no such metric" in done.out + done.err
+    assert evaluations(tmp_path, "two") == [7, 14, 20]
+
+
+def test_a_task_without_validation_data_trains(server: ForkServer, tmp_path: Path) -> None:
+    done = server.run([*BASE, "task.val=false"], tmp_path)
+    assert done.code == 0, done.err
+    assert evaluations(tmp_path, "two") == []
+
+
+def test_a_batch_larger_than_the_data_is_said(server: ForkServer, tmp_path: Path) -> None:
+    done = server.run([*BASE, "global_batch_size=1000"], tmp_path)
+    assert done.code == 0, done.err
+    assert "more than the 64 training samples" in done.out + done.err
