@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ import numpy as np
 from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import DataError, Exit, InputMissing, TaskFault
 from runner.durable.directory import RunDirectory
+from runner.observe.events import Console
 from runner.plan.plan import plan_here
 
 
@@ -25,6 +25,7 @@ def infer(request: Request) -> Exit:
     The run's own settings hold, so the model is the one that was trained; those of the request come on top.
     Raises InputMissing where there is no such run or no checkpoint in it, DataError where all are damaged.
     """
+    console = Console()  # goes on when nobody reads any more, as in `| head`
     settings = compose(_where_only(request)).settings
     directory = RunDirectory.find(Path(settings.output_root), settings.run or "last")
     configuration = compose(_as_trained(request, directory))
@@ -47,13 +48,13 @@ def infer(request: Request) -> Exit:
         raise InputMissing("this run has no checkpoint yet", where=where, fix="train it first: accel-run train")
     for newer in sorted(directory.checkpoints.glob("update-*")):
         if newer.name > path.name:
-            print(f"checkpoint {newer.name} is passed over: {'; '.join(verify(newer))}", file=sys.stderr)
+            console.warning(f"checkpoint {newer.name} is passed over: {'; '.join(verify(newer))}")
     with ExitStack() as stack:
         parts = assemble(plan, stack)
         checkpoint = load(path)
         load_model(parts.bare, checkpoint)
         device, precision = f"{plan.device} ({plan.reason('device')})", plan.choices["precision"].name
-        print(f"{directory.name}: {path.name}, on {device}, precision {precision}")
+        console.info(f"{directory.name}: {path.name}, on {device}, precision {precision}")
         options = {key: value for key, value in plan.inference.items() if key != "seed"}
         generator = torch.Generator(parts.world.device).manual_seed(int(plan.inference["seed"]))
         if parts.world.device.type == "cuda":
@@ -74,19 +75,19 @@ def infer(request: Request) -> Exit:
                 for name, content in prediction.files.items():
                     directory.write(f"predictions/{name}", _as_bytes(name, content))
                 if prediction.text:
-                    print(f"\n--- {', '.join(prediction.files)}\n{prediction.text}")
+                    console.info(f"\n--- {', '.join(prediction.files)}\n{prediction.text}")
         if not latencies:
             raise TaskFault("predict yielded nothing", where=str(parts.source))
         summary = _summary(latencies, items, parts.task.item, checkpoint.update)
         if parts.world.device.type == "cuda":
             summary["peak_memory_gib"] = torch.cuda.max_memory_allocated(parts.world.device) / 2**30
     directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
-    print(
+    console.info(
         f"\n{summary['predictions']} predictions, {summary['items_per_s']:.1f} {parts.task.item}s/s;"
         f" latency ms: mean {summary['latency_ms']['mean']:.1f}, median {summary['latency_ms']['median']:.1f},"
         f" p95 {summary['latency_ms']['p95']:.1f}, p99 {summary['latency_ms']['p99']:.1f}"
     )
-    print(f"written to {directory.predictions}")
+    console.info(f"written to {directory.predictions}")
     return Exit.DONE
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from runner.base.configuration import Configuration, Request, compose, expand_sweep, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
 from runner.durable.directory import check_name, default_name
+from runner.observe.events import Console
 from runner.plan.inventory import take_inventory
 from runner.plan.plan import make_plan
 
@@ -46,22 +47,23 @@ def sweep(request: Request) -> int:
     combination.
     """
     trials = _trials(request)
+    say = Console().info  # goes on when nobody reads any more, as in `| head`
     rows: list[tuple[Trial, int]] = []
     with _OneAtATime() as process:
         for number, trial in enumerate(trials, 1):
             lead = f"[{number}/{len(trials)}] {trial.label}"
             if _is_finished(trial):
-                print(f"{lead}: finished already", flush=True)
+                say(f"{lead}: finished already")
                 rows.append((trial, 0))
                 continue
-            print(lead, flush=True)
+            say(lead)
             rows.append((trial, process.run(_command(trial))))
             if process.is_stopped() or rows[-1][1] in _STOPPED:
                 break
-    print(_table(rows))
+    say(_table(rows))
     last = rows[-1][1]
     if (process.is_stopped() or last in _STOPPED) and (last or len(rows) < len(trials)):
-        print(f"\nstopped; the same command with run={trials[0].name.rpartition('-')[0]} goes on")
+        say(f"\nstopped; the same command with run={trials[0].name.rpartition('-')[0]} goes on")
         return int(Exit.INTERRUPTED if last == Exit.INTERRUPTED else Exit.PREEMPTED)
     return next((code for _, code in rows if code), 0)
 

@@ -128,7 +128,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(server: ForkServer
     ended = server.run("inference", folder)
     assert ended.code == 0, ended.err
     assert ended.err == (
-        "checkpoint update-0000000030 is passed over: model.safetensors does not agree with its hash\n"
+        "warning: checkpoint update-0000000030 is passed over: model.safetensors does not agree with its hash\n"
     )
     assert summary(folder / "outputs" / "second")["checkpoint_update"] < 30
     assert sorted(checkpoints.iterdir()) == before  # nothing is moved by who only reads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -120,17 +121,26 @@ def test_a_reader_that_goes_away_is_not_an_error(tmp_path: Path) -> None:
     process.stderr.close()
 
 
-def test_a_run_whose_reader_goes_away_goes_on(server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [["both", "run=mine"], ["train", "-m", "run=mine", "seed=1,2"]], ids=["both", "sweep"]
+)
+def test_what_is_under_way_goes_on_when_its_reader_goes_away(
+    words: list[str], server: ForkServer, tmp_path: Path
+) -> None:
     task = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
     os.mkfifo(tmp_path / ".out")
     reader = os.open(tmp_path / ".out", os.O_RDONLY | os.O_NONBLOCK)
-    server.start(["train", "--task", str(task), "run=mine", "device=cpu", "monitor=off", "updates=20"], tmp_path)
+    server.start([*words, "--task", str(task), "device=cpu", "monitor=off", "updates=20"], tmp_path)
+    select.select([reader], [], [], 60)  # until the first words are there
     os.close(reader)
     (tmp_path / ".out").unlink()
     (tmp_path / ".out").write_text("")
     ended = server.wait()
     assert (ended.code, ended.err) == (0, "")
-    assert json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["state"] == "done"
+    runs = sorted((tmp_path / "outputs").iterdir())
+    assert [run.name for run in runs] == (["mine"] if words[0] == "both" else ["mine-1", "mine-2"])
+    assert {json.loads((run / "run.json").read_text())["state"] for run in runs} == {"done"}
+    assert (runs[0] / "predictions" / "summary.json").is_file() == (words[0] == "both")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
