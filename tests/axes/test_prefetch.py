@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,12 +114,10 @@ def test_the_source_of_a_copy_lives_until_the_copy_was_waited_for() -> None:
 
     class Watching(Recorded):
         def join(self) -> None:
-            gc.collect()
             joined.append([number for number, source in alive.items() if source() is not None])
 
     ahead = Moving(CPU, Watching())(sources())
     for number, _ in enumerate(ahead):
-        gc.collect()
         assert alive[number]() is not None, "handed out, and its copy may still be under way"
         assert number == 0 or alive[number - 1]() is None, "what was waited for is free again"
     assert joined == [[0], [1], [2], [3]]
@@ -140,7 +137,6 @@ def test_closing_it_closes_what_it_reads() -> None:
     next(ahead)
     ahead.close()  # type: ignore[attr-defined]
     del ahead, source
-    gc.collect()
     assert closed == [True]
 
 
