@@ -18,7 +18,7 @@ from torch import Tensor
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import AccelRunError, DataError
 from runner.base.order import Micro
-from runner.base.task import Dataset
+from runner.base.task import Dataset, Task
 from runner.base.values import Count, PositiveInt
 
 Collate = Callable[[Sequence[Any]], Any]
@@ -51,7 +51,7 @@ class Fetcher:
                 raise
             except Exception as error:
                 raise self._named(error, key.indices) from error
-            return MicroBatch(self.collate(samples) if isinstance(samples, list) else samples, key.last)
+            return MicroBatch(self._together(samples) if isinstance(samples, list) else samples, key.last)
         samples, bad = [], []
         for index in key.indices:
             try:
@@ -62,7 +62,19 @@ class Fetcher:
                 bad.append((index, f"{type(error).__name__}: {error}"))
         if not samples:
             raise DataError(f"every sample of a batch is bad: {[index for index, _ in bad]}; the first: {bad[0][1]}")
-        return MicroBatch(self.collate(samples), key.last, tuple(bad))
+        return MicroBatch(self._together(samples), key.last, tuple(bad))
+
+    def _together(self, samples: list[Any]) -> Any:
+        if not _is_default(self.collate):
+            return self.collate(samples)  # the task's own: its errors name its lines
+        try:
+            return self.collate(samples)
+        except (RuntimeError, TypeError, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(
+                f"the samples of a batch cannot be put together: {reason}",
+                fix="let them have one shape, or write collate(samples) in the task",
+            ) from error
 
     def _named(self, error: Exception, indices: list[int]) -> AccelRunError:
         if isinstance(error, AccelRunError):
@@ -342,6 +354,11 @@ def _join(batches: list[Any]) -> Any:
         columns = [_join(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     raise TypeError(f"a batch holds {type(first).__name__}, not tensors")
+
+
+def _is_default(collate: Collate) -> bool:
+    """Tell whether this is the contract's own collate, which no task has replaced."""
+    return getattr(collate, "__func__", None) is Task.collate
 
 
 def _as_it_is(batch: Any) -> Any:

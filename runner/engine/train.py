@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,8 +113,14 @@ class TrainingRun:
         for name in names:
             phase = Phase(self, name, start)
             start = None
-            with phase:
-                stopped_by = phase.run()
+            try:
+                with phase:
+                    stopped_by = phase.run()
+            except Exception as error:  # here and not deeper: torch reports a dead worker wherever we happen to be
+                shown = phase.explained(error)
+                if shown is error:
+                    raise
+                raise shown from error
             self.optimizer, self.total, self.last_row = phase.training.optimizer, phase.total, phase.meter.last_row
             if stopped_by:
                 return Outcome(stopped_by, phase.position.update, self.metrics)
@@ -231,9 +238,16 @@ class Phase:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.loader.close()
+        with suppress(RuntimeError) if error else nullcontext():  # a dead worker is reported again when it is closed
+            self.loader.close()
         self.writer.close()
         self.run_.observers.profiler.close()
+
+    def explained(self, error: Exception) -> Exception:
+        """Return the error to show for one that ended this phase: itself where nothing more is known."""
+        made = self.position.update
+        where = f"update {made + 1} of phase {self.name}" if made < self.total else f"the end of phase {self.name}"
+        return explain(error, self.run_.parts.source, where, self.run_.plan.batch.micro_batch_size) or error
 
     def run(self) -> str | None:
         """Make the updates that are missing; return the signal that stopped them, or None."""
@@ -241,20 +255,12 @@ class Phase:
             self.observers.screen.say(
                 f"{self.name} is finished: {self.total} updates are made; more: updates=N resume_allow=[updates]"
             )
-        try:
-            for _ in self.updates():
-                if self.run_.stop.requested:
-                    break
-            began = time.perf_counter()
-            self._close()
-            self.clock.hooks += time.perf_counter() - began
-        except Exception as error:
-            made = self.position.update
-            where = f"update {made + 1} of phase {self.name}" if made < self.total else f"the end of phase {self.name}"
-            explained = explain(error, self.run_.parts.source, where, self.run_.plan.batch.micro_batch_size)
-            if explained is None or explained is error:
-                raise
-            raise explained from error
+        for _ in self.updates():
+            if self.run_.stop.requested:
+                break
+        began = time.perf_counter()
+        self._close()
+        self.clock.hooks += time.perf_counter() - began
         return self.run_.stop.requested if self.position.update < self.total else None
 
     def updates(self) -> Iterator[int]:
@@ -350,6 +356,9 @@ class Phase:
             self.schedule.observe(metrics[self.schedule.metric], self.position.update)
         self.observers.screen.evaluated(self.position.update, metrics)
         self.clock.evaluation += time.perf_counter() - began
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if bad:
+            self.observers.screen.warn(f"not finite at update {self.position.update}: {', '.join(bad)}")
         self._keep_if_best(metrics)
 
     def _keep_if_best(self, metrics: Mapping[str, float]) -> None:
