@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import sys
@@ -19,6 +20,10 @@ from runner.commands import COMMANDS
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; nobody sees a traceback but for a fault of this program."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        # Imports make objects that stay: collecting garbage among them is a quarter of torch's 2.5 s. Whoever goes on
+        # for long enables it again (engine/train.py, engine/infer.py).
+        gc.disable()
     with _leaving_at_ctrl_c(for_good=argv is None):
         try:
             code = _dispatch(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import time
@@ -51,6 +52,7 @@ def infer(request: Request) -> Exit:
             console.warning(f"checkpoint {newer.name} is passed over: {'; '.join(verify(newer))}")
     with ExitStack() as stack:
         parts = assemble(plan, stack)
+        gc.enable()  # off while everything was imported and built, see cli.py
         checkpoint = load(path)
         load_model(parts.bare, checkpoint)
         device, precision = f"{plan.device} ({plan.reason('device')})", plan.choices["precision"].name

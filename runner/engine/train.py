@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -301,6 +302,8 @@ class Phase:
         spent = time.perf_counter() - self.clock.started - self.clock.starting
         self.observers.screen.first_update(step.update, spent, self.run_.parts.attention, self.loss.attention)
         self.meter.restart_clock()
+        gc.enable()  # off while everything was imported and built, see cli.py
+        gc.freeze()  # what is there now lives as long as the run
         self.observers.tracker.start()
         if self.run_.tracker_id is not None:
             self.observers.tracker.replay(self.run_.directory.metrics)
