@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,15 +199,16 @@ def set_aside(directory: Path) -> int:
     return len(found)
 
 
-def retain(directory: Path, keep_last: int, best: Path | None = None) -> None:
-    """The newest `keep_last` checkpoints and `best` are left, and never fewer than two valid ones.
+def retain(directory: Path, keep_last: int, best: Path | Collection[Path] | None = None) -> None:
+    """The newest `keep_last` checkpoints and the `best` ones are left, and never fewer than two valid ones.
 
     A crash at any moment leaves each checkpoint whole or out of sight. Raises StorageError.
     """
     for name in files.names(directory):
         if name.startswith(_OUTGOING):
             files.remove(directory / name)
-    outgoing = [path for path in _superfluous(directory, keep_last) if best is None or path.name != best.name]
+    kept = {path.name for path in ((best,) if isinstance(best, Path) else best or ())}
+    outgoing = [path for path in _superfluous(directory, keep_last) if path.name not in kept]
     for path in outgoing:
         hidden = directory / f"{_OUTGOING}{path.name}-{secrets.token_hex(4)}"
         files.rename(path, hidden)
@@ -235,6 +236,7 @@ class Writer:
         self.directory = directory
         self.keep_last = keep_last
         self.best = best  # kept whatever its age
+        self.others: tuple[Path, ...] = ()  # and these; to be set between `wait` and `submit`
         self.acknowledged: int | None = None  # the last update that is on disk
         self.failures: list[StorageError] = []  # all of them, those of retention too
         self._in_a_row = 0
@@ -295,7 +297,7 @@ class Writer:
                 self.best = path
             self._on_saved(path)
             try:
-                retain(self.directory, self.keep_last, self.best)
+                retain(self.directory, self.keep_last, (*((self.best,) if self.best else ()), *self.others))
             except StorageError as error:  # too many checkpoints are no reason to stop saving
                 self._report(error)
         except BaseException as fault:  # carried to the thread that trains

@@ -18,7 +18,8 @@ class SavePolicy:
     """Decides after each update whether it is time to save.
 
     keep      newest checkpoints kept (never fewer than two)
-    best      metric whose best checkpoint is kept besides, or None
+    best      metric whose best checkpoints are kept besides, or None
+    keep_best  how many of them
     better    "min" or "max": what is better
     """
 
@@ -27,6 +28,7 @@ class SavePolicy:
     seconds: float | None = None
     keep: int = 3
     best: str | None = None
+    keep_best: int = 1
     better: str = "min"
     _last: float = field(default_factory=time.monotonic)
 
@@ -52,16 +54,18 @@ def default(
     every: PositiveInt | Every = "auto",
     keep: PositiveInt = 3,
     best: str | None = "val/loss",
+    keep_best: PositiveInt = 1,
     best_is: Literal["min", "max"] = "min",
 ) -> SavePolicy:
     """Save from time to time, at the end of each phase, and when stopped.
 
     every    updates between saves: 200 or 200updates; or 2epochs, 10min; auto: every 5 minutes
     keep     newest checkpoints kept, never fewer than two
-    best     metric of the evaluation whose best checkpoint is kept too; null: none
+    best     metric of the evaluation whose best checkpoints are kept too; null: none
+    keep_best  how many of the best are kept
     best_is  min or max: which values of it are better
     """
-    policy = SavePolicy(keep=keep, best=best, better=best_is)
+    policy = SavePolicy(keep=keep, best=best, keep_best=keep_best, better=best_is)
     if every == "auto":
         policy.seconds = 60.0 * AUTO_MINUTES
         return policy
@@ -75,14 +79,21 @@ def default(
     return policy
 
 
-def off(*, keep: PositiveInt = 2, best: str | None = None, best_is: Literal["min", "max"] = "min") -> SavePolicy:
+def off(
+    *,
+    keep: PositiveInt = 2,
+    best: str | None = None,
+    keep_best: PositiveInt = 1,
+    best_is: Literal["min", "max"] = "min",
+) -> SavePolicy:
     """Save only at the end of each phase and when stopped.
 
     keep     newest checkpoints kept, never fewer than two
-    best     metric of the evaluation whose best checkpoint is kept too; null: none
+    best     metric of the evaluation whose best checkpoints are kept too; null: none
+    keep_best  how many of the best are kept
     best_is  min or max: which values of it are better
     """
-    return SavePolicy(keep=keep, best=best, better=best_is)
+    return SavePolicy(keep=keep, best=best, keep_best=keep_best, better=best_is)
 
 
 def parse_every(every: int | str) -> tuple[float, str]:

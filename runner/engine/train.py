@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,7 @@ class TrainingRun:
     stop: StopRequest
     clock: Clock = field(default_factory=Clock)
     metrics: dict[str, float] = field(default_factory=dict)
-    best: float | None = None  # value of the metric by which checkpoints are compared
-    best_number: int | None = None  # and the number of the checkpoint that has it
+    bests: list[tuple[float, int]] = field(default_factory=list)  # (metric, number) of the best checkpoints, best first
     tracker_id: str | None = None
     updates_before: int = 0  # those of the phases before the current one
     total: int = 0  # updates of the last phase
@@ -126,7 +126,7 @@ class TrainingRun:
             if stopped_by:
                 return Outcome(stopped_by, phase.position.update, self.metrics)
             self.updates_before += phase.total
-            self.best, self.best_number = None, None  # another phase has another loss
+            self.bests = []  # another phase has another loss
         return Outcome(None, phase.position.update, self.metrics)
 
     def _phases_from(self, start: Loaded | None) -> list[str]:
@@ -231,7 +231,6 @@ class Phase:
         self.writer = Writer(
             run.directory.checkpoints,
             keep_last=max(2, self.policy.keep),
-            best=self._best_so_far(),
             on_failure=lambda error: run.observers.screen.warn(f"the checkpoint was not saved: {error}"),
         )
 
@@ -376,17 +375,22 @@ class Phase:
                 + ", ".join(metrics) + (f"; {near}" if near else "")
             )  # fmt: skip
             return
-        if math.isfinite(metrics[name]) and self.policy.is_better(metrics[name], self.run_.best):
-            self.run_.best = metrics[name]
-            self._save(is_best=True)
+        bests, value = self.run_.bests, metrics[name]
+        full = len(bests) >= self.policy.keep_best
+        if math.isfinite(value) and self.policy.is_better(value, bests[-1][0] if full else None):
+            ranked = sorted([*bests, (value, self._number)], reverse=self.policy.better == "max")
+            self.run_.bests = ranked[: self.policy.keep_best]
+            self._save()
 
-    def _save(self, *, is_best: bool = False) -> None:
+    def _save(self) -> None:
         if self.saved_at == self.position.update:
             return
         began = time.perf_counter()
-        snapshot = self._snapshot(is_best)
+        snapshot = self._snapshot()
         self.saved_at = self.position.update
-        self.writer.submit(snapshot, is_best=is_best)
+        self.writer.wait()
+        self.writer.others = self._bests()
+        self.writer.submit(snapshot)
         self.policy.saved()
         self.clock.saving += time.perf_counter() - began
 
@@ -411,10 +415,8 @@ class Phase:
 
     # ------------------------------------------------------------ what a checkpoint holds
 
-    def _snapshot(self, is_best: bool) -> Snapshot:
+    def _snapshot(self) -> Snapshot:
         parts, plan = self.run_.parts, self.run_.plan
-        if is_best:
-            self.run_.best_number = self._number
         meter = self.meter.state()  # raises where the loss is not finite: such weights are never saved
         optimizer, numbers = export_state(self.training.optimizer)
         random, rest = random_state(parts.world.device)
@@ -429,8 +431,7 @@ class Phase:
             "precision": parts.precision.state(),
             "meter": meter,
             "random": rest,
-            "best": self.run_.best,
-            "best_update": self.run_.best_number,
+            "bests": self.run_.bests,
             "evaluated_at": self.evaluated_at,
             "skipped_before": self.position.skipped_before,
             "metrics": self.run_.metrics,
@@ -464,7 +465,7 @@ class Phase:
         self.position.skipped_before = int(start.state["skipped_before"])
         self.evaluated_at = int(start.state["evaluated_at"])
         if start.path.parent == self.run_.directory.checkpoints:  # else it is another run's, and this one has none yet
-            self.run_.best, self.run_.best_number = start.state["best"], start.state["best_update"]
+            self.run_.bests = [(float(value), int(number)) for value, number in start.state["bests"]]
             self.saved_at, self._on_disk = self.position.update, start.update
         # Last, for building the parts drew from the generators too.
         restore_random_state(start.tensors("random"), start.state["random"], parts.world.device)
@@ -474,10 +475,8 @@ class Phase:
         """The number of the checkpoint of this moment: updates of all phases so far."""
         return self.run_.updates_before + self.position.update
 
-    def _best_so_far(self) -> Any:
-        if self.run_.best_number is None:
-            return None
-        return checkpoints.path_of(self.run_.directory.checkpoints, self.run_.best_number)
+    def _bests(self) -> tuple[Path, ...]:
+        return tuple(checkpoints.path_of(self.run_.directory.checkpoints, number) for _, number in self.run_.bests)
 
     # ------------------------------------------------------------ what it is made of
 

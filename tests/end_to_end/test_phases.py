@@ -119,3 +119,13 @@ def test_a_batch_larger_than_the_data_is_said(server: ForkServer, tmp_path: Path
     done = server.run([*BASE, "global_batch_size=1000"], tmp_path)
     assert done.code == 0, done.err
     assert "more than the 64 training samples" in done.out + done.err
+
+
+def test_the_best_checkpoints_are_kept_whatever_their_age(server: ForkServer, tmp_path: Path) -> None:
+    words = ["checkpoint.keep=2", "checkpoint.keep_best=2", "checkpoint.best_is=max", "checkpoint.every=1"]
+    done = server.run([*BASE, "phases=[one]", "evaluate.every=1", *words], tmp_path)
+    assert done.code == 0, done.err
+    losses = [(row["val/loss"], row["update"]) for row in rows(tmp_path) if "val/loss" in row]
+    highest = {update for _, update in sorted(losses, reverse=True)[:2]}
+    kept = {int(path.name.removeprefix("update-")) for path in (tmp_path / "outputs/mine/checkpoints").glob("update-*")}
+    assert kept == highest | {19, 20}
