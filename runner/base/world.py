@@ -32,11 +32,6 @@ class World:
         """Return zeros on this world's device, in its widest format."""
         return torch.zeros(*shape, dtype=self.widest, device=self.device)
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over all ranks."""
-        assert self.world_size == 1
-        return tensor
-
     def synchronize(self) -> None:
         """Wait until the device has done all that was asked of it."""
         if self.device.type != "cpu":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.commands.arguments import read
+from runner.durable.files import read_object
 
 HELP = """usage: accel-run status [last|NAME|DIR] [output_root=DIR]
 
@@ -30,7 +31,7 @@ def run(words: list[str]) -> int:
     settings = compose(arguments.request).settings
     wanted = arguments.positional[0] if arguments.positional else settings.run or "last"
     directory = RunDirectory.find(Path(settings.output_root), wanted)
-    record = _json(directory.run_json)
+    record = read_object(directory.run_json)
     print(f"{directory.name}: {_state(record)}   ({directory.path})")
     print(
         f"  task        {record.get('task', 'unknown')}"
@@ -39,7 +40,7 @@ def run(words: list[str]) -> int:
     print(f"  command     {record.get('command', 'unknown')}")
     _phases(directory)
     _checkpoints(directory)
-    error = _json(directory.error)
+    error = read_object(directory.error)
     if error:
         where = f"{error['where']}: " if error.get("where") else ""
         earlier = "" if record.get("state") == "failed" else " (an earlier attempt)"
@@ -78,7 +79,7 @@ def _is_alive(record: dict[str, Any]) -> bool:
 
 
 def _phases(directory: Any) -> None:
-    plan = _json(directory.plan)
+    plan = read_object(directory.plan)
     reached: dict[str, dict[str, Any]] = {}
     losses: dict[str, float] = {}
     for row in _rows(directory.metrics):
@@ -122,11 +123,3 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     except OSError:
         pass
     return rows
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

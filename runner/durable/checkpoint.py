@@ -229,14 +229,11 @@ class Writer:
         directory: Path,
         *,
         keep_last: int = 2,
-        best: Path | None = None,
         on_saved: Callable[[Path], None] = lambda _: None,
         on_failure: Callable[[StorageError], None] = lambda _: None,
     ) -> None:
         self.directory = directory
         self.keep_last = keep_last
-        self.best = best  # kept whatever its age
-        self.others: tuple[Path, ...] = ()  # and these; to be set between `wait` and `submit`
         self.acknowledged: int | None = None  # the last update that is on disk
         self.failures: list[StorageError] = []  # all of them, those of retention too
         self._in_a_row = 0
@@ -245,13 +242,15 @@ class Writer:
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def submit(self, snapshot: Snapshot, *, is_best: bool = False) -> None:
+    def submit(self, snapshot: Snapshot, *, best: Collection[Path] = ()) -> None:
         """`snapshot` is being saved; waits only where the one before it is still being written.
+
+        best  checkpoints that are kept whatever their age; the new one may be among them
 
         Raises StorageError where the last three saves failed; `snapshot` is then not saved.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._work, args=(snapshot, is_best), name="checkpoint-writer")
+        self._thread = threading.Thread(target=self._work, args=(snapshot, best), name="checkpoint-writer")
         self._thread.start()
 
     def wait(self) -> int | None:
@@ -283,7 +282,7 @@ class Writer:
             self.wait()
         self.close()
 
-    def _work(self, snapshot: Snapshot, is_best: bool) -> None:
+    def _work(self, snapshot: Snapshot, best: Collection[Path]) -> None:
         try:
             try:
                 path = save(self.directory, snapshot)
@@ -293,11 +292,9 @@ class Writer:
                 return
             self._in_a_row = 0
             self.acknowledged = snapshot.update
-            if is_best:
-                self.best = path
             self._on_saved(path)
             try:
-                retain(self.directory, self.keep_last, (*((self.best,) if self.best else ()), *self.others))
+                retain(self.directory, self.keep_last, best)
             except StorageError as error:  # too many checkpoints are no reason to stop saving
                 self._report(error)
         except BaseException as fault:  # carried to the thread that trains

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from runner.base.errors import StorageError
 
@@ -169,6 +171,15 @@ def digest_of(path: Path) -> str:
     """Return the SHA-256 of the regular file `path` in hexadecimal."""
     with storage("read", path), open(_open_plain(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file `path`; an empty one where it is missing, damaged or something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 class AppendLog:

@@ -36,7 +36,6 @@ class Screen:
         self.console = Console(directory.console)
         self.events = Events(directory.events)
         self.progress = Progress()
-        self.monitor_line = ""
         self.first_update_is_due = True
         self._due = self.progress.due
         self._ascii = prints_only_ascii(sys.stdout)
@@ -45,7 +44,7 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end(0)
+        self.end()
         self.console.close()
         self.events.close()
 
@@ -105,7 +104,7 @@ class Screen:
         """Say the metrics of an evaluation."""
         self.say(f"update {update}: " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
-    def end(self, update: int) -> None:
+    def end(self) -> None:
         """The phase is over: the terminal is free again."""
         self.progress.finish()
         self.progress = Progress()

@@ -23,6 +23,7 @@ from runner import __version__
 from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
 from runner.base.errors import AccelRunError, Exit, InputMissing, StorageError
 from runner.durable.directory import RunDirectory, check_name, default_name
+from runner.durable.files import read_object
 from runner.plan.inventory import Inventory
 from runner.plan.plan import Plan, plan_here
 
@@ -58,7 +59,7 @@ def train(request: Request) -> tuple[Exit, RunDirectory]:
             "host": socket.gethostname(),
             "started": _now(),
         }
-        previous = _read(directory.run_json)
+        previous = read_object(directory.run_json)
         record["tracker_id"] = previous.get("tracker_id")
         # Only once nothing stands against going on: a refused attempt must not change what the run is.
         leave_traces = partial(_leave_traces, directory, configuration, plan, inventory, record)
@@ -279,7 +280,7 @@ def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, 
             "seconds": time.time() - began,
         }
         directory.write("error.json", _json(content))
-        known = _read(directory.run_json)
+        known = read_object(directory.run_json)
         if not known or known.get("started") == record["started"]:  # a refused attempt leaves the run as it was
             directory.write("run.json", _json({**record, "state": "failed", "exit_code": code, "ended": _now()}))
         return True
@@ -310,14 +311,6 @@ def _updates_in(metrics: Path) -> int:
     except (OSError, ValueError, AttributeError):
         pass
     return last
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _json(content: Any) -> str:

@@ -388,9 +388,7 @@ class Phase:
         began = time.perf_counter()
         snapshot = self._snapshot()
         self.saved_at = self.position.update
-        self.writer.wait()
-        self.writer.others = self._bests()
-        self.writer.submit(snapshot)
+        self.writer.submit(snapshot, best=self._bests())
         self.policy.saved()
         self.clock.saving += time.perf_counter() - began
 
@@ -411,7 +409,7 @@ class Phase:
         acknowledged = self.writer.wait()
         if (acknowledged if acknowledged is not None else self._on_disk) != self._number:
             raise self.writer.failures[-1]
-        self.observers.screen.end(self.position.update)
+        self.observers.screen.end()
 
     # ------------------------------------------------------------ what a checkpoint holds
 

@@ -645,10 +645,10 @@ def test_a_failed_save_is_told_and_the_third_in_a_row_ends_the_run(tmp_path: Pat
 def test_the_writer_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     with Writer(tmp_path, keep_last=2) as writer:
         for update in range(1, 7):
-            writer.submit(snapshot(update), is_best=update in (1, 2))
+            writer.submit(snapshot(update), best=[path_of(tmp_path, min(update, 2))])
     assert updates_in(tmp_path) == [2, 5, 6]
-    with Writer(tmp_path, keep_last=2, best=path_of(tmp_path, 2)) as writer:
-        writer.submit(snapshot(7))
+    with Writer(tmp_path, keep_last=2) as writer:
+        writer.submit(snapshot(7), best=[path_of(tmp_path, 2)])
     assert updates_in(tmp_path) == [2, 6, 7]
 
 
