@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Context", "Prediction", "Task", "__version__", "sample_rng"]
+__all__ = ["Context", "Fit", "Prediction", "Progress", "Task", "__version__", "sample_rng"]
 
 if TYPE_CHECKING:
-    from runner.base.task import Context, Prediction, Task, sample_rng
+    from runner.base.task import Context, Fit, Prediction, Progress, Task, sample_rng
 
 # A wheel carries conf/ and tasks/ inside this package; in a checkout they lie beside it. Either way they are
 # runner.conf and runner.tasks, so a person's own folder named `tasks` can never be taken for ours.
@@ -21,7 +21,7 @@ if not (Path(__file__).parent / "conf").is_dir():
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Context", "Prediction", "Task", "sample_rng"):
+    if name in ("Context", "Fit", "Prediction", "Progress", "Task", "sample_rng"):
         from runner.base import task
 
         return getattr(task, name)

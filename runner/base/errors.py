@@ -97,6 +97,13 @@ class InputMissing(AccelRunError):
     exit_code = Exit.NO_INPUT
 
 
+class MissingPackage(ConfigError):
+    """What was asked for needs a package of an extra that is not installed."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(Problem(what, where, fix))
+
+
 class DeviceMissing(AccelRunError):
     """A device that was asked for by name is not here, or was lost."""
 

@@ -5,8 +5,8 @@ A task never sees devices, ranks, autocast, loss scaling, accumulation or tracke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,16 +46,68 @@ class Context:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """Where a phase of training stands before its next update.
+
+    update  updates made in this phase; `total` of them make it whole
+    epoch   passes over the training data so far, with a fraction
+    """
+
+    phase: str
+    update: int
+    total: int
+    epoch: float
+
+    @property
+    def share(self) -> float:
+        """Return the share of the phase that is done, from 0 to below 1."""
+        return self.update / max(1, self.total)
+
+
+Content = str | bytes | np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
 class Prediction:
-    """One result of inference: `files` maps a file name to text (str) or an array (written as .npy).
+    """One result of inference: `files` maps a file name to text, bytes, or an array (written as .npy).
 
     text   what to show on the screen, may be empty
     items  how many items (tokens, samples) were made, for the throughput
+    plots  pictures for plots/ of the run directory: file name, such as maps.png, to its bytes (see runner.base.picture)
     """
 
-    files: Mapping[str, str | np.ndarray[Any, Any]]
+    files: Mapping[str, Content]
     text: str = ""
     items: int = 1
+    plots: Mapping[str, bytes] = field(default_factory=dict)
+
+
+State = dict[str, Tensor]
+
+
+class Fit:
+    """Statistics of the training data, without gradients: what a phase of kind "fit" does.
+
+    The state is a dict of tensors on the model's device, of a size that does not depend on the data, so it streams and
+    is saved in the middle. `merge` makes one state of two; in whatever parts the data is read, the result is the same
+    but for rounding. So add what is exact when it is added: float64 sums, counts, Welford's moments.
+    """
+
+    def start(self) -> State:
+        """Return the state of no data at all, on the CPU; the runner moves it to the model's device."""
+        raise NotImplementedError(f"{type(self).__name__} must define start() -> dict of tensors")
+
+    def add(self, model: nn.Module, state: State, batch: Any) -> tuple[State, int]:
+        """Return the state with this batch, and how many items (see Task.item) the batch had."""
+        raise NotImplementedError(f"{type(self).__name__} must define add(model, state, batch) -> (state, items)")
+
+    def merge(self, one: State, other: State) -> State:
+        """Return the state of the data of both."""
+        raise NotImplementedError(f"{type(self).__name__} must define merge(one, other) -> state")
+
+    def finish(self, model: nn.Module, state: State) -> Mapping[str, float]:
+        """Put what was found into the model, once all data was read; return figures to show, may be empty."""
+        raise NotImplementedError(f"{type(self).__name__} must define finish(model, state)")
 
 
 class Task:
@@ -63,12 +115,18 @@ class Task:
 
     item              name of what the loss averages over, e.g. "token"
     items_per_sample  expected number of items in a sample; keeps gradients in range, results do not depend on it
+    phase             phase that is running, or whose checkpoint predicts; dataset, evaluate, baselines and the two
+                      above may depend on it
     losses            phase name -> loss function, for tasks of several phases; "train" is `loss` by default
+    fits              phase name -> Fit, for phases of kind "fit"
+
+    A task of several phases says which ones in PHASES, a literal mapping in its file: see docs/phases.md.
     """
 
     model: nn.Module
     item: str = "sample"
     items_per_sample: float = 1.0
+    phase: str = "train"
 
     def loss(self, model: nn.Module, batch: Any) -> Sum:
         """Return the loss summed over the items of this batch, and how many items there were."""
@@ -79,9 +137,24 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} must define dataset(split)")
 
     @property
-    def losses(self) -> Mapping[str, Any]:
-        """Phase name -> (model, batch) -> (loss summed over items, items)."""
-        return {"train": self.loss}
+    def losses(self) -> Mapping[str, Callable[[nn.Module, Any], Sum]]:
+        """Phase name -> (model, batch) -> (loss summed over items, items). A phase that is not here has `loss`."""
+        return {}
+
+    @property
+    def fits(self) -> Mapping[str, Fit]:
+        """Phase name -> statistics to gather, for each phase of kind "fit"."""
+        return {}
+
+    def begin_phase(self, phase: str) -> None:
+        """Be told which phase begins, before its data, loss and metrics are asked for; the base sets `phase`."""
+        self.phase = phase
+
+    def begin_update(self, progress: Progress) -> None:
+        """Be told where training stands before each update: the place for temperatures and curricula.
+
+        What is set here must follow from `progress` alone, so that a resumed run goes on as if it had not stopped.
+        """
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Sum]:
         """Return metrics of one batch as sums and counts; added over batches and ranks, divided once."""

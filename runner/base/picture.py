@@ -1,0 +1,20 @@
+"""Pictures for plots/: matplotlib's figures without its global state, and their bytes."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from runner.base.packages import require
+
+
+def new_figure(width: float = 8.0, height: float = 4.5) -> Any:
+    """Return an empty matplotlib Figure of that size in inches. Raises MissingPackage where matplotlib is not installed."""
+    return require("matplotlib.figure", "plots").Figure(figsize=(width, height), layout="constrained", dpi=120)
+
+
+def png(figure: Any) -> bytes:
+    """Return the figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
