@@ -1,0 +1,358 @@
+"""Glyphs as a set for pose estimation: the fonts that come with matplotlib, written in the COCO-keypoint format.
+
+A letter is a category and each font draws it in another shape. Fonts whose outlines of a letter have equal path codes
+draw it with the same points, so point i of one is point i of the other: those are the keypoints. Every picture shows
+one letter in a random pose, colour and background.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+import tempfile
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runner.base.packages import require
+from runner.base.task import sample_rng
+
+VERSION = 1  # a new one for every change of what is drawn
+FONTS = [
+    f"DejaVu{family}{style}.ttf"
+    for family, styles in {
+        "Sans": ("", "-Bold", "-Oblique", "-BoldOblique"),
+        "SansMono": ("", "-Bold", "-Oblique", "-BoldOblique"),
+        "Serif": ("", "-Bold", "-Italic", "-BoldItalic"),
+    }.items()
+    for style in styles
+]
+LEAST_FONTS = 4  # that draw a letter with the same points
+KEYPOINTS = (5, 12)  # fewest and most of a letter; plain bars and blocks have fewer
+HELD_OUT = {"val": 0.2, "test": 0.1}  # share of the letters
+MOVE, LINE, CURVE, END = 1, 2, 3, 79  # path codes of matplotlib
+SUPERSAMPLING = 3  # pixels drawn along each side of a pixel
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A category: the letter's outline in each font that draws it with the same points.
+
+    codes      path codes (P,)
+    outlines   font -> points (P, 2), the centre of the box at 0 and its longer side 1, y upwards
+    keypoints  which of the points are keypoints, in the order of the outline
+    skeleton   pairs of keypoints that follow each other on the outline
+    """
+
+    name: str
+    codes: tuple[int, ...]
+    outlines: Mapping[str, Array]
+    keypoints: tuple[int, ...]
+    skeleton: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Pose:
+    """Where and how a letter is drawn: pixel = matrix @ point + offset, and how often a pose was refused before it."""
+
+    matrix: Array
+    offset: Array
+    redrawn: int
+
+
+def write_glyphs(folder: Path, *, image_size: int, seed: int = 0) -> None:
+    """Fill `folder` with images/ and annotations/{train,val,test}.json.
+
+    image_size  side of the square pictures in pixels
+    Raises MissingPackage without matplotlib.
+    """
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    (folder / "annotations").mkdir(exist_ok=True)
+    numbers = itertools.count(1)
+    for split, letters in letters_by_split().items():
+        rows = [
+            (category, letter, font, next(numbers))
+            for category, letter in enumerate(letters, 1)
+            for font in letter.outlines
+        ]
+        drawn = [_draw(letter, font, image_size, seed, number) for _, letter, font, number in rows]
+        images, annotations = [], []
+        for (category, letter, font, number), (picture, keypoints, box, _) in zip(rows, drawn, strict=True):
+            file_name = f"{ord(letter.name):04x}-{font.removesuffix('.ttf')}.png"
+            picture.save(folder / "images" / file_name, compress_level=1)
+            images.append({"id": number, "file_name": file_name, "width": image_size, "height": image_size})
+            annotations.append(
+                {
+                    "id": number,
+                    "image_id": number,
+                    "category_id": category,
+                    "keypoints": [float(value) for value in keypoints.reshape(-1)],
+                    "num_keypoints": int((keypoints[:, 2] > 0).sum()),
+                    "bbox": [float(value) for value in box],
+                    "area": float(box[2] * box[3]),
+                    "iscrowd": 0,
+                }
+            )
+        categories = [
+            {
+                "id": category,
+                "name": letter.name,
+                "supercategory": unicodedata.name(letter.name).split()[0].lower(),
+                "keypoints": [f"point {point}" for point in range(1, len(letter.keypoints) + 1)],
+                "skeleton": [[start + 1, end + 1] for start, end in letter.skeleton],
+            }
+            for category, letter in enumerate(letters, 1)
+        ]
+        # What a pose pushed out of the picture is written down, not lost.
+        info = {
+            "description": f"letters of the DejaVu fonts, version {VERSION}",
+            "keypoints_outside": sum(int((keypoints[:, 2] == 0).sum()) for _, keypoints, _, _ in drawn),
+            "poses_redrawn": sum(redrawn for _, _, _, redrawn in drawn),
+        }
+        content = {"info": info, "images": images, "categories": categories, "annotations": annotations}
+        (folder / "annotations" / f"{split}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def prepared_glyphs(cache: Path, *, image_size: int, seed: int = 0) -> Path:
+    """Return a folder in `cache` that `write_glyphs` filled, now or earlier, whole or not at all."""
+    folder = cache / f"glyphs-v{VERSION}-{image_size}-{seed}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
+        try:
+            write_glyphs(draft, image_size=image_size, seed=seed)
+            os.replace(draft, folder)
+        except OSError:  # another process was faster
+            if not folder.exists():
+                raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def letters_by_split() -> dict[str, list[Letter]]:
+    """Return the letters of train, val and test; what looks alike is in the same split.
+
+    Letters are kin if they share a contour, are upper and lower case of each other, or one is an affine image of the
+    other: small capitals, turned letters, and the same letter in Latin, Greek and Cyrillic.
+    """
+    letters = all_letters()
+    kin = {letter.name: letter.name for letter in letters}
+
+    def root(name: str) -> str:
+        while kin[name] != name:
+            name = kin[name]
+        return name
+
+    for one, other in _kin(letters):
+        first, second = sorted((root(one), root(other)))
+        kin[second] = first
+    splits: dict[str, list[Letter]] = {"train": [], "val": [], "test": []}
+    for letter in letters:
+        digest = hashlib.sha256(root(letter.name).encode()).digest()
+        share = int.from_bytes(digest[:8], "big") / 2**64
+        val, test = HELD_OUT["val"], HELD_OUT["test"]
+        splits["val" if share < val else "test" if share < val + test else "train"].append(letter)
+    return splits
+
+
+def all_letters() -> list[Letter]:
+    """Return the letters and digits that enough fonts draw with the same points, each shape once."""
+    ft2font = require("matplotlib.ft2font", "cape")
+    folder = Path(require("matplotlib", "cape").get_data_path()) / "fonts" / "ttf"
+    drawn: dict[str, dict[str, tuple[tuple[int, ...], Array]]] = defaultdict(dict)
+    for name in FONTS:
+        font = ft2font.FT2Font(str(folder / name))
+        font.set_size(1000, 72)  # large, so that hinting, which moves points to whole pixels, does nothing visible
+        for code in sorted(font.get_charmap()):
+            letter = chr(code)
+            if letter.isalnum() and not unicodedata.decomposition(letter) and unicodedata.name(letter, ""):
+                font.load_char(code)
+                points, codes = font.get_path()
+                drawn[letter][name] = _closed(tuple(map(int, codes)), np.array(points, dtype=np.float64))
+    letters, seen = [], set()
+    for name, outlines in sorted(drawn.items()):
+        letter = _letter(name, outlines)
+        if letter is not None and not seen & (shapes := _shapes(letter)):
+            seen |= shapes
+            letters.append(letter)
+    return letters
+
+
+def _letter(name: str, outlines: Mapping[str, tuple[tuple[int, ...], Array]]) -> Letter | None:
+    """Return the letter as drawn by the largest set of fonts that agree on its points, None if there is none."""
+    fonts: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for font, (codes, _) in outlines.items():
+        fonts[codes].append(font)
+    codes = max(fonts, key=lambda key: len(fonts[key]))
+    if len(fonts[codes]) < LEAST_FONTS or len(codes) < KEYPOINTS[0]:
+        return None
+    shapes = {font: _centred(outlines[font][1]) for font in fonts[codes]}
+    reference = next(iter(shapes.values()))
+    # Equal codes may start at another corner: then the shapes are no affine images of each other, not even roughly.
+    shapes = {font: shape for font, shape in shapes.items() if _misfit(reference, shape) < 0.15}
+    keypoints = _spread(codes, np.mean(list(shapes.values()), axis=0))
+    if len(shapes) < LEAST_FONTS or len(keypoints) < KEYPOINTS[0]:
+        return None
+    return Letter(name, codes, shapes, keypoints, _skeleton(codes, keypoints))
+
+
+def _closed(codes: tuple[int, ...], points: Array) -> tuple[tuple[int, ...], Array]:
+    """Return the outline with the point of each closing code, which matplotlib ignores, at the contour's start."""
+    for contour in _contours(codes):
+        ends = [index for index in contour if codes[index] == END]
+        points[ends] = points[contour.start]
+    return codes, points
+
+
+def _centred(points: Array) -> Array:
+    low, high = points.min(axis=0), points.max(axis=0)
+    shape: Array = (points - (low + high) / 2) / max((high - low).max(), 1e-9)
+    return shape
+
+
+def _misfit(one: Array, other: Array) -> float:
+    """Return the largest distance that is left between two outlines after the best affine map."""
+    lifted = np.concatenate([one, np.ones((len(one), 1))], axis=1)
+    solution = np.linalg.lstsq(lifted, other, rcond=None)[0]
+    return float(np.abs(lifted @ solution - other).max())
+
+
+def _corners(codes: Sequence[int]) -> list[int]:
+    """Return the points that lie on the outline; the control point of a curve comes before its end."""
+    on_outline, curve = [], 0
+    for index, code in enumerate(codes):
+        curve = curve + 1 if code == CURVE else 0
+        if code in (MOVE, LINE) or (code == CURVE and curve % 2 == 0):
+            on_outline.append(index)
+    return on_outline
+
+
+def _spread(codes: Sequence[int], shape: Array) -> tuple[int, ...]:
+    """Return up to twelve points of the outline that are far from each other, in the order of the outline.
+
+    Farthest-point sampling; it ends where the next point would be closer than 0.12 of the letter to a chosen one.
+    """
+    corners = _corners(codes)
+    places = shape[corners]
+    distances = np.linalg.norm(places - places.mean(axis=0), axis=1)
+    chosen = [int(distances.argmax())]
+    distances = np.linalg.norm(places - places[chosen[0]], axis=1)
+    while len(chosen) < KEYPOINTS[1] and distances.max() > 0.12:
+        chosen.append(int(distances.argmax()))
+        distances = np.minimum(distances, np.linalg.norm(places - places[chosen[-1]], axis=1))
+    return tuple(sorted(corners[index] for index in chosen))
+
+
+def _contours(codes: Sequence[int]) -> list[range]:
+    starts = [index for index, code in enumerate(codes) if code == MOVE]
+    return [range(start, end) for start, end in itertools.pairwise([*starts, len(codes)])]
+
+
+def _skeleton(codes: Sequence[int], keypoints: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    pairs: list[tuple[int, int]] = []
+    for contour in _contours(codes):
+        members = [number for number, point in enumerate(keypoints) if point in contour]
+        pairs += itertools.pairwise(members)
+        if len(members) > 2:
+            pairs.append((members[-1], members[0]))
+    return tuple(pairs)
+
+
+def _shapes(letter: Letter) -> set[bytes]:
+    """Return what is equal for letters that a font draws alike."""
+    return {
+        f"{font}{letter.codes}".encode() + np.round(shape, 2).astype(np.float32).tobytes()
+        for font, shape in letter.outlines.items()
+    }
+
+
+def _kin(letters: Sequence[Letter]) -> Iterator[tuple[str, str]]:
+    names = {letter.name for letter in letters}
+    contours: dict[tuple[Any, ...], str] = {}
+    alike: dict[tuple[int, ...], list[Letter]] = defaultdict(list)
+    for letter in letters:
+        for other in {letter.name.lower(), letter.name.upper()} & names:
+            yield letter.name, other
+        for font, shape in letter.outlines.items():
+            for contour in _contours(letter.codes):
+                piece = _centred(shape[contour.start : contour.stop])
+                if len(piece) > 6:
+                    key = (font, len(piece), np.round(piece, 1).astype(np.float32).tobytes())
+                    yield letter.name, contours.setdefault(key, letter.name)
+        for other_letter in alike[letter.codes]:
+            one, other_shape = (next(iter(each.outlines.values())) for each in (letter, other_letter))
+            if min(_misfit(one, other_shape), _misfit(other_shape, one)) < 0.08:
+                yield letter.name, other_letter.name
+        alike[letter.codes].append(letter)
+
+
+# Drawing
+
+
+def _draw(letter: Letter, font: str, image_size: int, seed: int, number: int) -> tuple[Any, Array, Array, int]:
+    """Return a picture, its keypoints (K, 3) as x, y, visibility, the box x, y, width, height, and refused poses."""
+    rng = sample_rng(seed, 0, number)
+    shape = letter.outlines[font]
+    pose = _pose(rng, shape, list(letter.keypoints), image_size)
+    pixels = shape @ pose.matrix.T + pose.offset
+    picture = _paint(rng, letter.codes, pixels, image_size)
+    points = pixels[list(letter.keypoints)]
+    visible = _inside(points, image_size)
+    keypoints = np.concatenate([points.round(2), np.full((len(points), 1), 2.0)], axis=1)
+    keypoints[~visible] = 0.0
+    low, high = pixels.min(axis=0).clip(0, image_size), pixels.max(axis=0).clip(0, image_size)
+    return picture, keypoints, np.concatenate([low, high - low]).round(2), pose.redrawn
+
+
+def _pose(rng: np.random.Generator, shape: Array, keypoints: list[int], image_size: int) -> Pose:
+    """Draw rotation, size, shear and place until at least three quarters of the keypoints are in the picture."""
+    for redrawn in itertools.count():
+        angle, shear = rng.uniform(-math.pi / 4, math.pi / 4), rng.uniform(-0.25, 0.25)
+        stretch = math.exp(rng.uniform(-0.2, 0.2))
+        size = image_size * rng.uniform(0.42, 0.8)
+        turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+        up_is_down = np.array([[1.0, 0.0], [0.0, -1.0]])  # rows of pixels go downwards
+        matrix = size * turn @ np.array([[stretch, shear], [0.0, 1 / stretch]]) @ up_is_down
+        extent = np.abs(shape @ matrix.T).max(axis=0)
+        room = np.maximum(image_size / 2 - 0.9 * extent, 0.0)
+        pose = Pose(matrix, image_size / 2 + rng.uniform(-room, room), redrawn)
+        if _inside(shape[keypoints] @ matrix.T + pose.offset, image_size).mean() >= 0.75:
+            return pose
+    raise AssertionError("unreachable")
+
+
+def _inside(points: Array, image_size: int) -> Array:
+    inside: Array = ((points >= 0) & (points < image_size)).all(axis=1)
+    return inside
+
+
+def _paint(rng: np.random.Generator, codes: Sequence[int], pixels: Array, image_size: int) -> Any:
+    """Return the letter in one colour on a gradient with blotches, as a PIL image."""
+    images, draws = require("PIL.Image", "cape"), require("PIL.ImageDraw", "cape")
+    path = require("matplotlib.path", "cape").Path
+    fine = image_size * SUPERSAMPLING
+    winding = np.zeros((fine, fine), dtype=np.int8)
+    for polygon in path(pixels * SUPERSAMPLING, list(codes)).to_polygons(closed_only=True):
+        mask = images.new("1", (fine, fine))
+        draws.Draw(mask).polygon([tuple(point) for point in polygon.tolist()], fill=1)
+        x, y = polygon[:-1].T
+        area = float((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
+        winding += np.where(np.asarray(mask), 1 if area > 0 else -1, 0).astype(np.int8)  # holes go the other way round
+    cover = (winding != 0).reshape(image_size, SUPERSAMPLING, image_size, SUPERSAMPLING).mean(axis=(1, 3))[..., None]
+    light = rng.uniform(0.0, 0.35, 3) if rng.random() < 0.5 else rng.uniform(0.65, 1.0, 3)
+    dark = 1.0 - light + rng.uniform(-0.15, 0.15, 3)
+    blotches = images.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8))
+    background = light + 0.3 * (np.asarray(blotches.resize((image_size, image_size), images.BICUBIC)) / 255.0 - 0.5)
+    picture = background * (1 - cover) + dark * cover + rng.normal(0.0, 0.03, (image_size, image_size, 3))
+    return images.fromarray((picture.clip(0.0, 1.0) * 255).round().astype(np.uint8))
