@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
+from runner.base.task import State
 from runner.base.world import World
 
 
@@ -28,6 +29,10 @@ class Parallel:
     def total(self, items: Tensor | int) -> Tensor | int:
         """Return the items of the update over all ranks."""
         return items
+
+    def merged(self, merge: Callable[[State, State], State], state: State) -> State:
+        """Return the statistics of the data of all ranks; `merge` makes one state of two."""
+        return state
 
 
 def single(world: World) -> Parallel:

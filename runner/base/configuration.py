@@ -7,13 +7,16 @@ signatures of the axis functions (schema.py). All problems are found in one go, 
 from __future__ import annotations
 
 import ast
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from runner.base.division import divide
 from runner.base.errors import ConfigError, InputMissing, Problem
+from runner.base.phases import GROUPS as PHASE_GROUPS
+from runner.base.phases import INFERENCE, Declared, is_for, read_phases, values_of
+from runner.base.phases import keys_of as phase_keys
 from runner.base.places import PACKAGE, shipped
 from runner.base.schema import (
     Expression,
@@ -26,7 +29,7 @@ from runner.base.schema import (
     read_functions,
     settings_keys,
 )
-from runner.base.settings import Settings
+from runner.base.settings import EarlyStoppingSettings, EvaluateSettings, Settings
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -102,10 +105,35 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class PhaseSettings:
+    """What one phase is: its place in the run, and its own values of the settings that a phase may have.
+
+    trains  names or prefixes of the parameters that are trained; None: all that want a gradient
+    needs   phases that must be finished before
+    """
+
+    name: str
+    kind: str
+    needs: tuple[str, ...]
+    trains: list[str] | None
+    updates: int | None
+    epochs: float | None
+    global_batch_size: int
+    micro_batch_size: int | Literal["auto"]
+    max_grad_norm: float | None
+    evaluate: EvaluateSettings
+    early_stopping: EarlyStoppingSettings
+    optimizer: Choice
+    scheduler: Choice
+
+
+@dataclass(frozen=True)
 class Configuration:
     """Everything the user fixed, checked; after this nobody sees Hydra.
 
     choices  group -> choice, for every group but hardware
+    phases   all phases of the task, in order; `settings.phases` says which of them run
+    own_keys keys of the phases, empty where the task declares none and the one phase has the settings of the run
     hardware facts of the chosen profile; its name is `profile`
     for_auto keys of the task for the option that the plan chooses in the place of `auto`, such as precision.keep_fp32
     sources  key or group -> who set it: "command line", "profile t4", "task gpt", "config folder"; no entry: a default
@@ -121,6 +149,8 @@ class Configuration:
     for_auto: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    phases: tuple[PhaseSettings, ...] = ()
+    own_keys: Mapping[str, Any] = field(default_factory=dict)
 
     def asked_by_name(self, key: str) -> bool:
         """Tell whether the user typed this key or group, so that it must not be changed silently."""
@@ -132,6 +162,7 @@ class Configuration:
         for group, choice in self.choices.items():
             found[group] = choice.name
             found.update({f"{group}.{key}": value for key, value in choice.options.items()})
+        found.update(self.own_keys)
         found["hardware"] = self.profile
         found.update({f"inference.{key}": value for key, value in self.inference.items()})
         return found
@@ -147,13 +178,19 @@ def compose(request: Request) -> Configuration:
     groups, values = _split(parsed, request, problems)
     composed = _compose_groups(groups, request, problems)
     notes = list(_shadows(request.config_dir))
-    schema = _schema(composed, values, request, problems, notes)
-    tree = _set_values(composed, values, schema, problems)
+    task = _read_task(composed, values, request, problems)
+    of_task = _options_of_task(task, groups, composed, request, problems)
+    if of_task:
+        composed = _compose_groups({**groups, **of_task}, request, problems)
+    said = {key for key, _, _ in values} | set(groups)
+    schema = _schema(composed, values, task, said, request, problems, notes)
+    tree = _set_values(composed, values, schema, said, problems)
     problems += _check(tree, schema, already={problem.where for problem in problems})
-    problems += _contradictions(tree)
+    problems += _contradictions(tree, schema)
     if problems:
         raise ConfigError(problems)
-    return _freeze(tree, composed, schema, _sources(groups, values, composed, schema, request), request, tuple(notes))
+    sources = _sources(groups, of_task, values, composed, schema, request)
+    return _freeze(tree, composed, schema, sources, request, tuple(notes))
 
 
 def expand_sweep(request: Request) -> list[Request]:
@@ -200,6 +237,9 @@ def to_yaml(configuration: Configuration) -> str:
     tree = dict(_as_mapping(configuration.settings))
     for group, choice in configuration.choices.items():
         tree[group] = {"option": choice.name, **choice.options}
+    for key, value in configuration.own_keys.items():
+        _, phase, name = key.split(".", 2)
+        tree.setdefault("phase", {}).setdefault(phase, {})[name] = value
     tree["inference"] = dict(configuration.inference)
     tree["hardware"] = {"profile": configuration.profile, **configuration.hardware}
     return str(OmegaConf.to_yaml(OmegaConf.create(tree)))
@@ -440,6 +480,8 @@ class _Schema:
     functions      group -> the shipped option behind the chosen one
     task_settings  key -> value that the task's own file sets, for the options it was tuned with
     folder_keys    key -> file of the user's config folder that sets it
+    tuned          group -> option that the task's values are for
+    phases         the task's phases, each with the options that it uses and its keys
     """
 
     keys: Keys
@@ -447,20 +489,42 @@ class _Schema:
     task_settings: Mapping[str, Any]
     for_auto: Mapping[str, Any]
     folder_keys: Mapping[str, Path]
+    tuned: Mapping[str, str]
+    phases: tuple[_Phase, ...] = ()
 
     def known(self, key: str) -> str:
         """Return the key to which `key` belongs: itself, or the mapping of which it is an entry."""
-        return next((name for name in self.keys if key == name or key.startswith(f"{name}.")), key)
+        return max((name for name in self.keys if key == name or key.startswith(f"{name}.")), key=len, default=key)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    declared: Declared
+    options: Mapping[str, str]
+    keys: Keys
+
+
+@dataclass(frozen=True)
+class _TaskFile:
+    """What a task's file says without being run: the keys of `build` and `predict`, and its literals."""
+
+    source: Path
+    build: Keys = field(default_factory=dict)
+    predict: Keys = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    phases: tuple[Declared, ...] = ()
 
 
 def _schema(
     composed: Mapping[str, Any],
     values: list[tuple[str, Any, str]],
+    task: _TaskFile,
+    said: Container[str],
     request: Request,
     problems: list[Problem],
     notes: list[str],
 ) -> _Schema:
-    """Gather the keys of the settings, of the chosen options, of the task and of its predictions."""
+    """Gather the keys of the settings, of the chosen options, of the task, its phases and its predictions."""
     keys = settings_keys(Settings)
     functions = {}
     choices = composed["hydra_choices"]
@@ -471,18 +535,81 @@ def _schema(
         functions[group] = function
         signature = function_of(group, function)
         keys.update({f"{group}.{key.name}": key for key in (signature.keys.values() if signature else ())})
-    source = task_source(str(choices.get("task") or ""), request.task_file)
-    build, predict, settings, sizes = _read_task(source, problems)
-    keys.update({f"task.{key.name}": key for key in build.values()})
-    keys.update({f"inference.{key.name}": key for key in predict.values()})
+    keys.update({f"task.{key.name}": key for key in task.build.values()})
+    keys.update({f"inference.{key.name}": key for key in task.predict.values()})
     keys["inference.seed"] = Key("inference.seed", int, 0, "seed of the sampling")
-    schema = _Schema(keys, functions, {}, {}, _folder_keys(choices, request.config_dir, keys))
-    settings = dict(_flatten({**settings, **_of_size(sizes, build, composed, values)}, stop=keys))
+    tuned = {group: str(task.settings.get(group) or option) for group, option in shipped_options().items()}
+    schema = _Schema(keys, functions, {}, {}, _folder_keys(choices, request.config_dir, keys), tuned)
+    settings = {key: value for key, value in _flatten(task.settings, stop=keys) if key not in PHASE_GROUPS}
     for_auto = {key: value for key, value in settings.items() if _is_for_auto(key, value, schema, problems)}
     why_not = {key: _why_not_of_task(key, schema, choices) for key in settings if key not in for_auto}
     notes += [f"{key}={_word(settings[key])} of the task is not used: {why}" for key, why in why_not.items() if why]
     used = {key: settings[key] for key, why in why_not.items() if not why}
-    return replace(schema, task_settings=used, for_auto=for_auto)
+    phases = tuple(_phase(declared, values, schema, said, problems, notes) for declared in task.phases)
+    for phase in phases:
+        keys.update({phase.declared.key(name): key for name, key in phase.keys.items()})
+    return replace(schema, task_settings=used, for_auto=for_auto, phases=phases)
+
+
+def _phase(
+    declared: Declared,
+    values: list[tuple[str, Any, str]],
+    schema: _Schema,
+    said: Container[str],
+    problems: list[Problem],
+    notes: list[str],
+) -> _Phase:
+    """Return a phase with the options that it uses: typed for it, typed for the run, the task's for it, the run's."""
+    options = {}
+    for group in PHASE_GROUPS:
+        known = [option for option in options_of(group) if function_of(group, option)]
+        own = [(str(value), word) for key, value, word in values if key == declared.key(group)]
+        wanted, word = own[-1] if own else (str(declared.settings.get(group, "")), f"PHASES[{declared.name!r}]")
+        if group in said and not own:
+            wanted = ""
+        if wanted and wanted not in known:
+            what = f"unknown {group}; must be one of {', '.join(known)}"
+            problems.append(Problem(what, word, did_you_mean(wanted, known)))
+        options[group] = wanted if wanted in known else schema.functions[group]
+    keys = phase_keys(declared, options, function_of)
+    for name in declared.settings:
+        group = name.partition(".")[0]
+        if name in keys or any(name.startswith(f"{known}.") and known not in PHASE_GROUPS for known in keys):
+            continue
+        where = f"PHASES[{declared.name!r}][{name!r}]"
+        if declared.kind == "train" and not is_for(declared, group, options, schema.tuned):
+            notes.append(f"{declared.key(name)} of the task is not used: it is for another {group}")
+        else:
+            problems.append(Problem(f"unknown key of a phase of kind {declared.kind}", where, did_you_mean(name, keys)))
+    return _Phase(declared, options, keys)
+
+
+def _options_of_task(
+    task: _TaskFile,
+    groups: Mapping[str, str],
+    composed: Mapping[str, Any],
+    request: Request,
+    problems: list[Problem],
+) -> dict[str, str]:
+    """Return group -> option that the task was tuned with, where only the shipped default stands against it."""
+    choices, shipped_ones = composed["hydra_choices"], shipped_options()
+    by_profile = selected_by_profile(str(choices["hardware"]), request.config_dir)
+    found = {}
+    for group in GROUPS:
+        option = task.settings.get(group)
+        if option is None or isinstance(option, dict):
+            continue
+        known = options_of(group, request.config_dir)
+        if group not in PHASE_GROUPS:
+            fix = f"say {group}={_word(option)} on the command line"
+            what = f"a task chooses options of {' and '.join(PHASE_GROUPS)} only"
+            problems.append(Problem(what, f"SETTINGS[{group!r}]", fix))
+        elif option not in known:
+            what = f"unknown {group}; must be one of {', '.join(known)}"
+            problems.append(Problem(what, f"SETTINGS[{group!r}]", did_you_mean(str(option), known)))
+        elif group not in groups and group not in by_profile and choices[group] == shipped_ones[group] != option:
+            found[group] = str(option)
+    return found
 
 
 def _is_for_auto(key: str, value: Any, schema: _Schema, problems: list[Problem]) -> bool:
@@ -507,7 +634,7 @@ def _why_not_of_task(key: str, schema: _Schema, choices: Mapping[str, str]) -> s
         return f"{file} sets it"
     if schema.known(key) not in schema.keys and _option_with(group, name):
         return f"{group}={choices[group]} has no such key"
-    tuned = shipped_options()[group]
+    tuned = schema.tuned[group]
     signature = function_of(group, tuned)
     is_for_tuned = signature is not None and name.partition(".")[0] in signature.keys
     return f"it is for {group}={tuned}" if is_for_tuned and choices[group] != tuned else ""
@@ -557,21 +684,24 @@ def _of_size(
     return settings if isinstance(settings, dict) else {}
 
 
-def _read_task(source: Path, problems: list[Problem]) -> tuple[Keys, Keys, Mapping[str, Any], Mapping[str, Any]]:
-    """Return the keys of `build`, those of `predict`, SETTINGS and SIZES of a task file, without running it."""
+def _read_task(
+    composed: Mapping[str, Any], values: list[tuple[str, Any, str]], request: Request, problems: list[Problem]
+) -> _TaskFile:
+    """Return what the task's file says, without running it; SIZES of the size in use comes on top of SETTINGS."""
+    source = task_source(str(composed["hydra_choices"].get("task") or ""), request.task_file)
     try:
         functions = read_functions(source)
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except SyntaxError as error:
         problems.append(Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source)))
-        return {}, {}, {}, {}
+        return _TaskFile(source)
     except (UnicodeDecodeError, ValueError) as error:
         problems.append(Problem(f"is not a Python file: {error}", str(source)))
-        return {}, {}, {}, {}
+        return _TaskFile(source)
     if "build" not in functions:
         what, fix = "must define build(*, ...) -> Task, and does not", "an example: accel-run new my_task.py"
         problems.append(Problem(what, str(source), fix))
-        return {}, {}, {}, {}
+        return _TaskFile(source)
     build = functions["build"].keys
     predict = {
         name: key for found in functions if found.endswith(".predict") for name, key in functions[found].keys.items()
@@ -580,8 +710,17 @@ def _read_task(source: Path, problems: list[Problem]) -> tuple[Keys, Keys, Mappi
         if isinstance(key.default, Expression):
             what = f"the default of {name} must be a literal, such as 64 or 'text', but is {key.default.text}"
             problems.append(Problem(what, str(source)))
-    settings, sizes = (_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES"))
-    return build, predict, settings, sizes
+    settings, sizes, phases = (_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES", "PHASES"))
+    settings = {**settings, **_of_size(sizes, build, composed, values)}
+    of_phases = {key: value for key, value in settings.items() if key.startswith("phase.")}
+    declared = read_phases(phases, of_phases, source.name, problems)
+    names = [phase.name for phase in declared]
+    for setting in of_phases:
+        phase = setting.split(".")[1]
+        if phase not in names:
+            problems.append(Problem("PHASES has no such phase", f"SETTINGS[{setting!r}]", did_you_mean(phase, names)))
+    rest = {key: value for key, value in settings.items() if key not in of_phases}
+    return _TaskFile(source, build, predict, rest, declared)
 
 
 def _literal(tree: ast.Module, name: str, source: Path, problems: list[Problem]) -> Mapping[str, Any]:
@@ -603,13 +742,17 @@ def _set_values(
     composed: Mapping[str, Any],
     values: list[tuple[str, Any, str]],
     schema: _Schema,
+    said: Collection[str],
     problems: list[Problem],
 ) -> dict[str, Any]:
-    """Return key -> value: signature defaults, then the composed tree, then the task's settings, then the user's."""
+    """Return key -> value: signature defaults, then the composed tree, then the task's settings, then the user's.
+
+    Those of the phases come last, since they follow from all others.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    tree = defaults(schema.keys)
+    tree = {key: value for key, value in defaults(schema.keys).items() if not key.startswith("phase.")}
     given = {key: value for key, value in composed.items() if key not in ("hydra_choices", "hardware")}
     try:
         given = OmegaConf.to_container(OmegaConf.create(given), resolve=True)  # type: ignore[assignment]
@@ -621,15 +764,22 @@ def _set_values(
             where = f"{schema.folder_keys[key]}: " if key in schema.folder_keys else ""
             _place(tree, key, value, f"{where}{key}={_word(value)}", schema, problems)
     for key, value in schema.task_settings.items():
-        if key in GROUPS:
-            fix = f"say {key}={_word(value)} on the command line"
-            problems.append(Problem("a task sets keys, it chooses no options", f"SETTINGS[{key!r}]", fix))
-        else:
+        if key not in GROUPS:  # an option that it may not choose is said already
             _place(tree, key, value, f"SETTINGS[{key!r}]", schema, problems)
     _keep_one_length(tree, schema.task_settings)
     for key, value, word in values:
-        _place(tree, key, value, word, schema, problems)
-    _keep_one_length(tree, {key for key, _, _ in values})
+        if not key.startswith("phase."):
+            _place(tree, key, value, word, schema, problems)
+    _keep_one_length(tree, said)
+    for phase in schema.phases:
+        known = {schema.known(key) for key in said}
+        for name, value, _ in values_of(
+            phase.declared, phase.keys, phase.options, schema.functions, schema.tuned, tree, known
+        ):
+            tree[phase.declared.key(name)] = value
+    for key, value, word in values:
+        if key.startswith("phase."):
+            _place(tree, key, value, word, schema, problems)
     return tree
 
 
@@ -686,6 +836,8 @@ def _check(tree: Mapping[str, Any], schema: _Schema, already: set[str]) -> list[
             continue
         if isinstance(tree[name], Expression):
             continue  # said when the task was read
+        if name.startswith("phase.") and tree[name] == tree.get(name.split(".", 2)[2]):
+            continue  # said of the run
         wrong = fault(key.type, tree[name])
         where = f"{name}={_word(tree[name])}"
         if wrong and where not in already:
@@ -695,18 +847,43 @@ def _check(tree: Mapping[str, Any], schema: _Schema, already: set[str]) -> list[
     return problems
 
 
-def _contradictions(tree: Mapping[str, Any]) -> list[Problem]:
+def _contradictions(tree: Mapping[str, Any], schema: _Schema) -> list[Problem]:
     """Return what is wrong between keys that are each right, as far as no machine needs to be known for it."""
     problems = []
     total, micro = tree.get("global_batch_size"), tree.get("micro_batch_size")
     if isinstance(total, int) and total > 0 and (micro == "auto" or (isinstance(micro, int) and micro > 0)):
         batch = divide(total, micro, 1)
         problems += [batch] if isinstance(batch, Problem) else []
-    updates, epochs = tree.get("updates"), tree.get("epochs")
-    if updates is None and epochs is None:
-        problems.append(Problem("updates or epochs must be given", "updates=null", "say updates=1000"))
-    if updates is not None and epochs is not None:
-        problems.append(Problem("both are given", f"updates={updates} epochs={epochs}", "give one of them"))
+    for lead in ("", *(phase.declared.key("") for phase in schema.phases if phase.declared.kind == "train")):
+        updates, epochs = tree.get(f"{lead}updates"), tree.get(f"{lead}epochs")
+        if updates is None and epochs is None:
+            problems.append(
+                Problem("updates or epochs must be given", f"{lead}updates=null", f"say {lead}updates=1000")
+            )
+        if updates is not None and epochs is not None:
+            where = f"{lead}updates={updates} {lead}epochs={epochs}"
+            problems.append(Problem("both are given", where, "give one of them"))
+    return problems + _phase_contradictions(tree, schema)
+
+
+def _phase_contradictions(tree: Mapping[str, Any], schema: _Schema) -> list[Problem]:
+    """Return what is wrong with the choice of phases: names that are none, and nothing left to do."""
+    wanted = tree.get("phases")
+    kinds = {phase.declared.name: phase.declared.kind for phase in schema.phases} or {"train": "train"}
+    known = [*kinds, INFERENCE]
+    if wanted is not None and not isinstance(wanted, list):
+        return []  # said with its type
+    if wanted == []:
+        fix = f"say phases=[{known[0]}], or phases=null for all"
+        return [Problem("names no phase", "phases=[]", fix)]
+    problems = [
+        Problem(f"the task has no phase {name}; phases: {', '.join(known)}", "phases", did_you_mean(str(name), known))
+        for name in wanted or ()
+        if name not in known
+    ]
+    if not problems and tree.get("epochs") == 0 and "fit" not in [kinds.get(name) for name in wanted or kinds]:
+        fix = "say epochs=1, or updates=100"
+        problems.append(Problem("leaves nothing to do: the task has no phase of kind fit", "epochs=0", fix))
     return problems
 
 
@@ -736,8 +913,10 @@ def _freeze(
     choices = {group: Choice(str(names[group]), schema.functions[group], under(group)) for group in AXES}
     task = request.task_file.stem if request.task_file else str(names["task"])
     choices["task"] = Choice(task, task, under("task"))
+    settings = _settings(Settings, tree)
+    phases = [_phase_settings(phase, tree) for phase in schema.phases]
     return Configuration(
-        settings=_settings(Settings, tree),
+        settings=settings,
         choices=choices,
         inference=under("inference"),
         profile=str(names["hardware"]),
@@ -746,7 +925,35 @@ def _freeze(
         for_auto=schema.for_auto,
         sources=sources,
         notes=notes,
+        phases=tuple(phases) or (_only_phase(settings, choices),),
+        own_keys={key: value for key, value in tree.items() if key.startswith("phase.")},
     )
+
+
+def _phase_settings(phase: _Phase, tree: Mapping[str, Any]) -> PhaseSettings:
+    """Return the settings of a declared phase; what a fit does not have is what does nothing."""
+
+    def choice(group: str) -> Choice:
+        lead, option = phase.declared.key(f"{group}."), phase.options[group]
+        return Choice(
+            option, option, {key.removeprefix(lead): value for key, value in tree.items() if key.startswith(lead)}
+        )
+
+    own = {name: tree[phase.declared.key(name)] for name in phase.keys}
+    plain = ("trains", "updates", "epochs", "global_batch_size", "micro_batch_size", "max_grad_norm")
+    values: dict[str, Any] = {name: own.get(name) for name in plain} | {group: choice(group) for group in PHASE_GROUPS}
+    for name, kind in (("evaluate", EvaluateSettings), ("early_stopping", EarlyStoppingSettings)):
+        lead = f"{name}."
+        values[name] = kind(**{key.removeprefix(lead): value for key, value in own.items() if key.startswith(lead)})
+    return PhaseSettings(name=phase.declared.name, kind=phase.declared.kind, needs=phase.declared.needs, **values)
+
+
+def _only_phase(settings: Settings, choices: Mapping[str, Choice]) -> PhaseSettings:
+    """Return the one phase of a task that declares none: it has the settings of the run."""
+    same = ("updates", "epochs", "global_batch_size", "micro_batch_size", "max_grad_norm", "evaluate", "early_stopping")
+    values: dict[str, Any] = {name: getattr(settings, name) for name in same}
+    values |= {group: choices[group] for group in PHASE_GROUPS}
+    return PhaseSettings(name="train", kind="train", needs=(), trains=None, **values)
 
 
 def _settings(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Any:
@@ -766,6 +973,7 @@ def _settings(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Any:
 
 def _sources(
     groups: Mapping[str, str],
+    of_task: Mapping[str, str],
     values: list[tuple[str, Any, str]],
     composed: Mapping[str, Any],
     schema: _Schema,
@@ -774,12 +982,27 @@ def _sources(
     """Say who set what, weakest first so that the strongest stays."""
     names, folder = composed["hydra_choices"], request.config_dir
     task = request.task_file.name if request.task_file else names["task"]
-    of_task = [] if request.task_file else _file_keys("task", names["task"], folder, schema.keys)
+    in_file = [] if request.task_file else _file_keys("task", names["task"], folder, schema.keys)
     found = dict.fromkeys(schema.folder_keys, "config folder")
-    found |= dict.fromkeys((*of_task, *schema.task_settings), f"task {task}")
+    found |= dict.fromkeys((*in_file, *schema.task_settings, *of_task), f"task {task}")
     found |= dict.fromkeys(selected_by_profile(str(names["hardware"]), folder), f"profile {names['hardware']}")
     found |= dict.fromkeys(groups, "command line")
     found |= {schema.known(key): "command line" for key, _, _ in values}
+    for phase in schema.phases:
+        triples = values_of(
+            phase.declared,
+            phase.keys,
+            phase.options,
+            schema.functions,
+            schema.tuned,
+            defaults(schema.keys),
+            {*(schema.known(key) for key, _, _ in values), *groups},
+        )
+        of_run = {"task": f"task {task}", "default": "default"}
+        for name, _, source in triples:
+            who = found.get(name, "default") if source == "run" else of_run[source]
+            if who != "default":
+                found[phase.declared.key(name)] = who
     return found
 
 

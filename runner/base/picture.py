@@ -9,7 +9,7 @@ from runner.base.packages import require
 
 
 def new_figure(width: float = 8.0, height: float = 4.5) -> Any:
-    """Return an empty matplotlib Figure of that size in inches. Raises MissingPackage where matplotlib is not installed."""
+    """Return an empty matplotlib Figure of that size in inches. Raises MissingPackage where matplotlib is missing."""
     return require("matplotlib.figure", "plots").Figure(figsize=(width, height), layout="constrained", dpi=120)
 
 

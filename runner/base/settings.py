@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from runner.base.values import Count, DeviceName, Positive, PositiveInt
+from runner.base.values import Count, DeviceName, NonNegative, Positive, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,33 @@ class EvaluateSettings:
 
 
 @dataclass(frozen=True)
+class EarlyStoppingSettings:
+    """When a phase ends before its last update.
+
+    patience   evaluations in a row without improvement after which the phase ends; null: never
+    metric     metric of the evaluation that is watched
+    best_is    min or max: which values of it are better
+    min_delta  how much better than the best a value must be
+    """
+
+    patience: PositiveInt | None = None
+    metric: str = "val/loss"
+    best_is: Literal["min", "max"] = "min"
+    min_delta: NonNegative = 0.0
+
+
+@dataclass(frozen=True)
 class Settings:
     """Top-level keys of the configuration.
 
     updates            optimizer steps of the run (or give epochs)
-    epochs             passes over the training data (or give updates)
+    epochs             passes over the training data (or give updates); 0: only phases without gradients
     global_batch_size  samples per update over all ranks and micro-batches
     micro_batch_size   samples per device and pass; auto: derived; accumulation follows from it
     max_grad_norm      gradients are scaled down to this norm; null: not clipped
     seed               of weights, order of data and dropout
     device             auto, cpu, cuda, cuda:N or mps
-    phases             names of the phases to run; null: all of the task's
+    phases             names of the phases to run; null: all of the task's but infer
     run                train: name of the run, an existing name resumes; others: last, a name or a folder
     output_root        folder that holds the runs
     resume             auto: continue the run of that name; fresh: start it anew; or a run folder to start from
@@ -52,7 +68,7 @@ class Settings:
     """
 
     updates: PositiveInt | None = None
-    epochs: Positive | None = None
+    epochs: NonNegative | None = None
     global_batch_size: PositiveInt = 32
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
     max_grad_norm: Positive | None = 1.0
@@ -66,3 +82,4 @@ class Settings:
     log_every: PositiveInt = 10
     data: DataSettings = field(default_factory=DataSettings)
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
+    early_stopping: EarlyStoppingSettings = field(default_factory=EarlyStoppingSettings)

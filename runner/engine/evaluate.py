@@ -25,11 +25,13 @@ def evaluate(
     world: World,
     samples: Indices,
     batch_size: int,
+    seed: int,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Return the task's metrics over `samples`, each counted once; None where `stopped` said so in between.
 
-    The model is in train mode again afterwards, and the random generators are where they were.
+    Random numbers are drawn from `seed` anew, so that metrics that sample can be compared. Afterwards the model is in
+    train mode again, and the random generators are where they were.
     """
     keys = [
         Micro(0, samples[first : first + batch_size], last=first + batch_size >= len(samples))
@@ -38,6 +40,7 @@ def evaluate(
     sums: dict[str, list[Tensor]] = {}
     counts: dict[str, Tensor | int] = {}
     with as_in_use(model, world.device), torch.no_grad():
+        torch.manual_seed(seed)
         for batch, _, _ in prefetch(iter(loader.batches(keys))):
             if stopped():
                 return None

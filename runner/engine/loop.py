@@ -33,13 +33,13 @@ class Position:
 
 
 class StepInfo(NamedTuple):
-    """What one update was; tensors stay on the device."""
+    """What one update was; tensors stay on the device. A fit has no loss and no learning rate."""
 
     update: int
-    loss_sum: Tensor
+    loss_sum: Tensor | None
     items: Tensor | int
     grad_norm: Tensor | None
-    lr: float
+    lr: float | None
     bad: tuple[tuple[int, str], ...]
 
 

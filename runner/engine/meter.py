@@ -79,7 +79,8 @@ class Meter:
 
     def __call__(self, step: StepInfo) -> None:
         """Note one update; write a row when one is due."""
-        self._losses.append(step.loss_sum)
+        if step.loss_sum is not None:
+            self._losses.append(step.loss_sum)
         self._items.append(step.items)
         self._last = step
         if step.update % self.every == 0:
@@ -92,7 +93,7 @@ class Meter:
 
     def close_window(self) -> None:
         """Write a row for the updates since the last one, as at the end of a phase."""
-        if self._losses:
+        if self._items:
             self._close_row()
         self.flush()
 
@@ -120,21 +121,22 @@ class Meter:
         self.items_seen = float(state["items_seen"])
         if state["update"] is not None:
             norm = None if state["grad_norm"] is None else self._number(state["grad_norm"])
-            self._last = StepInfo(state["update"], self.world.zeros(1), 0, norm, state["lr"], ())
+            self._last = StepInfo(state["update"], None, 0, norm, state["lr"], ())
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Forget the time until now, as after the first update, whose start-up does not describe the rest."""
         self._since, self._outside, self._data = time.perf_counter(), self.clock.outside_updates(), self.clock.data
-        self._untimed = len(self._losses)  # updates of this window that the clock has not seen
+        self._untimed = len(self._items)  # updates of this window that the clock has not seen
 
     def _close_row(self) -> None:
         assert self._last is not None
         now, step = time.perf_counter(), self._last
         outside, data = self.clock.outside_updates() - self._outside, self.clock.data - self._data
         seconds = max(now - self._since - outside, 1e-9)
-        row: Row = {"update": step.update, "phase": self.phase, "lr": step.lr}
-        timing = {"seconds": seconds, "updates": len(self._losses), "untimed": self._untimed, "data": data}
+        row: Row = {"update": step.update, "phase": self.phase}
+        row |= {"lr": step.lr} if step.lr is not None else {}
+        timing = {"seconds": seconds, "losses": len(self._losses), "untimed": self._untimed, "data": data}
         numbers = [self._number(value) for value in (*self._losses, *self._items)]
         norm = self._number(math.nan if step.grad_norm is None else step.grad_norm)
         self._losses, self._items = [], []
@@ -162,17 +164,16 @@ class Meter:
             pending.arrived.synchronize()
         timing = pending.row.pop("_")
         numbers = pending.numbers.tolist()
-        count = timing["updates"]
-        losses, items, norm = numbers[:count], numbers[count : 2 * count], numbers[-1]
+        losses, items, norm = numbers[: timing["losses"]], numbers[timing["losses"] : -1], numbers[-1]
+        count = len(items)
         fine = [index for index, loss in enumerate(losses) if math.isfinite(loss)]
         total = sum(items)
         self.items_seen += total
         row = pending.row
-        if fine:
-            row["train/loss"] = sum(losses[index] for index in fine) / max(sum(items[index] for index in fine), 1e-30)
-        else:
-            row["train/loss"] = None
-        row["train/grad_norm"] = norm if math.isfinite(norm) else None
+        if losses:
+            counted = max(sum(items[index] for index in fine), 1e-30)
+            row["train/loss"] = sum(losses[index] for index in fine) / counted if fine else None
+            row["train/grad_norm"] = norm if math.isfinite(norm) else None
         seconds, timed = timing["seconds"], count - timing["untimed"]
         row["perf/items_per_s"] = sum(items[count - timed :]) / seconds if timed else None
         row["perf/step_time_ms"] = 1e3 * seconds / timed if timed else None

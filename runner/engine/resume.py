@@ -14,7 +14,9 @@ from runner.durable.checkpoint import Loaded
 # Keys that are the mathematics of the run: another value makes it another run.
 FIXED = ("task", "global_batch_size", "seed", "data.path", "data.train_samples", "dataloader.drop_last")
 # Keys that change the mathematics from here on: they may, if the user says so by name.
-BY_NAME = ("updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision")
+BY_NAME = (
+    "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "trains",
+)  # fmt: skip
 MECHANICS = ("optimizer.kernel", "task_file", "phases")
 
 
@@ -40,7 +42,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable
         difference = Difference(key, before.get(key), now.get(key))
         what = f"was {difference.before} in the checkpoint, and is {difference.now} now"
         sort = _sort_of(key)
-        if sort == "mechanics" or (sort == "by name" and _under(key, allowed)):
+        if sort == "mechanics" or (sort == "by name" and (_under(key, allowed) or _under(_of_run(key), allowed))):
             fine.append(difference)
         elif sort == "by name":
             fix = f"go on all the same with resume_allow=[{key}], or start anew with another run=NAME"
@@ -76,7 +78,13 @@ def load_model(model: nn.Module, checkpoint: Loaded) -> None:
     model.load_state_dict(saved, strict=True)
 
 
+def _of_run(key: str) -> str:
+    """Return the key without the phase to which it belongs."""
+    return key.split(".", 2)[2] if key.startswith("phase.") else key
+
+
 def _sort_of(key: str) -> str:
+    key = _of_run(key)
     if _under(key, MECHANICS):
         return "mechanics"
     if key == "optimizer" or _under(key, FIXED):  # its keys may differ by name, itself it may not

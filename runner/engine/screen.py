@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import shlex
 import sys
 import time
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.axes.attention import Attention
-from runner.axes.optimizer import expected_state_bytes, state_bytes
 from runner.base.order import Order
 from runner.durable.checkpoint import Loaded
 from runner.durable.directory import RunDirectory
@@ -25,7 +23,7 @@ from runner.plan.plan import Plan
 
 if TYPE_CHECKING:
     from runner.engine.assemble import Parts
-    from runner.engine.train import Outcome, TrainingRun
+    from runner.engine.train import Outcome, PhaseRecord, TrainingRun
 
 
 class Screen:
@@ -152,7 +150,8 @@ class Screen:
             "checkpoint_wait": clock.saving,
             "compute": max(0.0, total - clock.data - clock.hooks - clock.starting),
         }
-        memory: dict[str, float | None] = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        last = list(run.records.values())[-1]
+        memory: dict[str, float | None] = {"host": max(record.peak_host_gib for record in run.records.values())}
         if device.type == "cuda":
             memory[f"{device} allocated"] = torch.cuda.max_memory_allocated(device) / 2**30
             memory[f"{device} reserved"] = torch.cuda.max_memory_reserved(device) / 2**30
@@ -166,7 +165,7 @@ class Screen:
             notes.append(tracker)
         if run.num_skipped:
             notes.append(f"{run.num_skipped} updates were skipped because float16 overflowed")
-        before, after = expected_state_bytes(run.optimizer), state_bytes(run.optimizer)
+        before, after = run.state_bytes
         if after < before:
             notes.append(f"optimizer state {after / 2**20:.1f} MiB instead of {before / 2**20:.1f} MiB")
         baselines = {f"val/{name}": value for name, value in run.parts.task.baselines().items()}
@@ -176,7 +175,7 @@ class Screen:
             EndOfRun(
                 outcome=f"saved ({outcome.stopped_by})" if outcome.stopped_by else "done",
                 update=outcome.update,
-                total_updates=run.total,
+                total_updates=last.total,
                 total_s=total,
                 loss=run.last_row.get("train/loss"),
                 metrics=outcome.metrics,
@@ -188,6 +187,9 @@ class Screen:
                 places={"run": str(self.directory.path), "metrics": str(self.directory.metrics)},
                 notes=tuple(notes),
                 next_commands=tuple(self._next(plan, outcome)),
+                phases=tuple(_phase_line(name, record) for name, record in run.records.items())
+                if len(run.records) > 1
+                else (),
             ),
             ascii_only=self._ascii,
         )
@@ -205,6 +207,16 @@ class Screen:
             f"accel-run inference run={self.directory.name}{root}",
             f"accel-run status run={self.directory.name}{root}",
         ]
+
+
+def _phase_line(name: str, record: PhaseRecord) -> str:
+    """Return what a phase took, and its last metrics."""
+    made = f"{record.updates} of {record.total}" if record.updates < record.total else str(record.updates)
+    peak = "" if record.peak_device_gib is None else f", {record.peak_device_gib:.2f} GiB on the GPU"
+    metrics = "".join(f"  {metric.removeprefix('val/')} {value:.4g}" for metric, value in record.metrics.items())
+    return (
+        f"{name} ({record.kind}): {made} updates, {record.seconds:.1f} s, {record.peak_host_gib:.2f} GiB{peak}{metrics}"
+    )
 
 
 def _techniques(plan: Plan) -> list[Technique]:

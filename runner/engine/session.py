@@ -107,7 +107,12 @@ def _train(
         result = run.observers.benchmark.result()
         if result is not None:
             directory.write("benchmark.json", _json(result))
-        record |= {"update": outcome.update, "metrics": dict(outcome.metrics)}
+        record |= {
+            "update": outcome.update,
+            "metrics": dict(outcome.metrics),
+            "baselines": {f"val/{name}": value for name, value in run.parts.task.baselines().items()},
+            "phases": {name: dataclasses.asdict(phase) for name, phase in run.records.items()},
+        }
         screen.report_end(run, outcome)
         return outcome.exit_code
 
@@ -165,7 +170,7 @@ def open_phase(request: Request) -> Iterator[Phase]:
         ExitStack() as stack,
     ):
         run, start = _open(plan, directory, screen, {"tracker_id": None}, stack, lambda: None)
-        with Phase(run, run.phase_names()[0], start) as phase:
+        with Phase(run, plan.selected[0], start) as phase:
             yield phase
 
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ import torch
 
 from runner import __version__
 from runner.axes.dataloader import Loader
-from runner.axes.optimizer import OPTIMIZERS, export_state, import_state
-from runner.axes.scheduler import SCHEDULERS, Schedule
 from runner.base.batch import MicroBatch
 from runner.base.choice import make
-from runner.base.errors import ConfigError, DataError, Exit, IncompatibleResume, NumericError, Problem
+from runner.base.errors import DataError, Exit, IncompatibleResume, InputMissing
 from runner.base.order import Indices, Order, evenly_spread
+from runner.base.phases import LENGTHS
 from runner.base.schema import did_you_mean
+from runner.base.task import Progress
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import Loaded, Snapshot, Writer
 from runner.durable.directory import RunDirectory
@@ -34,16 +34,18 @@ from runner.engine.advice import watch_shapes
 from runner.engine.assemble import Parts, random_state, restore_random_state
 from runner.engine.evaluate import evaluate
 from runner.engine.faults import explain
-from runner.engine.loop import Position, StepInfo, Training, train_updates
+from runner.engine.kinds import KINDS
+from runner.engine.loop import Position, StepInfo
 from runner.engine.meter import Clock, Meter, Row, as_line
 from runner.engine.resume import compare, load_model
 from runner.engine.saving import CHECKPOINTS, SavePolicy
 from runner.engine.screen import Screen
-from runner.engine.tasks import CheckedLoss
+from runner.engine.stopping import EarlyStopping
 from runner.observe.benchmark import Benchmark
+from runner.observe.memory import host_peak_gib, restart_host_peak
 from runner.observe.profiler import Profiler
 from runner.observe.trackers import Tracker
-from runner.plan.plan import Plan
+from runner.plan.plan import PhasePlan, Plan
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,27 @@ class Observers:
 
 
 @dataclass
+class PhaseRecord:
+    """What a phase has done and taken so far, over all processes that worked on it.
+
+    updates, total   made, and wanted; fewer where it was stopped early
+    finished         nothing is left to do in it
+    seconds          from its beginning to its last save, evaluations included
+    peak_host_gib    most resident memory of this process; peak_device_gib the most that torch held on the GPU
+    metrics          of its last evaluation, and what a fit found
+    """
+
+    kind: str
+    updates: int = 0
+    total: int = 0
+    finished: bool = False
+    seconds: float = 0.0
+    peak_host_gib: float = 0.0
+    peak_device_gib: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
 class TrainingRun:
     """A run under way. `train` walks the phases; everything between updates is a method called from `_between`."""
 
@@ -94,10 +117,12 @@ class TrainingRun:
     clock: Clock = field(default_factory=Clock)
     metrics: dict[str, float] = field(default_factory=dict)
     bests: list[tuple[float, int]] = field(default_factory=list)  # (metric, number) of the best checkpoints, best first
+    ends: list[int] = field(default_factory=list)  # numbers of the checkpoints at the ends of finished phases
+    records: dict[str, PhaseRecord] = field(default_factory=dict)
     tracker_id: str | None = None
     updates_before: int = 0  # those of the phases before the current one
-    total: int = 0  # updates of the last phase
     last_row: Row = field(default_factory=dict)
+    state_bytes: tuple[int, int] = (0, 0)  # of the last optimizer: expected, real
 
     @property
     def num_skipped(self) -> int:
@@ -109,10 +134,15 @@ class TrainingRun:
 
         Raises what the task, the device or the disk make impossible to go on with; the last checkpoint is whole.
         """
-        names = self._phases_from(start)
-        self.updates_before = start.state["updates_before"] if start else 0
-        for name in names:
-            phase = Phase(self, name, start)
+        phases = self._phases_from(start)
+        if start is not None:
+            self._take_over(start)
+            if start.state["phase"] != phases[0].name:
+                self._begin_after(start)
+                start = None
+        for planned in phases:
+            self.parts.task.begin_phase(planned.name)
+            phase = Phase(self, planned, start)
             start = None
             try:
                 with phase:
@@ -122,110 +152,130 @@ class TrainingRun:
                 if shown is error:
                     raise
                 raise shown from error
-            self.optimizer, self.total, self.last_row = phase.training.optimizer, phase.total, phase.meter.last_row
+            self.last_row, self.state_bytes = phase.meter.last_row or self.last_row, phase.work.state_bytes()
             if stopped_by:
                 return Outcome(stopped_by, phase.position.update, self.metrics)
-            self.updates_before += phase.total
+            self.ends.append(phase.number)
+            self.updates_before += phase.position.update
             self.bests = []  # another phase has another loss
         return Outcome(None, phase.position.update, self.metrics)
 
-    def _phases_from(self, start: Loaded | None) -> list[str]:
-        """Return the phases to walk: that of the checkpoint first, then the selected ones after it.
+    def _phases_from(self, start: Loaded | None) -> list[PhasePlan]:
+        """Return the phases to walk: that of the checkpoint, unless it is finished and not selected, and those after.
 
         Raises IncompatibleResume where a selected phase lies before the checkpoint, or its own is neither selected nor
-        finished.
+        finished; InputMissing where a phase needs another that is neither finished nor selected.
         """
-        names, known = self.phase_names(), list(self.parts.task.losses)
-        if start is None:
-            return names
-        current, made, total = (start.state[key] for key in ("phase", "phase_update", "total"))
-        if current not in known:
-            raise IncompatibleResume(
-                f"the checkpoint is of phase {current}, which the task does not have", where="phases"
-            )
-        later = [name for name in names if known.index(name) > known.index(current)]
-        if current not in names and made < total:
-            raise IncompatibleResume(
-                f"phase {current} is not finished: {made} of {total} updates",
-                where="phases",
-                fix=f"say phases=[{current}]",
-            )
-        if current not in names and not later:
-            raise IncompatibleResume(
-                f"the run is in phase {current} already, and {', '.join(names)} came before it", where="phases",
-                fix="start anew with another run=NAME",
-            )  # fmt: skip
-        return [current, *later]
+        selected, names = list(self.plan.selected), [phase.name for phase in self.plan.phases]
+        finished: set[str] = set()
+        if start is not None:
+            current = start.state["phase"]
+            if current not in names:
+                raise IncompatibleResume(
+                    f"the checkpoint is of phase {current}, which the task does not have", where="phases"
+                )
+            finished = {name for name, record in start.state["records"].items() if record["finished"]}
+            if current not in [phase.name for phase in selected] and current not in finished:
+                made, total = start.state["phase_update"], start.state["total"]
+                raise IncompatibleResume(
+                    f"phase {current} is not finished: {made} of {total} updates",
+                    where="phases",
+                    fix=f"say phases=[{current}]",
+                )
+            earlier = ", ".join(phase.name for phase in selected if names.index(phase.name) < names.index(current))
+            selected = [phase for phase in selected if names.index(phase.name) >= names.index(current)]
+            if not selected:
+                raise IncompatibleResume(
+                    f"the run is in phase {current} already, and {earlier} came before it", where="phases",
+                    fix="start anew with another run=NAME",
+                )  # fmt: skip
+        coming = set(finished)
+        for phase in selected:
+            missing = [name for name in phase.needs if name not in coming]
+            if missing:
+                before = ",".join(name for name in names if name in missing or name == phase.name)
+                raise InputMissing(
+                    f"phase {phase.name} needs {', '.join(missing)}, which run {self.directory.name} has not finished",
+                    where="phases",
+                    fix=f"say phases=[{before}], or resume=RUN that has finished it",
+                )
+            coming.add(phase.name)
+        return selected
 
-    def phase_names(self) -> list[str]:
-        """Return the phases to run, in the task's order. Raises ConfigError for one the task does not have."""
-        known = list(self.parts.task.losses)
-        wanted = known if self.plan.settings.phases is None else self.plan.settings.phases
-        if not wanted:
-            raise ConfigError(
-                Problem("names no phase", "phases=[]", f"say phases=[{known[0]}], or phases=null for all")
-            )
-        problems = [
-            Problem(f"the task has no phase {name}; phases: {', '.join(known)}", "phases", did_you_mean(name, known))
-            for name in wanted
-            if name not in known
-        ]
-        if problems:
-            raise ConfigError(problems)
-        return [name for name in known if name in wanted]
+    def _take_over(self, start: Loaded) -> None:
+        """Take back from a checkpoint what belongs to the whole run."""
+        state = start.state
+        self.updates_before = state["updates_before"]
+        self.metrics = dict(state["metrics"])
+        self.records = {name: PhaseRecord(**record) for name, record in state["records"].items()}
+        if start.path.parent == self.directory.checkpoints:  # else it is another run's, and this one has none yet
+            self.ends = [int(number) for number in state["ends"]]
+
+    def _begin_after(self, start: Loaded) -> None:
+        """Take the model of a finished phase that is not run again; the next one begins with it."""
+        load_model(self.parts.bare, start)
+        self.parts.precision.load(start.state["precision"])
+        restore_random_state(start.tensors("random"), start.state["random"], self.parts.world.device)
+        self.updates_before += int(start.state["phase_update"])
+        if start.path.parent == self.directory.checkpoints:
+            self.ends.append(start.update)
 
 
 class Phase:
-    """One phase: its data, optimizer, schedule and position, and what happens between its updates."""
+    """One phase: its data, its kind of work and its position, and what happens between its updates."""
 
-    def __init__(self, run: TrainingRun, name: str, start: Loaded | None) -> None:
-        self.run_, self.name = run, name
+    def __init__(self, run: TrainingRun, planned: PhasePlan, start: Loaded | None) -> None:
+        self.run_, self.name, self.planned = run, planned.name, planned
         plan, parts = run.plan, run.parts
         self.observers, self.clock = run.observers, run.clock
         fetcher = parts.fetcher("train")
         self.order = Order(
             num_samples=len(fetcher),
-            global_batch_size=plan.batch.global_batch_size,
-            micro_batch_size=plan.batch.micro_batch_size,
+            global_batch_size=planned.batch.global_batch_size,
+            micro_batch_size=planned.batch.micro_batch_size,
             seed=plan.settings.seed,
-            drop_last=bool(plan.choices["dataloader"].options["drop_last"]),
+            drop_last=planned.kind == "train" and bool(plan.choices["dataloader"].options["drop_last"]),
         )
         if self.order.updates_per_epoch == 0:
             raise DataError(
-                f"{len(fetcher)} training samples make no whole update of {plan.batch.global_batch_size}",
+                f"{len(fetcher)} training samples make no whole update of {planned.batch.global_batch_size}",
                 where="dataloader.drop_last=true",
                 fix="say dataloader.drop_last=false, or a smaller global_batch_size",
             )
-        if plan.batch.global_batch_size > len(fetcher):
+        if planned.batch.global_batch_size > len(fetcher):
             run.observers.screen.warn(
-                f"global_batch_size={plan.batch.global_batch_size} is more than the {len(fetcher)} training samples:"
+                f"global_batch_size={planned.batch.global_batch_size} is more than the {len(fetcher)} training samples:"
                 " every update is a whole epoch"
             )
-        self.total = plan.updates or math.ceil((plan.epochs or 1) * self.order.updates_per_epoch)
         self.loader: Loader = parts.loader(fetcher)
         self.held_out, self.held_out_samples = self._held_out()
-        self.position = Position(name, skipped_before=parts.precision.num_skipped())
-        # A compiled model is not watched: torch.compile and a dispatch mode do not go together.
-        watch = plan.choices["compile"].name == "off"
-        self.loss = CheckedLoss(parts.task.losses[name], str(parts.source), watch=watch)
-        self.training = self._training()
-        self.schedule: Schedule = self.training.schedule
+        self.position = Position(self.name, skipped_before=parts.precision.num_skipped())
+        self.work = KINDS[planned.kind](planned, parts, self.order, self.position)
+        self.total = self.work.total
+        self.stopping = EarlyStopping(planned.early_stopping)
         self.policy: SavePolicy = make(
             CHECKPOINTS, plan.choices["checkpoint"].function, **plan.choices["checkpoint"].options
         )
         self.meter = Meter(
             parts.world,
-            name,
+            self.name,
             every=plan.settings.log_every,
             write=run.observers.write,
             readings=self._readings,
             clock=run.clock,
             overflow_is_skipped=plan.choices["precision"].function == "fp16",
         )
-        every = plan.settings.evaluate.every
+        every = planned.evaluate.every
         self.evaluate_every = max(1, self.total // 10) if every == "auto" else int(every)
         self.evaluated_at = self.saved_at = -1
+        self.is_first = True
         self._on_disk: int | None = None
+        self.record = run.records.setdefault(self.name, PhaseRecord(planned.kind))
+        self.record.total = self.total
+        self._seconds_before, self._began = self.record.seconds, time.perf_counter()
+        restart_host_peak()
+        if parts.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(parts.world.device)
         if start:
             self._restore(start)
         self.writer = Writer(
@@ -234,6 +284,11 @@ class Phase:
             on_failure=lambda error: run.observers.screen.warn(f"the checkpoint was not saved: {error}"),
         )
 
+    @property
+    def is_over(self) -> bool:
+        """True once no update is left to make: all are made, or the metric has stopped getting better."""
+        return self.position.update >= self.total or self.stopping.is_due
+
     def __enter__(self) -> Phase:
         return self
 
@@ -241,27 +296,38 @@ class Phase:
         with suppress(RuntimeError) if error else nullcontext():  # a dead worker is reported again when it is closed
             self.loader.close()
         self.writer.close()
+        self.work.release()
         self.run_.observers.profiler.close()
 
     def explained(self, error: Exception) -> Exception:
         """Return the error to show for one that ended this phase: itself where nothing more is known."""
         made = self.position.update
         where = f"update {made + 1} of phase {self.name}" if made < self.total else f"the end of phase {self.name}"
-        return explain(error, self.run_.parts.source, where, self.run_.plan.batch.micro_batch_size) or error
+        return explain(error, self.run_.parts.source, where, self.planned.batch.micro_batch_size) or error
 
     def run(self) -> str | None:
         """Make the updates that are missing; return the signal that stopped them, or None."""
-        if self.position.update >= self.total:
-            self.observers.screen.say(
-                f"{self.name} is finished: {self.total} updates are made; more: updates=N resume_allow=[updates]"
-            )
+        if self.is_over:
+            made = f"{self.position.update} updates are made; more: updates=N resume_allow=[updates]"
+            self.observers.screen.say(f"{self.name} is finished: {made}")
+        elif self.position.update == 0:
+            for text in self.work.said_first():
+                self.observers.screen.say(f"{self.name} {text}")
+        if self.stopping.is_on and (self.held_out is None or not self.evaluate_every):
+            self.observers.screen.warn(f"early_stopping has no effect in {self.name}: nothing is evaluated on the way")
         for _ in self.updates():
-            if self.run_.stop.requested:
+            if self.run_.stop.requested or self.is_over:
                 break
+        if self.stopping.is_due and not self.record.finished:
+            settings = self.planned.early_stopping
+            self.observers.screen.say(
+                f"{self.name} stops early at update {self.position.update}: {settings.patience} evaluations without a"
+                f" better {settings.metric} than {_shown(self.stopping.best)}"
+            )
         began = time.perf_counter()
         self._close()
         self.clock.hooks += time.perf_counter() - began
-        return self.run_.stop.requested if self.position.update < self.total else None
+        return None if self.record.finished else self.run_.stop.requested
 
     def updates(self) -> Iterator[int]:
         """Make one update after the other, with all that happens between them, and yield their numbers."""
@@ -270,9 +336,10 @@ class Phase:
         batches = self._batches()
         self.run_.parts.bare.train()
         self.clock.starting = time.perf_counter() - self.clock.started - self.clock.data - self.clock.hooks
+        self._tell_progress()
         if self._evaluation_is_due():  # the run was stopped in the middle of it
             self._evaluate()
-        for step in train_updates(self.training, batches, self.total):
+        for step in () if self.is_over else self.work.updates(batches):
             began = time.perf_counter()
             self._between(step)
             self.clock.hooks += time.perf_counter() - began
@@ -282,7 +349,10 @@ class Phase:
 
     def _between(self, step: StepInfo) -> None:
         observers, update = self.observers, step.update
+        self._tell_progress()
         self.meter(step)
+        if self.is_first:
+            self._after_the_first_of_the_phase()
         if observers.screen.first_update_is_due:
             self._after_the_first_update(step)
         for index, reason in step.bad:
@@ -291,15 +361,27 @@ class Phase:
             observers.screen.draw(update, self._values(step), observers.monitor.line())
         if self._evaluation_is_due():
             self._evaluate()
-        if update < self.total and self.policy.due(update, self.order.updates_per_epoch):  # the last one is `_close`'s
+        if not self.is_over and self.policy.due(update, self.order.updates_per_epoch):  # the last one is `_close`'s
             self._save()
         observers.profiler(update)
         observers.benchmark(update)
 
+    def _tell_progress(self) -> None:
+        update = self.position.update
+        epoch = update / self.order.updates_per_epoch
+        self.run_.parts.task.begin_update(Progress(self.name, update, self.total, epoch))
+
+    def _after_the_first_of_the_phase(self) -> None:
+        self.is_first = False
+        missed = self.work.missed()
+        if missed and self.position.update == 1:  # after a resumption the first update may have other samples
+            shown = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if missed[4:] else "")
+            self.observers.screen.warn(f"no gradient reached {shown} in the first update of {self.name}")
+
     def _after_the_first_update(self, step: StepInfo) -> None:
         """What must not delay the first update begins now: the tracker and the monitor."""
         spent = time.perf_counter() - self.clock.started - self.clock.starting
-        self.observers.screen.first_update(step.update, spent, self.run_.parts.attention, self.loss.attention)
+        self.observers.screen.first_update(step.update, spent, self.run_.parts.attention, self.work.attention)
         self.meter.restart_clock()
         gc.enable()  # off while everything was imported and built, see cli.py
         gc.freeze()  # what is there now lives as long as the run
@@ -311,7 +393,11 @@ class Phase:
     def _values(self, step: StepInfo) -> dict[str, float]:
         """Return what the screen shows; waits for the device, so only when something is drawn."""
         row = self.meter.last_row
-        values = {"loss": float(step.loss_sum) / max(float(step.items), 1e-30), "lr": step.lr}
+        values: dict[str, float] = {}
+        if step.loss_sum is not None:
+            values["loss"] = float(step.loss_sum) / max(float(step.items), 1e-30)
+        if step.lr is not None:
+            values["lr"] = step.lr
         if step.grad_norm is not None:
             values["grad_norm"] = float(step.grad_norm)
         values["items_per_s"] = row.get("perf/items_per_s") or math.nan
@@ -346,16 +432,21 @@ class Phase:
         parts = self.run_.parts
         measured = evaluate(
             parts.task, parts.model, self.held_out, parts.prefetch, parts.precision, parts.world,
-            self.held_out_samples, self.run_.plan.batch.micro_batch_size, lambda: self.run_.stop.requested is not None,
+            self.held_out_samples, self.planned.batch.micro_batch_size, self.run_.plan.settings.seed,
+            lambda: self.run_.stop.requested is not None,
         )  # fmt: skip
         if measured is None:  # asked to stop: the resumed run makes this evaluation
+            self.record.finished = False
             return
         self.evaluated_at = self.position.update
         metrics = {f"val/{name}": value for name, value in measured.items()}
         self.run_.metrics = metrics
         self.observers.write({"update": self.position.update, "phase": self.name, **metrics})
-        if self.schedule.metric in metrics:
-            self.schedule.observe(metrics[self.schedule.metric], self.position.update)
+        self.record.metrics |= metrics
+        self.work.observe(metrics)
+        self.stopping.observe(metrics)
+        if self.stopping.is_on:
+            self._warn_of_unknown("early_stopping.metric", self.planned.early_stopping.metric, metrics)
         self.observers.screen.evaluated(self.position.update, metrics)
         self.clock.evaluation += time.perf_counter() - began
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
@@ -369,18 +460,22 @@ class Phase:
             return
         if name not in metrics:
             self.policy.best = None
-            near = did_you_mean(name, metrics)
-            self.observers.screen.warn(
-                f"checkpoint.best={name}: the evaluation has no such metric, so no best checkpoint is kept; it has "
-                + ", ".join(metrics) + (f"; {near}" if near else "")
-            )  # fmt: skip
+            self._warn_of_unknown("checkpoint.best", name, metrics)
             return
         bests, value = self.run_.bests, metrics[name]
         full = len(bests) >= self.policy.keep_best
         if math.isfinite(value) and self.policy.is_better(value, bests[-1][0] if full else None):
-            ranked = sorted([*bests, (value, self._number)], reverse=self.policy.better == "max")
+            ranked = sorted([*bests, (value, self.number)], reverse=self.policy.better == "max")
             self.run_.bests = ranked[: self.policy.keep_best]
             self._save()
+
+    def _warn_of_unknown(self, key: str, name: str, metrics: Mapping[str, float]) -> None:
+        if name not in metrics:
+            near = did_you_mean(name, metrics)
+            self.observers.screen.warn(
+                f"{key}={name}: the evaluation has no such metric; it has {', '.join(metrics)}"
+                + (f"; {near}" if near else "")
+            )
 
     def _save(self) -> None:
         if self.saved_at == self.position.update:
@@ -388,26 +483,25 @@ class Phase:
         began = time.perf_counter()
         snapshot = self._snapshot()
         self.saved_at = self.position.update
-        self.writer.submit(snapshot, best=self._bests())
+        self.writer.submit(snapshot, best=self._kept())
         self.policy.saved()
         self.clock.saving += time.perf_counter() - began
 
     def _close(self) -> None:
-        finished = self.position.update >= self.total
-        if finished:
+        if self.is_over:
             self.meter.close_window()
-            skipped = self.run_.num_skipped - self.position.skipped_before
-            if skipped >= self.total:
-                raise NumericError(
-                    f"every update of phase {self.name} was skipped: gradients overflowed float16, nothing was learned",
-                    where="precision=fp16",
-                    fix="say precision.init_scale=1024, or precision=bf16 or fp32",
-                )
+            if not self.record.finished:
+                found = {f"{self.planned.kind}/{name}": value for name, value in self.work.close().items()}
+                if found:
+                    self.record.metrics |= found
+                    self.observers.write({"update": self.position.update, "phase": self.name, **found})
+                    self.observers.screen.evaluated(self.position.update, found)
+            self.record.finished = True  # and False again where somebody asks to stop during the evaluation
             self._evaluate()
         self._save()
         self.observers.metrics.flush(sync=True)
         acknowledged = self.writer.wait()
-        if (acknowledged if acknowledged is not None else self._on_disk) != self._number:
+        if (acknowledged if acknowledged is not None else self._on_disk) != self.number:
             raise self.writer.failures[-1]
         self.observers.screen.end()
 
@@ -416,7 +510,8 @@ class Phase:
     def _snapshot(self) -> Snapshot:
         parts, plan = self.run_.parts, self.run_.plan
         meter = self.meter.state()  # raises where the loss is not finite: such weights are never saved
-        optimizer, numbers = export_state(self.training.optimizer)
+        work, numbers = self.work.state()
+        self._note()
         random, rest = random_state(parts.world.device)
         values = plan.values()
         state = {
@@ -424,8 +519,10 @@ class Phase:
             "phase_update": self.position.update,
             "updates_before": self.run_.updates_before,
             "total": self.total,
-            "optimizer": numbers,
-            "schedule": self.schedule.state(),
+            **numbers,
+            "early_stopping": self.stopping.state(),
+            "records": {name: asdict(record) for name, record in self.run_.records.items()},
+            "ends": self.run_.ends,
             "precision": parts.precision.state(),
             "meter": meter,
             "random": rest,
@@ -448,17 +545,27 @@ class Phase:
             "metrics_bytes": self.observers.metrics.length,
         }
         copied = checkpoints.snapshot_tensors
-        tensors = {"model": copied(parts.bare.state_dict()), "optimizer": copied(optimizer), "random": copied(random)}
-        return Snapshot(self._number, tensors, state, facts)
+        tensors = {"model": copied(parts.bare.state_dict()), "random": copied(random)}
+        tensors |= {name: copied(values) for name, values in work.items()}
+        return Snapshot(self.number, tensors, state, facts)
+
+    def _note(self) -> None:
+        """Bring the record of this phase up to date."""
+        self.record.updates = self.position.update
+        self.record.seconds = self._seconds_before + time.perf_counter() - self._began
+        self.record.peak_host_gib = max(self.record.peak_host_gib, host_peak_gib())
+        device = self.run_.parts.world.device
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device) / 2**30
+            self.record.peak_device_gib = max(self.record.peak_device_gib or 0.0, peak)
 
     def _restore(self, start: Loaded) -> None:
         parts = self.run_.parts
         load_model(parts.bare, start)
-        import_state(self.training.optimizer, start.tensors("optimizer"), start.state["optimizer"])
-        self.schedule.load(start.state["schedule"])
+        self.work.load(start)
+        self.stopping.load(start.state["early_stopping"])
         parts.precision.load(start.state["precision"])
         self.meter.load(start.state["meter"])
-        self.run_.metrics = dict(start.state["metrics"])
         self.position.update = int(start.state["phase_update"])
         self.position.skipped_before = int(start.state["skipped_before"])
         self.evaluated_at = int(start.state["evaluated_at"])
@@ -469,32 +576,16 @@ class Phase:
         restore_random_state(start.tensors("random"), start.state["random"], parts.world.device)
 
     @property
-    def _number(self) -> int:
+    def number(self) -> int:
         """The number of the checkpoint of this moment: updates of all phases so far."""
         return self.run_.updates_before + self.position.update
 
-    def _bests(self) -> tuple[Path, ...]:
-        return tuple(checkpoints.path_of(self.run_.directory.checkpoints, number) for _, number in self.run_.bests)
+    def _kept(self) -> tuple[Path, ...]:
+        """Return the checkpoints that are kept whatever their age: the best ones, and those at the ends of phases."""
+        numbers = [*(number for _, number in self.run_.bests), *self.run_.ends]
+        return tuple(checkpoints.path_of(self.run_.directory.checkpoints, number) for number in numbers)
 
     # ------------------------------------------------------------ what it is made of
-
-    def _training(self) -> Training:
-        plan, parts = self.run_.plan, self.run_.parts
-        named = [(name, weight) for name, weight in parts.bare.named_parameters() if weight.requires_grad]
-        optimizer = make(OPTIMIZERS, plan.choices["optimizer"].function, named, **plan.choices["optimizer"].options)
-        schedule = make(SCHEDULERS, plan.choices["scheduler"].function, self.total, **plan.choices["scheduler"].options)
-        return Training(
-            position=self.position,
-            model=parts.model,
-            loss=self.loss,
-            parameters=[weight for _, weight in named],
-            optimizer=optimizer,
-            schedule=schedule,
-            precision=parts.precision,
-            parallel=parts.parallel,
-            per_item=1.0 / (min(plan.batch.global_batch_size, self.order.num_samples) * parts.task.items_per_sample),
-            max_grad_norm=plan.settings.max_grad_norm,
-        )
 
     def _held_out(self) -> tuple[Loader | None, Indices]:
         """Return the reader and the samples of the evaluation; (None, []) for a task without validation data."""
@@ -502,7 +593,7 @@ class Phase:
             fetcher = self.run_.parts.fetcher("val")
         except NotImplementedError:
             return None, []
-        return Loader(fetcher), evenly_spread(len(fetcher), self.run_.plan.settings.evaluate.samples)
+        return Loader(fetcher), evenly_spread(len(fetcher), self.planned.evaluate.samples)
 
     def _batches(self) -> Iterator[MicroBatch]:
         keys = self.order.from_update(self.position.update)
@@ -529,11 +620,31 @@ class _Timed:
 
 
 def check_resume(plan: Plan, start: Loaded, say: Callable[[str], None]) -> None:
-    """Say what differs from the checkpoint. Raises IncompatibleResume where it may not."""
-    now = json.loads(json.dumps(plan.values()))
-    for difference in compare(start.state["values"], now, plan.settings.resume_allow):
+    """Say what differs from the checkpoint. Raises IncompatibleResume where it may not.
+
+    Of the keys of phases only those of the phase that goes on count: the others are over, or have not begun.
+    """
+    current = start.state["phase"]
+    goes_on = current if current in [phase.name for phase in plan.selected] else None
+    before, now = (
+        {key: value for key, value in values.items() if _counts(key, values, goes_on)}
+        for values in (start.state["values"], json.loads(json.dumps(plan.values())))
+    )
+    for difference in compare(before, now, plan.settings.resume_allow):
         if difference.key not in _UNSAID:
             say(f"differs from the checkpoint: {difference}")
+
+
+def _counts(key: str, values: Mapping[str, Any], phase: str | None) -> bool:
+    """Tell whether a key is mathematics that goes on: of a phase, or of the run where phases do not have their own."""
+    if key.startswith("phase."):
+        return key.split(".", 2)[1] == phase
+    has_own = any(other.startswith("phase.") and other.endswith(f".{key}") for other in values)
+    return not has_own and not (phase is None and key.partition(".")[0] in ("optimizer", "scheduler", *LENGTHS))
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
 
 
 _UNSAID = ("run", "resume", "resume_allow", "output_root", "device")

@@ -55,6 +55,7 @@ class EndOfRun:
     peak_memory_gib  device -> GiB
     places           what -> path
     next_commands    to be pasted
+    phases           a line for each, where there are several
     """
 
     outcome: str
@@ -71,6 +72,7 @@ class EndOfRun:
     places: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     next_commands: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()
 
 
 def start_report(start: StartOfRun, *, ascii_only: bool = False) -> str:
@@ -94,6 +96,7 @@ def end_summary(end: EndOfRun, *, ascii_only: bool = False) -> str:
     speed = "" if end.items_per_s is None else f", {end.items_per_s:,.1f} {end.item}s/s"
     rows = [
         (end.outcome, f"{end.update} of {end.total_updates} updates in {_duration(end.total_s)}{speed}"),
+        *_repeat("phase", end.phases),
         *_repeat("loss", () if end.loss is None else (f"{end.loss:.4g}",)),
         *_repeat("validation", (_metric(name, value, end.baselines) for name, value in end.metrics.items())),
         *_repeat("time", (_split(end.seconds, end.total_s),) if end.seconds and end.total_s > 0 else ()),

@@ -11,15 +11,39 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from runner.axes.memory import allocator_environment
-from runner.base.configuration import Choice, Configuration, function_of, shipped_options
+from runner.base.configuration import Choice, Configuration, PhaseSettings, function_of, shipped_options
 from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Problem
 from runner.base.schema import defaults
-from runner.base.settings import DataSettings, EvaluateSettings, Settings
+from runner.base.settings import DataSettings, EarlyStoppingSettings, EvaluateSettings, Settings
 from runner.plan.inventory import Device, Inventory, inventory_of_profile, read_cpu, take_inventory
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """What one phase is made of.
+
+    kind     train: gradients; fit: statistics in one pass
+    needs    phases that must be finished before
+    trains   names or prefixes of the parameters that are trained; None: all that want a gradient
+    updates  optimizer steps, or None when they follow from `epochs` and the size of the data
+    """
+
+    name: str
+    kind: str
+    needs: tuple[str, ...]
+    trains: list[str] | None
+    updates: int | None
+    epochs: float | None
+    batch: Batch
+    max_grad_norm: float | None
+    evaluate: EvaluateSettings
+    early_stopping: EarlyStoppingSettings
+    optimizer: Choice
+    scheduler: Choice
 
 
 @dataclass(frozen=True)
@@ -31,6 +55,8 @@ class Plan:
     reasons    key -> why it has the value it has
     notes      what the user should know: what was asked for and could not be, what differs
     updates    optimizer steps, or None when they follow from `epochs` and the size of the data
+    phases     all phases of the task, in order; `selected` names those that run
+    own_keys   keys of the phases where the task declares some, as in the configuration
     """
 
     device: str
@@ -46,6 +72,19 @@ class Plan:
     profile: str
     reasons: Mapping[str, str]
     notes: tuple[str, ...]
+    phases: tuple[PhasePlan, ...]
+    own_keys: Mapping[str, Any]
+
+    @property
+    def selected(self) -> tuple[PhasePlan, ...]:
+        """Return the phases to run: those named in `phases`, or all; with epochs=0 only those without gradients."""
+        wanted = self.settings.phases
+        named = [phase for phase in self.phases if wanted is None or phase.name in wanted]
+        return tuple(phase for phase in named if phase.kind != "train" or phase.epochs != 0)
+
+    def phase(self, name: str) -> PhasePlan | None:
+        """Return the phase of that name, None where the task has none."""
+        return next((phase for phase in self.phases if phase.name == name), None)
 
     def values(self) -> dict[str, Any]:
         """Return every decided key with its value, in the order in which people read them."""
@@ -59,6 +98,7 @@ class Plan:
         for group, choice in self.choices.items():
             found[group] = choice.name
             found |= {f"{group}.{key}": value for key, value in choice.options.items()}
+        found |= self.own_keys
         plain = dataclasses.asdict(self.settings)
         nested = {key: value for key, value in plain.items() if isinstance(value, dict)}
         for key, value in plain.items():
@@ -83,11 +123,27 @@ class Plan:
         settings = tree["settings"]
         settings["data"] = DataSettings(**settings["data"])
         settings["evaluate"] = EvaluateSettings(**settings["evaluate"])
+        settings["early_stopping"] = EarlyStoppingSettings(**settings["early_stopping"])
         tree["settings"] = Settings(**settings)
+        tree["phases"] = tuple(_phase_from(phase) for phase in tree["phases"])
         tree["choices"] = {group: Choice(**choice) for group, choice in tree["choices"].items()}
         tree["batch"] = Batch(**tree["batch"])
         tree["notes"] = tuple(tree["notes"])
         return Plan(**tree)
+
+
+def _phase_from(tree: Mapping[str, Any]) -> PhasePlan:
+    return PhasePlan(
+        **{
+            **tree,
+            "needs": tuple(tree["needs"]),
+            "batch": Batch(**tree["batch"]),
+            "evaluate": EvaluateSettings(**tree["evaluate"]),
+            "early_stopping": EarlyStoppingSettings(**tree["early_stopping"]),
+            "optimizer": Choice(**tree["optimizer"]),
+            "scheduler": Choice(**tree["scheduler"]),
+        }
+    )
 
 
 def make_plan(configuration: Configuration, inventory: Inventory, world_size: int = 1) -> Plan:
@@ -97,10 +153,12 @@ def make_plan(configuration: Configuration, inventory: Inventory, world_size: in
     """
     planner = _Planner(configuration, inventory, world_size)
     gpu = planner.gpu()
+    planner.device = gpu
     planner.fit_profile(gpu)
     for rule in RULES:
         rule(planner, gpu)
     batch = planner.batch()
+    phases = tuple(planner.phase(phase) for phase in configuration.phases)
     if planner.problems:
         raise ConfigError(planner.problems)
     cpu = inventory.cpu
@@ -118,6 +176,8 @@ def make_plan(configuration: Configuration, inventory: Inventory, world_size: in
         profile=configuration.profile,
         reasons=planner.reasons,
         notes=(*configuration.notes, *inventory.notes, *planner.notes),
+        phases=phases,
+        own_keys=planner.own_keys,
     )
 
 
@@ -151,6 +211,8 @@ class _Planner:
         self.reasons = {key: source for key, source in configuration.sources.items() if key != "hardware"}
         self.notes: list[str] = []
         self.problems: list[Problem] = []
+        self.own_keys = dict(configuration.own_keys)
+        self.device: Device | None = None
 
     def gpu(self) -> Device | None:
         """Choose the GPU, None for the CPU. Raises DeviceMissing for one asked for by name that is not here."""
@@ -247,16 +309,50 @@ class _Planner:
             self.choose(group, instead, reason)
 
     def batch(self) -> Batch:
-        """Derive micro-batch and accumulation from the global batch."""
+        """Derive micro-batch and accumulation of the run."""
         settings = self.configuration.settings
-        batch = divide(settings.global_batch_size, settings.micro_batch_size, self.world_size)
+        return self._divided(settings.global_batch_size, settings.micro_batch_size, "")
+
+    def phase(self, phase: PhaseSettings) -> PhasePlan:
+        """Return a phase with its batch divided and the kernel of its optimizer chosen as for that of the run."""
+        lead = f"phase.{phase.name}." if self.own_keys else ""
+        batch = self._divided(phase.global_batch_size, phase.micro_batch_size, lead)
+        optimizer = phase.optimizer
+        if optimizer.options.get("kernel") == "auto":
+            kernel, why = _kernel(self.device)
+            optimizer = dataclasses.replace(optimizer, options={**optimizer.options, "kernel": kernel})
+            if lead:
+                self.own_keys[f"{lead}optimizer.kernel"], self.reasons[f"{lead}optimizer.kernel"] = kernel, why
+        return PhasePlan(
+            name=phase.name,
+            kind=phase.kind,
+            needs=phase.needs,
+            trains=phase.trains,
+            updates=phase.updates,
+            epochs=phase.epochs,
+            batch=batch,
+            max_grad_norm=phase.max_grad_norm,
+            evaluate=phase.evaluate,
+            early_stopping=phase.early_stopping,
+            optimizer=optimizer,
+            scheduler=phase.scheduler,
+        )
+
+    def _divided(self, global_batch_size: int, micro_batch_size: int | Literal["auto"], lead: str) -> Batch:
+        batch = divide(global_batch_size, micro_batch_size, self.world_size)
         if isinstance(batch, Problem):
-            self.problems.append(batch)
+            where = f"{lead}{batch.where}" if lead else batch.where
+            problem = dataclasses.replace(batch, where=where)
+            if problem.what not in [other.what for other in self.problems]:  # a phase's batch is most often the run's
+                self.problems.append(problem)
             return Batch(0, 0, 0, 0)
-        if settings.micro_batch_size == "auto":
-            self.reasons["micro_batch_size"] = "auto: the whole share of an update in one pass"
+        if lead:
+            self.own_keys[f"{lead}micro_batch_size"] = batch.micro_batch_size
+            self.own_keys[f"{lead}accumulation_steps"] = batch.accumulation_steps
+        if micro_batch_size == "auto":
+            self.reasons[f"{lead}micro_batch_size"] = "auto: the whole share of an update in one pass"
         micro_batches = f"{batch.micro_batch_size} x {batch.world_size}"
-        self.reasons["accumulation_steps"] = f"{batch.global_batch_size} / ({micro_batches})"
+        self.reasons[f"{lead}accumulation_steps"] = f"{batch.global_batch_size} / ({micro_batches})"
         return batch
 
 
@@ -296,10 +392,13 @@ def _native_precision(gpu: Device | None) -> tuple[str, str]:
 def _optimizer(planner: _Planner, gpu: Device | None) -> None:
     if planner.choices["optimizer"].options.get("kernel") != "auto":
         return
+    planner.set("optimizer", "kernel", *_kernel(gpu))
+
+
+def _kernel(gpu: Device | None) -> tuple[str, str]:
     if gpu and gpu.kind == "mps":
-        planner.set("optimizer", "kernel", "foreach", "auto: one launch for many tensors")
-    else:
-        planner.set("optimizer", "kernel", "fused", "auto: one kernel for the whole update, same numbers")
+        return "foreach", "auto: one launch for many tensors"
+    return "fused", "auto: one kernel for the whole update, same numbers"
 
 
 def _workers(planner: _Planner, gpu: Device | None) -> None:

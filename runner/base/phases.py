@@ -1,0 +1,134 @@
+"""Phases as data: what a task's PHASES says, the keys that follow from it, and which of two sayings is stronger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from runner.base.errors import Problem
+from runner.base.schema import Key, Signature, defaults, did_you_mean, settings_keys
+from runner.base.settings import Settings
+
+KINDS = ("train", "fit")
+INFERENCE = "infer"  # the phase that every task has: prediction with what the others made
+GROUPS = ("optimizer", "scheduler")  # a phase may choose its own option of these
+_OF_FIT = ("global_batch_size", "micro_batch_size", "evaluate")
+_OF_TRAIN = (*_OF_FIT, "updates", "epochs", "max_grad_norm", "early_stopping")
+_STRUCTURE = ("kind", "needs")  # what a phase is; the command line cannot change it
+LENGTHS = ("updates", "epochs")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A phase as the task's file has it: `settings` holds key -> value, without the phase's name in front."""
+
+    name: str
+    kind: Literal["train", "fit"] = "train"
+    needs: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def key(self, name: str) -> str:
+        """Return the key of the whole configuration for a key of this phase."""
+        return f"phase.{self.name}.{name}"
+
+
+def read_phases(
+    literal: Mapping[str, Any], more: Mapping[str, Any], source: str, problems: list[Problem]
+) -> tuple[Declared, ...]:
+    """Return the phases of the literal PHASES; `more`, `phase.NAME.KEY` of SETTINGS and SIZES, comes on top."""
+    found: list[Declared] = []
+    for name, content in literal.items():
+        where = f"{source}: PHASES[{name!r}]"
+        if not isinstance(content, dict) or not str(name).isidentifier() or name == INFERENCE:
+            what = f"must be a name other than {INFERENCE}, with a mapping of keys to values"
+            problems.append(Problem(what, where))
+            continue
+        kind, needs = content.get("kind", "train"), content.get("needs", [])
+        if kind not in KINDS:
+            problems.append(Problem(f"kind must be {' or '.join(KINDS)}, but is {kind}", where))
+            continue
+        before = [phase.name for phase in found]
+        problems += [
+            Problem(f"needs {other}, which is no phase before it", where, did_you_mean(str(other), before))
+            for other in needs
+            if other not in before
+        ]
+        lead = f"phase.{name}."
+        settings = {key: value for key, value in content.items() if key not in _STRUCTURE}
+        settings |= {key.removeprefix(lead): value for key, value in more.items() if key.startswith(lead)}
+        found.append(Declared(name, kind, tuple(needs), settings))
+    return tuple(found)
+
+
+def keys_of(
+    phase: Declared, options: Mapping[str, str], signature: Callable[[str, str], Signature | None]
+) -> dict[str, Key]:
+    """Return what may be set in a phase, by the name within it.
+
+    options    group -> option that the phase uses
+    signature  (group, option) -> the function behind it
+    """
+    wanted = _OF_TRAIN if phase.kind == "train" else _OF_FIT
+    keys = {name: key for name, key in settings_keys(Settings).items() if name.partition(".")[0] in wanted}
+    if phase.kind == "fit":
+        return keys
+    keys["trains"] = Key("trains", list[str] | None, None, "names or prefixes of the parameters that are trained")
+    for group in GROUPS:
+        keys[group] = Key(group, str, options[group], f"option of {group}")
+        behind = signature(group, options[group])
+        keys |= {f"{group}.{name}": key for name, key in (behind.keys.items() if behind else ())}
+    return keys
+
+
+def values_of(
+    phase: Declared,
+    keys: Mapping[str, Key],
+    options: Mapping[str, str],
+    run_options: Mapping[str, str],
+    tuned: Mapping[str, str],
+    tree: Mapping[str, Any],
+    said: Container[str],
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield (key within the phase, value, source) where the command line does not name this phase's key itself.
+
+    A key said for the whole run on the command line is stronger than what the task says for a phase; this is stronger
+    than what the whole run has from elsewhere. `source` is "run", "task" or "default".
+
+    options      group -> option that the phase uses; `run_options` those of the whole run
+    tuned        group -> option that the task's values are for, where the phase names none
+    tree         key -> value of the whole run
+    said         keys and groups of the command line
+    """
+    pinned = next((level for level in _levels(phase, said) if any(level(name) for name in LENGTHS)), None)
+    for name, key in keys.items():
+        group = name.partition(".")[0]
+        if phase.key(name) in said:
+            continue
+        same = group not in GROUPS or options[group] == run_options[group]
+        if name in LENGTHS and pinned is not None and not pinned(name):
+            yield name, None, "run"
+        elif name in GROUPS:
+            yield name, options[name], "task" if name in phase.settings and name not in said else "run"
+        elif name in said and same:
+            yield name, tree[name], "run"
+        elif name in phase.settings and is_for(phase, group, options, tuned):
+            yield name, phase.settings[name], "task"
+        elif same and name in tree:
+            yield name, tree[name], "run"
+        else:
+            yield name, defaults({name: key})[name], "default"
+
+
+def is_for(phase: Declared, group: str, options: Mapping[str, str], tuned: Mapping[str, str]) -> bool:
+    """Tell whether the task's values for the keys of a group are for the option that the phase uses."""
+    return group not in GROUPS or options[group] == phase.settings.get(group, tuned[group])
+
+
+def _levels(phase: Declared, said: Container[str]) -> list[Callable[[str], bool]]:
+    """Return who may say how long a phase is, strongest first."""
+    return [
+        lambda name: phase.key(name) in said,
+        lambda name: name in said,
+        lambda name: name in phase.settings,
+    ]

@@ -1,0 +1,235 @@
+"""What a phase does between its batches: gradients or statistics, by the same verbs, so that nobody asks which."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.axes.optimizer import OPTIMIZERS, expected_state_bytes, export_state, import_state, state_bytes
+from runner.axes.scheduler import SCHEDULERS
+from runner.base.batch import MicroBatch
+from runner.base.choice import make
+from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
+from runner.base.order import Order
+from runner.base.schema import did_you_mean
+from runner.base.task import State
+from runner.durable.checkpoint import Loaded
+from runner.engine.assemble import Parts
+from runner.engine.loop import Position, StepInfo, Training, train_updates
+from runner.engine.tasks import CheckedLoss
+from runner.plan.plan import PhasePlan
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+class Work:
+    """One kind of phase, with the verbs of one that needs nothing; `position` counts its updates.
+
+    total  updates that make it whole
+    """
+
+    total: int
+
+    @property
+    def attention(self) -> Mapping[tuple[str, str], int]:
+        """Return what `CheckedLoss` saw in the first forward pass."""
+        return {}
+
+    def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
+        """Make the updates that are missing."""
+        raise NotImplementedError
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Take note of an evaluation."""
+
+    def close(self) -> Mapping[str, float]:
+        """Put the result into the model, once all updates are made; return figures to show."""
+        return {}
+
+    def state(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return what a checkpoint must hold besides the model: tensors by file, and the JSON-able rest."""
+        raise NotImplementedError
+
+    def load(self, start: Loaded) -> None:
+        """Take back what `state` returned."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Leave the model as it was found, but for its values."""
+
+    def said_first(self) -> list[str]:
+        """Return what to say at the beginning of the phase."""
+        return []
+
+    def missed(self) -> list[str]:
+        """Return what was to be trained and had no gradient in the first update; asked once."""
+        return []
+
+    def state_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the optimizer's state in the parameters' precision, and those that it takes."""
+        return 0, 0
+
+
+class Gradients(Work):
+    """Training: a loss, an optimizer over the parameters of the phase, and a schedule."""
+
+    def __init__(self, phase: PhasePlan, parts: Parts, order: Order, position: Position) -> None:
+        self.parts, self.position = parts, position
+        self.total = phase.updates or math.ceil((phase.epochs or 1) * order.updates_per_epoch)
+        # A compiled model is not watched: torch.compile and a dispatch mode do not go together.
+        watch = parts.plan.choices["compile"].name == "off"
+        loss = parts.task.losses.get(phase.name, parts.task.loss)
+        self.loss = CheckedLoss(loss, str(parts.source), watch=watch)
+        self._wanted_before = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
+        self.trained = _trained(parts.bare, phase)
+        for name, weight in parts.bare.named_parameters():
+            weight.requires_grad_(name in self.trained)
+        self.prefixes = phase.trains
+        self._reached: set[str] = set()
+        self._watches = [
+            weight.register_post_accumulate_grad_hook(lambda _, name=name: self._reached.add(name))  # type: ignore[no-untyped-call]
+            for name, weight in self.trained.items()
+        ]
+        self.training = Training(
+            position=position,
+            model=parts.model,
+            loss=self.loss,
+            parameters=list(self.trained.values()),
+            optimizer=make(OPTIMIZERS, phase.optimizer.function, [*self.trained.items()], **phase.optimizer.options),
+            schedule=make(SCHEDULERS, phase.scheduler.function, self.total, **phase.scheduler.options),
+            precision=parts.precision,
+            parallel=parts.parallel,
+            per_item=1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample),
+            max_grad_norm=phase.max_grad_norm,
+        )
+
+    @property
+    def attention(self) -> Mapping[tuple[str, str], int]:
+        return self.loss.attention
+
+    def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
+        return train_updates(self.training, batches, self.total)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        schedule = self.training.schedule
+        if schedule.metric in metrics:
+            schedule.observe(metrics[schedule.metric], self.position.update)
+
+    def close(self) -> Mapping[str, float]:
+        """Raise NumericError where every update was skipped."""
+        if self.parts.precision.num_skipped() - self.position.skipped_before >= self.position.update > 0:
+            raise NumericError(
+                f"every update of phase {self.position.phase} was skipped: gradients overflowed float16,"
+                " nothing was learned",
+                where="precision=fp16",
+                fix="say precision.init_scale=1024, or precision=bf16 or fp32",
+            )
+        return {}
+
+    def state(self) -> tuple[Tensors, dict[str, Any]]:
+        tensors, numbers = export_state(self.training.optimizer)
+        return {"optimizer": tensors}, {"optimizer": numbers, "schedule": self.training.schedule.state()}
+
+    def load(self, start: Loaded) -> None:
+        import_state(self.training.optimizer, start.tensors("optimizer"), start.state["optimizer"])
+        self.training.schedule.load(start.state["schedule"])
+
+    def release(self) -> None:
+        self._stop_watching()
+        for name, weight in self.parts.bare.named_parameters():
+            weight.requires_grad_(self._wanted_before[name])
+            weight.grad = None
+
+    def said_first(self) -> list[str]:
+        if self.prefixes is None:
+            return []
+        sizes = [
+            f"{prefix} ({sum(weight.numel() for name, weight in self.trained.items() if _under(name, prefix)):,})"
+            for prefix in self.prefixes
+        ]
+        count = sum(weight.numel() for weight in self.trained.values())
+        total = sum(weight.numel() for weight in self.parts.bare.parameters())
+        return [f"trains {', '.join(sizes)}: {count:,} of {total:,} parameters ({count / total:.1%})"]
+
+    def missed(self) -> list[str]:
+        self._stop_watching()
+        return [name for name in self.trained if name not in self._reached]
+
+    def _stop_watching(self) -> None:
+        while self._watches:
+            self._watches.pop().remove()
+
+    def state_bytes(self) -> tuple[int, int]:
+        return expected_state_bytes(self.training.optimizer), state_bytes(self.training.optimizer)
+
+
+class Statistics(Work):
+    """A fit: one pass over the training data without gradients, whose state is added and merged."""
+
+    def __init__(self, phase: PhasePlan, parts: Parts, order: Order, position: Position) -> None:
+        self.parts, self.position, self.total = parts, position, order.updates_per_epoch
+        fit = parts.task.fits.get(phase.name)
+        if fit is None:
+            raise TaskFault(
+                f"phase {phase.name} is of kind fit, but the task's fits has {', '.join(parts.task.fits) or 'nothing'}",
+                where=str(parts.source),
+                fix=f'return {{"{phase.name}": MyFit()}} from the property fits',
+            )
+        self.fit = fit
+        self.gathered: State = {name: value.to(parts.world.device) for name, value in fit.start().items()}
+
+    def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
+        while self.position.update < self.total:
+            items: Tensor | int = 0
+            bad: tuple[tuple[int, str], ...] = ()
+            last = False
+            while not last:
+                batch, last, skipped = next(batches)
+                with torch.no_grad(), self.parts.precision.forward():
+                    self.gathered, count = self.fit.add(self.parts.model, self.gathered, batch)
+                items, bad = items + count, bad + skipped
+            self.position.update += 1
+            yield StepInfo(self.position.update, None, items, None, None, bad)
+
+    def close(self) -> Mapping[str, float]:
+        whole = self.parts.parallel.merged(self.fit.merge, self.gathered)
+        with torch.no_grad():
+            return self.fit.finish(self.parts.bare, whole) or {}
+
+    def state(self) -> tuple[Tensors, dict[str, Any]]:
+        return {"fit": self.gathered}, {}
+
+    def load(self, start: Loaded) -> None:
+        self.gathered = {name: value.to(self.parts.world.device) for name, value in start.tensors("fit").items()}
+
+
+KINDS: Mapping[str, Callable[[PhasePlan, Parts, Order, Position], Work]] = {
+    "train": Gradients,
+    "fit": Statistics,
+}
+
+
+def _trained(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Parameter]:
+    """Return the parameters of the phase by name. Raises ConfigError for a prefix that holds none."""
+    wanted = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if phase.trains is None:
+        return wanted
+    modules = list(dict.fromkeys(name.rsplit(".", cut)[0] for name in wanted for cut in range(name.count(".") + 1)))
+    problems = [
+        Problem(
+            f"no parameter's name starts with {prefix}", f"phase.{phase.name}.trains", did_you_mean(prefix, modules)
+        )
+        for prefix in phase.trains
+        if not any(_under(name, prefix) for name in wanted)
+    ]
+    if problems or not phase.trains:
+        raise ConfigError(problems or Problem("names no parameter", f"phase.{phase.name}.trains=[]"))
+    return {name: weight for name, weight in wanted.items() if any(_under(name, prefix) for prefix in phase.trains)}
+
+
+def _under(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix.removesuffix(".") + ".")
