@@ -1,0 +1,433 @@
+"""Episodes of pose estimation from COCO-keypoint files: one support picture and queries of the same category.
+
+A folder holds images/ and annotations/{train,val,test}.json, or mp100_split{fold}_{split}.json as MP-100 comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runner.base.errors import ConfigError, DataError, InputMissing, Problem
+from runner.base.packages import require
+from runner.base.task import sample_rng
+
+SPLITS = ("train", "val", "test")
+FORMAT = (
+    "a folder with images/ and annotations/train.json, val.json (and test.json) in the COCO-keypoint format, "
+    "or annotations/mp100_split1_train.json and so on; see docs/tasks/cape.md"
+)
+BOX_MARGIN = 1.25  # side of a crop per longer side of the box, as in Xu et al., Pose for Everything, ECCV 2022
+KEPT_IN_MEMORY = 2**29  # bytes of crops
+Array = np.ndarray[Any, Any]
+Crop = Literal["box", "image"]
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Category:
+    """Keypoints that belong together; `mirrored` says which keypoint each becomes in a mirror, None if unknown."""
+
+    id: int
+    name: str
+    num_keypoints: int
+    skeleton: tuple[tuple[int, int], ...]
+    mirrored: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """One object in one picture.
+
+    box        x, y, width, height in pixels
+    keypoints  (K, 2) in pixels, zeros where invisible
+    visible    (K,) bool
+    """
+
+    id: int
+    image: Path
+    image_id: int
+    image_size: tuple[int, int]
+    category: Category
+    box: tuple[float, float, float, float]
+    keypoints: Array
+    visible: Array
+
+    def square(self, crop: Crop) -> tuple[float, float, float]:
+        """Return the square that is cut out: left, top and side in pixels."""
+        x, y, width, height = (0.0, 0.0, *map(float, self.image_size)) if crop == "image" else self.box
+        side = max(width, height) * (BOX_MARGIN if crop == "box" else 1.0)
+        return x + (width - side) / 2, y + (height - side) / 2, side
+
+
+@dataclass(frozen=True)
+class PoseSet:
+    """The objects of a split; those without a visible keypoint are left out and counted."""
+
+    path: Path
+    categories: tuple[Category, ...]
+    annotations: tuple[Annotation, ...]
+    left_out: int
+
+    @property
+    def max_keypoints(self) -> int:
+        return max(category.num_keypoints for category in self.categories)
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How much pictures are changed in training: largest angle in degrees, factor, share of the side, and chances."""
+
+    rotation: float = 30.0
+    scale: float = 1.25
+    translation: float = 0.1
+    light: float = 0.2
+    flip: float = 0.5
+
+
+def read_pose_set(folder: Path, split: str, *, fold: int = 1) -> PoseSet:
+    """Return a split of a folder. Raises InputMissing for what is not there, DataError for what is wrong in it."""
+    if not folder.is_dir():
+        what = f"{folder} must be a folder" if folder.exists() else f"{folder} does not exist"
+        raise InputMissing(what, where="data.path", fix=FORMAT)
+    names = [f"{split}.json", f"mp100_split{fold}_{split}.json"]
+    found = [path for name in names if (path := folder / "annotations" / name).is_file()]
+    if not found:
+        what = f"{folder / 'annotations'} has neither {names[0]} nor {names[1]}"
+        raise InputMissing(what, where="data.path", fix=FORMAT)
+    path = found[0]
+    content = _read_json(path)
+    categories = {row["id"]: _category(path, row) for row in content["categories"]}
+    images = {row["id"]: row for row in content["images"]}
+    annotations = [_annotation(path, row, images, categories, folder / "images") for row in content["annotations"]]
+    usable = tuple(annotation for annotation in annotations if annotation.visible.any())
+    counts = dict.fromkeys(categories, 0)
+    for annotation in usable:
+        counts[annotation.category.id] += 1
+    if not counts:
+        raise _fault(path, "must hold at least one category, but holds none")
+    for number, count in counts.items():
+        if count < 2:
+            what = f"category {number} ({categories[number].name}) must have at least 2 objects with a visible keypoint"
+            raise _fault(path, f"{what}, one to show and one to ask for, but has {count}")
+    for image in {annotation.image for annotation in usable}:
+        if not image.is_file():
+            raise InputMissing(f"{image} does not exist, but {path.name} names it", where="data.path", fix=FORMAT)
+    return PoseSet(path, tuple(categories.values()), usable, len(annotations) - len(usable))
+
+
+def check_apart(sets: Sequence[PoseSet]) -> None:
+    """Raise DataError if a category is in two splits."""
+    for one, other in itertools.combinations(sets, 2):
+        if both := {category.name for category in one.categories} & {category.name for category in other.categories}:
+            what = f"must have no category of {one.path.name}, but has {', '.join(sorted(both)[:5])}"
+            raise _fault(other.path, what)
+
+
+def only_categories(poses: PoseSet, names: Sequence[str]) -> PoseSet:
+    """Return the set with these categories only. Raises ConfigError for a name that is not there."""
+    known = {category.name for category in poses.categories}
+    if unknown := [name for name in names if name not in known]:
+        what = f"{unknown[0]!r} is no category of {poses.path}"
+        raise ConfigError(Problem(what, "task.categories", f"known are {', '.join(sorted(known)[:20])}"))
+    kept = tuple(category for category in poses.categories if category.name in names)
+    annotations = tuple(annotation for annotation in poses.annotations if annotation.category.name in names)
+    return PoseSet(poses.path, kept, annotations, poses.left_out)
+
+
+class Episodes:
+    """Sample i shows object i as the support and asks for the keypoints of others of its category.
+
+    A batch is a dict of tensors; images are float32 from 0 to 1, places are x, y in shares of the picture:
+    support_image (B, 3, S, S), support_xy (B, K, 2), support_visible (B, K), present (B, K): K is that of the largest
+    category, smaller ones are padded; query_image (B, Q, 3, S, S), query_xy (B, Q, K, 2), query_visible (B, Q, K),
+    query_size (B, Q): longer side of the object; object (B, 1 + Q): positions in the set's annotations;
+    pushed_out (B,) and redrawn (B,): keypoints that augmentation moved out of the picture, and poses it drew again.
+
+    With augmentation the queries and the changes of a picture depend on seed, epoch and index, else on the index.
+    """
+
+    def __init__(
+        self,
+        poses: PoseSet,
+        *,
+        image_size: int,
+        max_keypoints: int,
+        queries: int = 2,
+        crop: Crop = "image",
+        augmentation: Augmentation | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.poses, self.image_size, self.max_keypoints, self.queries = poses, image_size, max_keypoints, queries
+        self.crop, self.augmentation, self.seed, self.epoch = crop, augmentation, seed, 0
+        self._members: dict[int, list[int]] = defaultdict(list)
+        for position, annotation in enumerate(poses.annotations):
+            self._members[annotation.category.id].append(position)
+        self._pictures: dict[int, Tensor] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.poses.annotations)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: value[0] for name, value in self.__getitems__([index]).items()}
+
+    def objects(self, index: int) -> list[int]:
+        """Return the positions of the support and of the queries; queries repeat only in too small a category."""
+        return self._objects(index, self._rng(index))
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        rngs = [self._rng(index) for index in indices]
+        rows = [self._objects(index, rng) for index, rng in zip(indices, rngs, strict=True)]
+        places = [[self._place(position) for position in row] for row in rows]
+        xy = torch.from_numpy(np.stack([[place[0] for place in row] for row in places]))
+        visible = torch.from_numpy(np.stack([[place[1] for place in row] for row in places]))
+        size = torch.tensor([[place[2] for place in row] for row in places])
+        images = torch.stack([torch.stack([self._picture(position) for position in row]) for row in rows]).float() / 255
+        pushed_out = redrawn = torch.zeros(len(rows), dtype=torch.int64)
+        if self.augmentation is not None:
+            mirrored = [self.poses.annotations[row[0]].category.mirrored for row in rows]
+            images, xy, visible, size, pushed_out, redrawn = augment(
+                self.augmentation, rngs, images, xy, visible, size, mirrored
+            )
+        counts = [self.poses.annotations[row[0]].category.num_keypoints for row in rows]
+        return {
+            "support_image": images[:, 0],
+            "support_xy": xy[:, 0],
+            "support_visible": visible[:, 0],
+            "present": torch.arange(self.max_keypoints) < torch.tensor(counts)[:, None],
+            "query_image": images[:, 1:],
+            "query_xy": xy[:, 1:],
+            "query_visible": visible[:, 1:],
+            "query_size": size[:, 1:],
+            "object": torch.tensor(rows),
+            "pushed_out": pushed_out,
+            "redrawn": redrawn,
+        }
+
+    def _rng(self, index: int) -> np.random.Generator:
+        return sample_rng(self.seed, self.epoch, index) if self.augmentation else sample_rng(0, 0, index)
+
+    def _objects(self, index: int, rng: np.random.Generator) -> list[int]:
+        others = [member for member in self._members[self.poses.annotations[index].category.id] if member != index]
+        chosen = rng.choice(len(others), self.queries, replace=len(others) < self.queries)
+        return [index, *(others[number] for number in chosen)]
+
+    def _place(self, position: int) -> tuple[Array, Array, float]:
+        """Return keypoints (K, 2) in shares of the crop, which are visible in it (K,), and the object's size."""
+        annotation = self.poses.annotations[position]
+        left, top, side = annotation.square(self.crop)
+        count = annotation.category.num_keypoints
+        xy = np.zeros((self.max_keypoints, 2), dtype=np.float32)
+        visible = np.zeros(self.max_keypoints, dtype=np.bool_)
+        shares = (annotation.keypoints - [left, top]) / side
+        visible[:count] = annotation.visible & (shares >= 0).all(axis=1) & (shares <= 1).all(axis=1)
+        xy[:count] = np.where(visible[:count, None], shares, 0.0)
+        return xy, visible, max(annotation.box[2:]) / side
+
+    def _picture(self, position: int) -> Tensor:
+        """Return the crop (3, S, S) as uint8; what lies outside the picture is grey."""
+        if (kept := self._pictures.get(position)) is not None:
+            return kept
+        picture = read_crop(self.poses.annotations[position], self.crop, self.image_size)
+        if (len(self._pictures) + 1) * picture.numel() <= KEPT_IN_MEMORY:
+            self._pictures[position] = picture
+        return picture
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Send no pictures to a worker process."""
+        return {**self.__dict__, "_pictures": {}}
+
+
+def read_crop(annotation: Annotation, crop: Crop, image_size: int) -> Tensor:
+    """Return the object's square (3, S, S) as uint8. Raises DataError if the file is no picture of the said size."""
+    pillow = require("PIL.Image", "cape")
+    try:
+        with pillow.open(annotation.image) as file:
+            image = file.convert("RGB")
+    except (OSError, SyntaxError) as error:
+        raise _fault(annotation.image, f"must be a picture, but cannot be read: {error}") from error
+    if image.size != annotation.image_size:
+        expected, given = ("{} x {}".format(*size) for size in (annotation.image_size, image.size))
+        raise _fault(annotation.image, f"must be {expected} pixels, as the annotations say, but is {given}")
+    left, top, side = annotation.square(crop)
+    if (left, top, side) != (0.0, 0.0, float(image_size)) or image.size != (image_size, image_size):
+        scale = side / image_size
+        # Pillow's affine map reads single pixels, so a larger picture is made smaller first.
+        if (shrink := int(scale)) > 1:
+            image = image.reduce(shrink)
+            left, top, scale = left / shrink, top / shrink, scale / shrink
+        matrix = (scale, 0.0, left, 0.0, scale, top)
+        image = image.transform(
+            (image_size, image_size),
+            pillow.Transform.AFFINE,
+            matrix,
+            resample=pillow.Resampling.BILINEAR,
+            fillcolor=(128, 128, 128),
+        )
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def augment(
+    augmentation: Augmentation,
+    rngs: Sequence[np.random.Generator],
+    images: Tensor,
+    xy: Tensor,
+    visible: Tensor,
+    size: Tensor,
+    mirrored: Sequence[Sequence[int] | None],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Turn, scale, move, flip and light each picture (B, N, 3, S, S) by chances of its own; return all, and counts.
+
+    A flip puts left keypoints where right ones were: it happens only in categories that say which is which.
+    A pose that leaves less than half of the visible keypoints in the picture is drawn again, at most ten times; then
+    the picture stays as it is. Keypoints that are pushed out become invisible.
+    """
+    B, N = xy.shape[:2]
+    xy, visible, size = xy.clone(), visible.clone(), size.clone()
+    back = torch.empty(B, N, 2, 3)  # from places in the new picture to places in the old one, both from -1 to 1
+    lights = torch.empty(B, N, 3, 1, 1)
+    pushed_out, redrawn = (torch.zeros(B, dtype=torch.int64) for _ in range(2))
+    for b, n in itertools.product(range(B), range(N)):
+        rng = rngs[b]
+        lights[b, n] = torch.from_numpy(rng.uniform(1 - augmentation.light, 1 + augmentation.light, (3, 1, 1)))
+        places, seen = 2 * xy[b, n].numpy().astype(np.float64) - 1, visible[b, n].numpy()
+        for _ in range(11):
+            flip = mirrored[b] is not None and rng.random() < augmentation.flip
+            matrix, offset = _affine(augmentation, rng, flip=flip)
+            moved = places @ matrix.T + offset
+            inside = seen & (np.abs(moved) <= 1).all(axis=1)
+            if inside.sum() * 2 >= seen.sum():
+                break
+            redrawn[b] += 1
+        else:
+            flip, matrix, offset, moved, inside = False, np.eye(2), np.zeros(2), places, seen
+        pushed_out[b] += int(seen.sum() - inside.sum())
+        moved = np.where(inside[:, None], (moved + 1) / 2, 0.0)
+        if flip:
+            order = list(mirrored[b] or ())
+            order += range(len(order), len(moved))
+            moved, inside = moved[order], inside[order]
+        xy[b, n], visible[b, n] = torch.from_numpy(moved).float(), torch.from_numpy(inside)
+        size[b, n] *= math.sqrt(abs(np.linalg.det(matrix)))
+        inverse = np.linalg.inv(matrix)
+        back[b, n] = torch.from_numpy(np.concatenate([inverse, -(inverse @ offset)[:, None]], axis=1))
+    grid = F.affine_grid(back.flatten(0, 1), list(images.flatten(0, 1).shape), align_corners=False)
+    warped = F.grid_sample(images.flatten(0, 1), grid, padding_mode="reflection", align_corners=False)
+    return (warped.view_as(images) * lights).clamp(0, 1), xy, visible, size, pushed_out, redrawn
+
+
+def copied_support(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the support's keypoints (B, Q, K, 2) as the guess for each query; unseen ones at the mean of the seen."""
+    xy, visible = batch["support_xy"], batch["support_visible"][..., None]
+    mean = (xy * visible).sum(dim=1, keepdim=True) / visible.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(visible, xy, mean)[:, None].expand_as(batch["query_xy"])
+
+
+def _affine(augmentation: Augmentation, rng: np.random.Generator, *, flip: bool) -> tuple[Array, Array]:
+    angle = math.radians(rng.uniform(-augmentation.rotation, augmentation.rotation))
+    scale = augmentation.scale ** rng.uniform(-1, 1)
+    turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    offset = 2 * rng.uniform(-augmentation.translation, augmentation.translation, 2)
+    return scale * turn @ np.diag([-1.0 if flip else 1.0, 1.0]), offset
+
+
+def mirrored_keypoints(names: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the keypoint that each becomes in a mirror, from words such as left_eye and R_Knee; None without any."""
+    places = {name.lower(): index for index, name in enumerate(names)}
+    order = [places.get(_other_side(name.lower()), index) for index, name in enumerate(names)]
+    return tuple(order) if order != list(range(len(names))) else None
+
+
+def _other_side(name: str) -> str:
+    exchange = {"left": "right", "right": "left", "l": "r", "r": "l"}
+    # Letters alone count only as words of their own: L_Eye, eye.l
+    return re.sub(r"left|right|(?<![a-z])[lr](?![a-z])", lambda found: exchange[found[0]], name)
+
+
+# Reading
+
+
+def _fault(path: Path, what: str) -> DataError:
+    return DataError(what, where=str(path), fix=FORMAT)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise _fault(path, f"must be JSON, but is not: {error}") from error
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(content, dict) or not isinstance(content.get(key), list):
+            raise _fault(path, f"must be a COCO-keypoint file with a list of {key}, but has none")
+        for number, row in enumerate(content[key]):
+            if not isinstance(row, dict) or not isinstance(row.get("id"), int):
+                raise _fault(path, f"{key}[{number}] must be an object with a whole number as id")
+    return content
+
+
+def _category(path: Path, row: Mapping[str, Any]) -> Category:
+    names = row.get("keypoints")
+    if not isinstance(names, list) or not names or not isinstance(row.get("name"), str):
+        raise _fault(path, f"category {row['id']} must have a name and a list of at least one keypoint name")
+    pairs = row.get("skeleton") or []
+    if not all(_numbers(pair, 2) and all(1 <= end <= len(names) for end in pair) for pair in pairs):
+        raise _fault(path, f"skeleton of category {row['id']} must hold pairs of numbers from 1 to {len(names)}")
+    skeleton = tuple((int(start) - 1, int(end) - 1) for start, end in pairs)
+    return Category(row["id"], row["name"], len(names), skeleton, mirrored_keypoints(list(map(str, names))))
+
+
+def _annotation(
+    path: Path,
+    row: Mapping[str, Any],
+    images: Mapping[int, Mapping[str, Any]],
+    categories: Mapping[int, Category],
+    folder: Path,
+) -> Annotation:
+    name = f"annotation {row['id']}"
+    image, category = images.get(row.get("image_id", -1)), categories.get(row.get("category_id", -1))
+    if image is None or category is None:
+        missing = "image_id" if image is None else "category_id"
+        raise _fault(path, f"{name} must name an {missing} of this file, but has {row.get(missing)!r}")
+    size = [image.get("width"), image.get("height")]
+    if not isinstance(image.get("file_name"), str) or not _numbers(size, 2) or min(size) < 1:
+        raise _fault(path, f"image {image['id']} must have file_name, width and height")
+    if not _numbers(row.get("keypoints"), 3 * category.num_keypoints):
+        length = len(row["keypoints"]) if isinstance(row.get("keypoints"), list) else 0
+        what = f"must have {category.num_keypoints} keypoints as x, y, visibility for {category.name}"
+        raise _fault(path, f"{name} {what}: {3 * category.num_keypoints} numbers, but has {length}")
+    if not _numbers(row.get("bbox"), 4) or min(row["bbox"][2:]) <= 0:
+        raise _fault(path, f"{name} must have a bbox of x, y, width, height above 0, but has {row.get('bbox')}")
+    points = np.array(row["keypoints"], dtype=np.float64).reshape(-1, 3)
+    visible = points[:, 2] > 0
+    outside = visible & ((points[:, :2] < 0) | (points[:, :2] > size)).any(axis=1)
+    if outside.any():
+        first = int(outside.argmax())
+        x, y = points[first, :2]
+        what = f"keypoint {first + 1} must be in the picture of {size[0]} x {size[1]} pixels, but is at {x:g}, {y:g}"
+        raise _fault(path, f"{name}: {what}")
+    # What an invisible point holds has no meaning, so nobody shall see it.
+    keypoints = np.where(visible[:, None], points[:, :2], 0.0)
+    file, width, height = folder / image["file_name"], int(size[0]), int(size[1])
+    box = tuple(map(float, row["bbox"]))
+    return Annotation(row["id"], file, image["id"], (width, height), category, box, keypoints, visible)  # type: ignore[arg-type]
+
+
+def _numbers(value: Any, count: int) -> bool:
+    if not isinstance(value, list) or len(value) != count:
+        return False
+    return all(isinstance(item, (int, float)) and math.isfinite(item) for item in value)
