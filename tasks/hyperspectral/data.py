@@ -1,0 +1,115 @@
+"""Hyperspectral cubes: scenes made here, or those of the user's folder, split by file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.base.errors import DataError, InputMissing
+
+from .envi import FORMATS, open_cube, open_mask
+from .metrics import UNKNOWN
+
+SPLITS = ("train", "val", "test")
+
+
+class Cubes(Protocol):
+    """Samples with cube (H, W, C) float32, mask (H, W) uint8 of 0, 1 and UNKNOWN, and their index."""
+
+    shape: tuple[int, int, int]
+    has_masks: bool
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return the batch itself: cube (B, H, W, C), mask (B, H, W), index (B,)."""
+
+    def title(self, index: int) -> str:
+        """Return what a cube is called in a picture."""
+
+
+class Files:
+    """The cubes of some files, which must all have `shape`.
+
+    Raises DataError, naming the file and the expected shape, where a cube or mask has another.
+    """
+
+    def __init__(self, files: Sequence[Path], shape: tuple[int, int, int]) -> None:
+        self.files, self.shape = files, shape
+        for file in files:
+            if (found := open_cube(file).shape) != shape:
+                what = f"must be a cube of height, width, channels {shape} as the others, but is {found}"
+                raise DataError(what, where=str(file), fix=FORMATS)
+        self.has_masks = any(mask_of(file).is_file() for file in files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        cubes = np.empty((len(indices), *self.shape), dtype=np.float32)
+        masks = np.full((len(indices), *self.shape[:2]), UNKNOWN, dtype=np.uint8)
+        for cube, mask, index in zip(cubes, masks, indices, strict=True):
+            file = self.files[index]
+            cube[:] = open_cube(file)
+            if mask_of(file).is_file():
+                mask[:] = open_mask(mask_of(file), self.shape[:2])
+        return {"cube": torch.from_numpy(cubes), "mask": torch.from_numpy(masks), "index": torch.tensor(indices)}
+
+    def title(self, index: int) -> str:
+        return self.files[index].stem
+
+
+def open_folder(folder: Path, channels: int | None) -> dict[str, Files]:
+    """Return the splits of a folder: its subfolders train, val and test, or a fifth each for val and test by name.
+
+    channels  what the cubes must have; None: what the first has
+    Raises InputMissing where the folder, its cubes or a split is missing, DataError where cubes differ in shape.
+    """
+    if not folder.is_dir():
+        raise InputMissing(f"{folder} is not a folder", where="data.path", fix=FORMATS)
+    named = {split: _cubes_in(folder / split) for split in SPLITS if (folder / split).is_dir()}
+    members = named or _divided(_cubes_in(folder))
+    for split in SPLITS:
+        if not members.get(split):
+            found = ", ".join(f"{len(files)} in {name}" for name, files in members.items())
+            what = f"{folder} has no cubes for {split} ({found}); three are the least, one for each of train, val, test"
+            raise InputMissing(what, where="data.path", fix=FORMATS)
+    first = members["train"][0]
+    height, width, found = open_cube(first).shape
+    if channels not in (None, found):
+        raise DataError(
+            f"must have {channels} channels (task.channels), but has {found}", where=str(first), fix=FORMATS
+        )
+    return {split: Files(files, (height, width, found)) for split, files in members.items()}
+
+
+def mask_of(cube: Path) -> Path:
+    """Return where the mask of a cube lies, if it has one."""
+    return cube.with_name(f"{cube.stem}_mask.npy")
+
+
+def _cubes_in(folder: Path) -> list[Path]:
+    files = (path for path in folder.iterdir() if path.suffix in (".npy", ".hdr") and not path.stem.endswith("_mask"))
+    return sorted(files)
+
+
+def _divided(files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Return the files by split: the order of the hashes of their names decides, so that a new file moves few."""
+    ordered = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
+    held_out = max(1, len(files) // 5)
+    return {
+        "val": ordered[:held_out],
+        "test": ordered[held_out : 2 * held_out],
+        "train": sorted(ordered[2 * held_out :]),
+    }

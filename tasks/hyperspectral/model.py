@@ -1,0 +1,280 @@
+"""Two detectors of anomalous spectra: a trainable RX detector, and Deep SVDD."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.base.task import State, Sum
+
+from .statistics import NEVER
+
+FLOOR = 1e-9  # smallest variance of a direction, as a share of the largest: what float32 can still whiten
+FIRST_TEMPERATURE, LAST_TEMPERATURE, COOLING = 5.0, 0.1, 0.9
+NU = 0.05  # share of pixels that may lie outside the sphere
+PULL = 0.05  # share by which the centre moves at each update
+REFERENCE = 1024  # pixels that the centre is the mean of
+
+
+class Detector(nn.Module):
+    """Statistics of the training pixels and the RX score made of them; what both heads have in common.
+
+    low, span          (C,) min-max normalisation: (x - low) / span
+    mean               (C,) of the normalised pixels
+    whitening          (C, C) makes the covariance of the normalised pixels the identity
+    threshold, sigma   mean + 2 sigma of the RX score of the training pixels, and that sigma
+    pos_weight         background pixels per target pixel
+    temperature        of the selector
+    Source of RX: Reed, Yu, Adaptive multiple-band CFAR detection of an optical pattern with unknown spectral
+    distribution, IEEE Trans. ASSP 38, 1990.
+    """
+
+    low: Tensor
+    span: Tensor
+    mean: Tensor
+    whitening: Tensor
+    threshold: Tensor
+    sigma: Tensor
+    pos_weight: Tensor
+    temperature: Tensor
+    fitted: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+        self.register_buffer("low", torch.zeros(channels))
+        self.register_buffer("span", torch.ones(channels))
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("whitening", torch.eye(channels))
+        for name, value in {"threshold": 0.0, "sigma": 1.0, "pos_weight": 1.0, "fitted": 0.0}.items():
+            self.register_buffer(name, torch.tensor(value))
+        self.register_buffer("temperature", torch.tensor(FIRST_TEMPERATURE))
+
+    def centred(self, cubes: Tensor) -> Tensor:
+        """Return the normalised cubes (..., C) less their mean over the training data."""
+        return (cubes.float() - self.low) / self.span - self.mean
+
+    def whitened(self, cubes: Tensor) -> Tensor:
+        """Return cubes (..., C) in the basis in which the training pixels have the identity as covariance."""
+        return self.centred(cubes) @ self.whitening.T
+
+    def rx(self, cubes: Tensor) -> Tensor:
+        """Return the squared Mahalanobis distance (...) of spectra (..., C) to the training pixels."""
+        with torch.autocast(cubes.device.type, enabled=False):
+            return self.whitened(cubes).square().sum(-1)
+
+    def rx_logit(self, cubes: Tensor) -> Tensor:
+        """Return the RX score less mean + 2 sigma, in units of sigma: positive means anomalous."""
+        return (self.rx(cubes) - self.threshold) / self.sigma
+
+    @torch.no_grad()
+    def set_statistics(self, state: State) -> Mapping[str, float]:
+        """Take over the statistics of the training pixels (see PixelStatistics), and return figures to show."""
+        span = state["high"] - state["low"]
+        span = torch.where(span > 0, span, 1.0)
+        covariance = state["comoment"] / state["count"] / torch.outer(span, span)
+        self.low.copy_(state["low"])
+        self.span.copy_(span)
+        self.mean.copy_((state["mean"] - state["low"]) / span)
+        values, vectors = principal(covariance)
+        self.whitening.copy_((vectors / values.sqrt()).T)
+        sample = state["sample"][state["keys"] < NEVER]
+        self.sigma.copy_(sigma_of_rx(self.rx(sample), self.channels))
+        self.threshold.copy_(self.channels + 2 * self.sigma)
+        self.pos_weight.copy_((state["known"] - state["targets"]) / state["targets"].clamp(min=1.0))
+        self.fitted.fill_(1.0)
+        return {
+            "rx_sigma": float(self.sigma),
+            "rx_threshold": float(self.threshold),
+            "target_share": float(state["targets"] / state["known"].clamp(min=1.0)),
+            **self.set_head(covariance, sample),
+        }
+
+    def set_head(self, covariance: Tensor, sample: Tensor) -> Mapping[str, float]:
+        """Start the head from the covariance (C, C) of the normalised pixels and a sample of pixels (n, C)."""
+        raise NotImplementedError
+
+    def begin_update(self, epoch: float) -> None:
+        """Cool the selector: 5, times 0.9 per epoch, not below 0.1."""
+        self.temperature.fill_(max(LAST_TEMPERATURE, FIRST_TEMPERATURE * COOLING ** int(epoch)))
+
+
+class TrainableRX(Detector):
+    """RX whose leading components learn: selector, principal components, and a quadratic with learned coefficients.
+
+    The first phase makes it RX itself: the K leading components, squared and divided by their variance, and beside
+    them the whitened coordinates outside their span, which stay fixed. Then the components turn to what sets targets
+    apart.
+
+    forward: cubes (B, H, W, C) -> logits (B, H, W), penalties (3,): orthogonality, entropy, concentration
+    """
+
+    scale: Tensor
+    rest: Tensor
+
+    def __init__(self, channels: int, components: int) -> None:
+        super().__init__(channels)
+        self.register_buffer("scale", torch.ones(components))
+        self.register_buffer("rest", torch.eye(channels)[components:])
+        self.selector = nn.Parameter(torch.zeros(channels))
+        self.components = nn.Parameter(nn.init.orthogonal_(torch.empty(components, channels)))
+        self.quadratic = nn.Parameter(torch.ones(components))
+        self.linear = nn.Parameter(torch.zeros(components))
+        self.outside = nn.Parameter(torch.ones(()))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def selection(self) -> Tensor:
+        """Return the share (C,) of each channel, of sum one."""
+        return (self.selector / self.temperature).softmax(0)
+
+    def selected(self, cubes: Tensor) -> Tensor:
+        """Return the centred cubes (..., C) times the selector; a selector without preference changes nothing."""
+        return self.centred(cubes) * (self.channels * self.selection())
+
+    def forward(self, cubes: Tensor) -> tuple[Tensor, Tensor]:
+        # Whitening multiplies small directions by hundreds: half precision would drown them in rounding.
+        with torch.autocast(cubes.device.type, enabled=False):
+            parts = (self.selected(cubes) @ self.components.T) * self.scale
+            rest = (self.centred(cubes) @ self.rest.T).square().sum(-1)
+            score = parts.square() @ self.quadratic + self.outside * rest
+            logits = (score - self.threshold) / self.sigma + parts @ self.linear + self.bias
+            return logits, torch.stack(self.penalties())
+
+    def penalties(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what is to be kept small, each 0 at best.
+
+        orthogonality  squared distance of components^T components from the identity, per component
+        entropy        1 - entropy of the selection / log C: 0 where all channels count the same, 1 for a single one
+        concentration  variance of the selection over that of a single channel: from 0 to 1 as well
+
+        The last two push against the falling temperature: channels survive which the loss pays for. Their sign
+        matters: what rewards variance or punishes entropy leaves one channel before anything was learned.
+        """
+        weights = self.selection()
+        gram = self.components @ self.components.T
+        identity = torch.eye(len(gram), device=gram.device)
+        entropy = -(weights * self.log_selection()).sum()
+        return (
+            (gram - identity).square().sum() / len(gram),
+            1 - entropy / math.log(self.channels),
+            (self.channels * weights.square().sum() - 1) / (self.channels - 1),
+        )
+
+    def log_selection(self) -> Tensor:
+        """Return the logarithm of the selection, finite also where it is 0."""
+        return (self.selector / self.temperature).log_softmax(0)
+
+    def explained(self, cubes: Tensor) -> Sum:
+        """Return the squares of the selected pixels inside the span of the components, and all of them."""
+        selected = self.selected(cubes)
+        basis = torch.linalg.qr(self.components.T).Q
+        return (selected @ basis).square().sum(), selected.square().sum()
+
+    def set_head(self, covariance: Tensor, sample: Tensor) -> Mapping[str, float]:
+        logarithms = covariance.diagonal().clamp(min=1e-12).log()
+        self.selector.copy_(LAST_TEMPERATURE * (logarithms - logarithms.mean()) / logarithms.std().clamp(min=1e-6))
+        self.begin_update(0.0)
+        gate = self.channels * self.selection().double()
+        values, vectors = principal(covariance * torch.outer(gate, gate))
+        leading = len(self.components)
+        self.components.copy_(vectors[:, :leading].T)
+        self.scale.copy_(values[:leading].rsqrt())
+        self.rest.copy_((vectors[:, leading:] * values[leading:].rsqrt()).T * gate)
+        for weight, value in ((self.quadratic, 1.0), (self.linear, 0.0), (self.outside, 1.0), (self.bias, 0.0)):
+            weight.fill_(value)
+        return {"explained_variance": float(values[:leading].sum() / values.sum())}
+
+
+class DeepSVDD(Detector):
+    """A network that maps normal spectra into a small sphere; what falls outside is anomalous.
+
+    forward: cubes (B, H, W, C) -> logits (B, H, W), squared radius () in the same unit. The logit is the squared
+    distance to the centre less the squared radius, in units of its spread after the first phase.
+
+    Four things keep it from the trivial answer, one point for all: no layer has a bias (a constant cannot be made),
+    the activation has no bounds, the spectra are not centred (else their mean could not reach the centre), and the
+    centre, which follows the features, keeps its distance from the origin (else it would shrink with the weights).
+    Source: Ruff et al., Deep One-Class Classification, ICML 2018, section 3 and propositions 1 to 3.
+    """
+
+    centre: Tensor
+    spread: Tensor
+    reference: Tensor
+
+    def __init__(self, channels: int, hidden: int = 128, features: int = 32) -> None:
+        super().__init__(channels)
+        self.network = nn.Sequential(Slow(channels, hidden), nn.LeakyReLU(0.1), Slow(hidden, features))
+        self.radius = nn.Parameter(torch.ones(()))
+        self.register_buffer("centre", torch.full((features,), features**-0.5))
+        self.register_buffer("spread", torch.ones(()))
+        self.register_buffer("reference", torch.zeros(REFERENCE, channels))
+
+    def forward(self, cubes: Tensor) -> tuple[Tensor, Tensor]:
+        square = self.radius.square() / self.spread
+        return self.distance(cubes) / self.spread - square, square
+
+    def features(self, cubes: Tensor) -> Tensor:
+        """Return the features (..., 32) of spectra (..., C), whitened but not centred."""
+        with torch.autocast(cubes.device.type, enabled=False):
+            spectra = self.whitened(cubes) + self.whitening @ self.mean
+        features: Tensor = self.network(spectra)
+        return features.float()
+
+    def distance(self, cubes: Tensor) -> Tensor:
+        """Return the squared distance (...) of the features of spectra (..., C) to the centre."""
+        return (self.features(cubes) - self.centre).square().sum(-1)
+
+    @torch.no_grad()
+    def begin_update(self, epoch: float) -> None:
+        """Move the centre to the mean feature of the reference pixels by an exponential mean; keep its length.
+
+        The reference pixels are those of the first phase: so the centre follows from weights and buffers, whatever
+        the micro-batches, and goes on after a resume as if there had been none.
+        """
+        super().begin_update(epoch)
+        moved = self.centre.lerp(self.features(self.reference).mean(0), PULL)
+        self.centre.copy_(moved * (self.centre.norm() / moved.norm().clamp(min=1e-12)))
+
+    def set_head(self, covariance: Tensor, sample: Tensor) -> Mapping[str, float]:
+        # The sample is in the order of a hash, so its beginning is a sample too; repeated where it is small.
+        self.reference.copy_(sample[torch.arange(REFERENCE, device=sample.device) % len(sample)])
+        self.centre.copy_(self.features(sample).mean(0))
+        distance = self.distance(sample)
+        self.spread.copy_(distance.std())
+        self.radius.copy_(distance.quantile(1 - NU).sqrt())
+        return {"radius": float(self.radius)}
+
+
+class Slow(nn.Linear):
+    """A linear map without bias that Adam changes at a hundredth of the learning rate, which suits the other head.
+
+    Its weights are kept a hundred times too large: a step of Adam does not depend on their scale. At the full rate it
+    learns within an epoch to map every deviation it has seen onto the centre, those of anomalies too.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        with torch.no_grad():
+            self.weight.mul_(100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight / 100)
+
+
+def principal(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return variances (C,), largest first and none below FLOOR of it, and directions (C, C), one per column."""
+    values, vectors = torch.linalg.eigh(covariance)
+    values = values.flip(0)
+    return values.clamp(min=max(float(values[0]) * FLOOR, 1e-30)), vectors.flip(1)
+
+
+def sigma_of_rx(scores: Tensor, channels: int) -> Tensor:
+    """Return the standard deviation of the RX score around its mean over all pixels, from the scores of a sample.
+
+    That mean needs no sample: the squared Mahalanobis distances to the data's own mean and covariance have mean C.
+    """
+    return (scores.double() - channels).square().mean().sqrt()

@@ -1,0 +1,156 @@
+"""Phase 1: moments, extremes and a fair sample of all pixels, in one pass of bounded memory that can be merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import DataError
+from runner.base.task import Fit, State
+
+SAMPLE_SIZE = 8192  # pixels kept; the sigma of a score is then known to about 2 %, see sigma_of_rx
+CANDIDATES = 128  # pixels of each cube that may enter the sample
+ROWS = {"cpu": 4096}  # pixels at once: float64 of 50 channels fit the second-level cache
+ROWS_ELSEWHERE = 2**20
+NEVER = torch.iinfo(torch.int64).max  # key of an empty place of the sample
+
+
+class PixelStatistics(Fit):
+    """Count, mean and co-moment of the spectra (Chan et al.), extremes per channel, share of targets, and a sample.
+
+    Sums are float64, so that the order in which parts are read and merged changes only the last digits.
+
+    The sample is what the spread of the RX score is measured with: that needs fourth moments of all channels, which
+    nothing of bounded size holds exactly. Each cube offers pixels at places that follow from its index, each with a
+    key that follows from index and place (a bijective hash, so no two are alike); the sample is the pixels of the
+    smallest keys. The smallest of a union are the smallest of the smallest, so any split and merge gives the same.
+    Source: Chan, Golub, LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+    """
+
+    def __init__(self, channels: int) -> None:
+        self.channels = channels
+
+    def start(self) -> State:
+        zero = torch.zeros((), dtype=torch.float64)
+        return {
+            "count": zero.clone(),
+            "mean": zero.repeat(self.channels),
+            "comoment": zero.repeat(self.channels, self.channels),
+            "low": zero.repeat(self.channels) + math.inf,
+            "high": zero.repeat(self.channels) - math.inf,
+            "known": zero.clone(),
+            "targets": zero.clone(),
+            "keys": torch.full((SAMPLE_SIZE,), NEVER),
+            "sample": torch.zeros(SAMPLE_SIZE, self.channels),
+        }
+
+    def add(self, model: nn.Module, state: State, batch: Mapping[str, Tensor]) -> tuple[State, int]:
+        """Return the state with this batch: cube (B, H, W, C) float32, mask (B, H, W), index (B,)."""
+        cubes, mask = batch["cube"], batch["mask"]
+        pixels = cubes.reshape(-1, self.channels)
+        keys, sample = candidates(cubes.flatten(1, 2), batch["index"])
+        part = moments(pixels) | {
+            "known": (mask < 2).sum().double(),
+            "targets": (mask == 1).sum().double(),
+            "keys": keys,
+            "sample": sample,
+        }
+        return self.merge(state, part), len(pixels)
+
+    def merge(self, one: State, other: State) -> State:
+        count = one["count"] + other["count"]
+        share = other["count"] / count.clamp(min=1.0)
+        apart = other["mean"] - one["mean"]
+        keys, order = torch.cat([one["keys"], other["keys"]]).sort()
+        return {
+            "count": count,
+            "mean": one["mean"] + share * apart,
+            "comoment": one["comoment"] + other["comoment"] + one["count"] * share * torch.outer(apart, apart),
+            "low": torch.minimum(one["low"], other["low"]),
+            "high": torch.maximum(one["high"], other["high"]),
+            "known": one["known"] + other["known"],
+            "targets": one["targets"] + other["targets"],
+            "keys": keys[:SAMPLE_SIZE],
+            "sample": torch.cat([one["sample"], other["sample"]])[order[:SAMPLE_SIZE]],
+        }
+
+    def finish(self, model: Any, state: State) -> Mapping[str, float]:
+        """Set normalisation, components, whitening, selector and threshold of the model; return what was found.
+
+        Raises DataError where there are no more pixels than channels, or values that are no numbers.
+        """
+        pixels = int(state["count"])
+        if pixels <= self.channels:
+            raise DataError(f"the training data must hold more than {self.channels} pixels, but holds {pixels}")
+        if not bool(torch.isfinite(state["comoment"]).all()):
+            raise DataError("the cubes of the training data must hold finite numbers, but some are infinite or NaN")
+        figures: Mapping[str, float] = model.set_statistics(state)
+        return figures
+
+
+def moments(pixels: Tensor) -> State:
+    """Return count, mean, co-moment, low and high of `pixels` (N, C), float64.
+
+    Values are taken relative to the mean of the first rows, so that nothing is lost where the mean is far from zero.
+    """
+    rows = ROWS.get(pixels.device.type, ROWS_ELSEWHERE)
+    shift = pixels[:rows].mean(0).double()
+    total = torch.zeros_like(shift)
+    products = torch.zeros(len(shift), len(shift), dtype=torch.float64, device=pixels.device)
+    lows, highs = [], []
+    for part in torch.split(pixels, rows):
+        away = part.double().sub_(shift)
+        total += away.sum(0)
+        products += gram(away)
+        fold = math.gcd(len(part), 64)  # long rows: the extremes of 50 channels at once cost more to start than to find
+        wide = part.reshape(-1, fold * len(shift))
+        lows.append(wide.amin(0).view(fold, -1).amin(0))
+        highs.append(wide.amax(0).view(fold, -1).amax(0))
+    return {
+        "count": torch.tensor(float(len(pixels)), dtype=torch.float64, device=pixels.device),
+        "mean": shift + total / len(pixels),
+        "comoment": products - torch.outer(total, total) / len(pixels),
+        "low": torch.stack(lows).amin(0).double(),
+        "high": torch.stack(highs).amax(0).double(),
+    }
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Return rows^T rows (C, C).
+
+    On a CPU numpy knows that the result is symmetric (syrk) and takes 0.6 of torch's time; see
+    scripts/measure/statistics_pass.py.
+    """
+    if rows.device.type == "cpu":
+        array = rows.numpy()
+        return torch.from_numpy(array.T @ array)
+    return rows.T @ rows
+
+
+def candidates(pixels: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys (n,) and spectra (n, C) of the pixels that cubes (B, HW, C) of these numbers (B,) offer."""
+    turn = torch.arange(CANDIDATES, device=index.device)
+    numbers = index.long()[:, None] * CANDIDATES + turn
+    keys = mixed(numbers)
+    places = mixed(keys) % pixels.shape[1]
+    chosen = torch.take_along_dim(pixels, places[:, :, None], dim=1)
+    return keys.flatten(), chosen.flatten(0, 1)
+
+
+def mixed(number: Tensor) -> Tensor:
+    """Return a bijective hash of int64, whose order is as good as random.
+
+    Source: splitmix64; Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, figure 17.
+    """
+    number = number + _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        number = (number ^ ((number >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
+    return number ^ ((number >> 31) & (2**33 - 1))
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word

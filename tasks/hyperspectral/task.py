@@ -1,0 +1,268 @@
+"""Hyperspectral anomaly detection in two phases: statistics of all pixels in one pass, then gradients.
+
+Items are pixels. After the first phase the model is the RX detector; `epochs=0` stops there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.base.errors import ConfigError, InputMissing, MissingPackage, Problem
+from runner.base.task import Content, Context, Prediction, Progress, Sum, Task
+from runner.base.values import NonNegative, PositiveInt
+
+from .data import Cubes, open_folder
+from .envi import FORMATS
+from .metrics import UNKNOWN, detection
+from .model import NU, DeepSVDD, Detector, TrainableRX
+from .pictures import Map, maps_picture, score_picture
+from .scenes import Scenes, SyntheticScenes, photograph_scenes
+from .statistics import PixelStatistics
+
+PHASES = {
+    "fit": {"kind": "fit", "evaluate.every": "0"},
+    "train": {"needs": ["fit"]},
+}
+SETTINGS = {
+    "optimizer": "adam",
+    "optimizer.lr": 0.01,
+    "scheduler.warmup": 0.02,
+    "phase.train.epochs": 40,  # 5 x 0.9^37 is where the selector's temperature reaches 0.1
+    "checkpoint.best": "val/iou",
+}
+SIZES = {
+    "tiny": {"global_batch_size": 8},
+    "small": {"global_batch_size": 8},
+    "full": {"global_batch_size": 8, "micro_batch_size": 4},
+}
+
+
+def build(
+    context: Context,
+    *,
+    size: Literal["tiny", "small", "full"] = "tiny",
+    head: Literal["rx", "svdd"] = "rx",
+    data: Literal["photographs", "synthetic"] = "photographs",
+    num_cubes: PositiveInt | None = None,
+    height: PositiveInt | None = None,
+    width: PositiveInt | None = None,
+    channels: PositiveInt | None = None,
+    components: PositiveInt | None = None,
+    orthogonality: NonNegative = 0.1,
+    entropy: NonNegative = 0.05,
+    diversity: NonNegative = 0.05,
+) -> Task:
+    """Statistics of all pixels in one pass, then a detector of targets that starts from them.
+
+    size           tiny, small or full: how many cubes, their height, width and channels, see SHAPES
+    head           rx: RX score of learned components, trained on masks; svdd: Deep SVDD, trained on all but targets
+    data           photographs: those of scikit-image through a bank of filters; synthetic: generated spectra
+    num_cubes      training cubes; null: as the size says. A quarter, 8 to 64, for each of validation and test
+    height         of a cube in pixels; null: as the size says
+    width          of a cube in pixels; null: as the size says
+    channels       of a cube, at least 3; null: as the size says, or as data.path has
+    components     learned principal components; null: a third of the channels
+    orthogonality  weight of the squared distance of components times their transpose from the identity, per component
+    entropy        weight of 1 - entropy of the selection of channels / its maximum
+    diversity      weight of the concentration of the selection: 0 where channels count the same, 1 for a single one
+    """
+    shape = SHAPES[size]
+    if context.data_path is not None:
+        given = {"num_cubes": num_cubes, "height": height, "width": width}
+        problems = [
+            Problem("has no effect on the cubes of data.path", f"task.{name}", "leave it out")
+            for name, value in given.items()
+            if value is not None
+        ]
+        if problems:
+            raise ConfigError(problems)
+        splits: Mapping[str, Cubes] = open_folder(context.data_path, channels)
+    else:
+        wanted = (num_cubes or shape[0], height or shape[1], width or shape[2], channels or shape[3])
+        splits = _scenes(context, data, *wanted)
+    channels = splits["train"].shape[2]
+    components = components or max(1, channels // 3)
+    if channels < 3 or components > channels:
+        what = f"must have at least 3 channels and at most as many components, but has {channels} and {components}"
+        raise ConfigError(Problem(what, "task.components"))
+    if head == "svdd":
+        return OneClass(splits, DeepSVDD(channels))
+    return Detection(splits, TrainableRX(channels, components), (orthogonality, entropy, diversity))
+
+
+@dataclass
+class AnomalyTask(Task):
+    """What both heads have in common: data, statistics, metrics, maps."""
+
+    splits: Mapping[str, Cubes]
+    model: Detector
+
+    item = "pixel"
+    unit = ""  # of the score
+
+    def __post_init__(self) -> None:
+        height, width, self.channels = self.splits["train"].shape
+        self.items_per_sample = float(height * width)
+
+    def dataset(self, split: str) -> Cubes:
+        return self.splits[split]
+
+    @property
+    def fits(self) -> Mapping[str, PixelStatistics]:
+        return {"fit": PixelStatistics(self.channels)}
+
+    def begin_update(self, progress: Progress) -> None:
+        self.model.begin_update(progress.epoch)
+
+    def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Sum]:
+        """Return IoU, F1 and AUROC where there are masks, and the loss where it can be had."""
+        if not self.splits["val"].has_masks:
+            return {}
+        logits, _ = model(batch["cube"])
+        return detection(logits, batch["mask"])
+
+    @torch.no_grad()
+    def baselines(self) -> Mapping[str, float]:
+        """Return IoU, F1 and AUROC of RX alone, fitted to the training pixels, at mean + 2 sigma."""
+        val = self.splits["val"]
+        if not bool(self.model.fitted) or not val.has_masks:
+            return {}
+        device = self.model.mean.device
+        sums: dict[str, list[float]] = {}
+        for first in range(0, len(val), 8):
+            batch = val.__getitems__(list(range(first, min(first + 8, len(val)))))
+            found = detection(self.model.rx_logit(batch["cube"].to(device)), batch["mask"].to(device))
+            for name, (total, count) in found.items():
+                before = sums.get(name, [0.0, 0.0])
+                sums[name] = [before[0] + float(total), before[1] + float(count)]
+        return {name: total / max(count, 1.0) for name, (total, count) in sums.items()}
+
+    def predict(  # type: ignore[override]  # the options of the contract, by name
+        self,
+        model: nn.Module,
+        generator: torch.Generator,
+        *,
+        samples: PositiveInt = 8,
+        rows: PositiveInt = 4,
+    ) -> Iterator[Prediction]:
+        """Yield the score maps of test cubes.
+
+        samples  number of test cubes, at most as many as there are
+        rows     number of cubes in plots/maps.png
+        """
+        test = self.splits["test"]
+        maps: list[Map] = []
+        count = min(samples, len(test))
+        for index in range(count):
+            batch = test.__getitems__([index])
+            cube = batch["cube"].to(generator.device)
+            logits, _ = model(cube)
+            rx = self.model.rx_logit(cube)
+            arrays = [part[0].float().cpu().numpy() for part in (cube, rx, logits, batch["mask"])]
+            one = Map(test.title(index), arrays[0], arrays[1], arrays[2], arrays[3])
+            maps = [*maps, one][:rows]
+            files: dict[str, Content] = {f"score-{index:04d}.npy": one.score}
+            plots: dict[str, bytes] = {}
+            text = f"{one.title}: {self._verdict(logits.float(), rx, batch['mask'].to(rx.device))}"
+            try:
+                files[f"score-{index:04d}.png"] = score_picture(one, self.unit)
+                if index == count - 1:
+                    plots["maps.png"] = maps_picture(maps, self.unit)
+            except MissingPackage:
+                text += "; pictures need the extra plots" if index == 0 else ""
+            yield Prediction(files, text, items=one.score.size, plots=plots)
+
+    def _verdict(self, logits: Tensor, rx: Tensor, mask: Tensor) -> str:
+        if not bool((mask == 1).any()):
+            return f"{float((logits > 0).float().mean()):.1%} of the pixels are above 0"
+        mine, alone = (
+            {name: float(s) / float(n) for name, (s, n) in detection(of, mask).items()} for of in (logits, rx)
+        )
+        return ", ".join(f"{name} {value:.3f} (RX {alone[name]:.3f})" for name, value in mine.items())
+
+
+@dataclass
+class Detection(AnomalyTask):
+    """Targets are told from the rest by masks; the logit is the logarithm of the odds that a pixel is a target.
+
+    weights  of orthogonality, entropy and concentration, see TrainableRX.penalties
+    """
+
+    weights: tuple[float, float, float]
+    unit = "log-odds of a target"
+
+    def begin_phase(self, phase: str) -> None:
+        """Raise InputMissing where the training data has no masks to learn from."""
+        super().begin_phase(phase)
+        if phase == "train" and not self.splits["train"].has_masks:
+            what = "head=rx learns from masks, but the training cubes have none"
+            raise InputMissing(what, where="data.path", fix=f"say epochs=0 for RX alone, or task.head=svdd; {FORMATS}")
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Sum:
+        """Return the weighted cross-entropy summed over known pixels, and the penalties once per pixel.
+
+        Targets weigh as much as the background in all (pos_weight), so the network learns the odds at equal shares;
+        adding log pos_weight before the loss leaves in the logit the odds at the true share, whose 0 is even chances.
+        """
+        logits, penalties = model(batch["cube"])
+        known = (batch["mask"] != UNKNOWN).float()
+        target = (batch["mask"] == 1).float()
+        weight = self.model.pos_weight
+        losses = F.binary_cross_entropy_with_logits(
+            logits.float() + weight.clamp(min=1e-6).log(), target, weight=known, pos_weight=weight, reduction="sum"
+        )
+        penalty = penalties.float() @ torch.tensor(self.weights, device=penalties.device)
+        count = known.sum()
+        return losses + count * penalty, count
+
+    def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Sum]:
+        """Return also the loss, and the variance explained: the share of the squares that the components keep."""
+        metrics = {**super().evaluate(model, batch), "explained_variance": self.explained(batch["cube"])}
+        return {"loss": self.loss(model, batch), **metrics} if self.splits["val"].has_masks else metrics
+
+    def explained(self, cubes: Tensor) -> Sum:
+        assert isinstance(self.model, TrainableRX)
+        return self.model.explained(cubes)
+
+
+@dataclass
+class OneClass(AnomalyTask):
+    """What lies outside the sphere of normal pixels is anomalous; known targets are left out of training."""
+
+    unit = "distance to the sphere, spreads"
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Sum:
+        """Return squared radius + max(0, squared distance - squared radius) / nu, summed over pixels but targets."""
+        logits, square = model(batch["cube"])
+        normal = (batch["mask"] != 1).float()
+        count = normal.sum()
+        return (logits.relu() * normal).sum() / NU + count * square, count
+
+    def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Sum]:
+        return {"loss": self.loss(model, batch), **super().evaluate(model, batch)}
+
+
+def _scenes(
+    context: Context, data: str, num_cubes: int, height: int, width: int, channels: int
+) -> Mapping[str, Scenes]:
+    held_out = min(64, max(8, num_cubes // 4))
+    sizes = {"train": num_cubes, "val": held_out, "test": held_out}
+    shape = (height, width, channels)
+    if data == "synthetic":
+        return {split: SyntheticScenes(split, count, *shape) for split, count in sizes.items()}
+    cache = context.cache / "hyperspectral"
+    return {split: photograph_scenes(cache, split, count, *shape) for split, count in sizes.items()}
+
+
+# num_cubes, height, width, channels
+SHAPES: Mapping[str, tuple[int, int, int, int]] = {
+    "tiny": (96, 64, 64, 24),
+    "small": (200, 128, 128, 50),
+    "full": (1000, 256, 256, 100),
+}
