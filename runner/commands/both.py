@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from runner.commands.arguments import SETTINGS_HELP, read
 
 HELP = f"""usage: accel-run both [key=value ...]
@@ -19,12 +17,6 @@ examples
 
 def run(words: list[str]) -> int:
     """Train and predict; the exit code of the first that does not end well."""
-    from runner.base.configuration import merge_overrides
-    from runner.engine.infer import infer
     from runner.engine.session import train
 
-    request = read(words).request
-    code, directory = train(request)
-    if code:
-        return int(code)
-    return int(infer(replace(request, overrides=merge_overrides(request.overrides, [f"run={directory.name}"]))))
+    return int(train(read(words).request, then_infer=True))

@@ -29,5 +29,4 @@ def run(words: list[str]) -> int:
         return sweep(arguments.request)
     from runner.engine.session import train
 
-    code, _ = train(arguments.request)
-    return int(code)
+    return int(train(arguments.request))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from runner.base.errors import DataError, Exit, InputMissing, TaskFault
 from runner.durable.directory import RunDirectory
 from runner.observe.events import Console
 from runner.plan.plan import plan_here
+
+if TYPE_CHECKING:
+    from runner.base.task import Content
 
 
 def infer(request: Request) -> Exit:
@@ -34,6 +37,7 @@ def infer(request: Request) -> Exit:
 
     import torch
 
+    from runner.base.task import Progress
     from runner.durable.checkpoint import load, newest_valid, verify
     from runner.engine.assemble import assemble
     from runner.engine.evaluate import as_in_use
@@ -55,6 +59,9 @@ def infer(request: Request) -> Exit:
         gc.enable()  # off while everything was imported and built, see cli.py
         checkpoint = load(path)
         load_model(parts.bare, checkpoint)
+        state = checkpoint.state
+        parts.task.begin_phase(state["phase"])
+        parts.task.begin_update(Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))
         device, precision = f"{plan.device} ({plan.reason('device')})", plan.choices["precision"].name
         console.info(f"{directory.name}: {path.name}, on {device}, precision {precision}")
         options = {key: value for key, value in plan.inference.items() if key != "seed"}
@@ -76,6 +83,8 @@ def infer(request: Request) -> Exit:
                 items += prediction.items
                 for name, content in prediction.files.items():
                     directory.write(f"predictions/{name}", _as_bytes(name, content))
+                for name, picture in prediction.plots.items():
+                    directory.write(f"plots/{name}", picture)
                 if prediction.text:
                     console.info(f"\n--- {', '.join(prediction.files)}\n{prediction.text}")
         if not latencies:
@@ -115,7 +124,9 @@ def _as_trained(request: Request, directory: RunDirectory) -> Request:
     return Request(merge_overrides(kept, request.overrides), task_file, config_dir)
 
 
-def _as_bytes(name: str, content: str | np.ndarray[Any, Any]) -> bytes:
+def _as_bytes(name: str, content: Content) -> bytes:
+    if isinstance(content, bytes):
+        return content
     if isinstance(content, str):
         return content.encode()
     buffer = io.BytesIO()

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner import __version__
-from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
+from runner.base.configuration import Configuration, Request, compose, merge_overrides, task_source, to_yaml
 from runner.base.errors import AccelRunError, Exit, InputMissing, StorageError
+from runner.base.phases import INFERENCE
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.durable.files import read_object
 from runner.plan.inventory import Inventory
@@ -33,12 +34,26 @@ if TYPE_CHECKING:
     from runner.engine.train import Phase, TrainingRun
 
 
-def train(request: Request) -> tuple[Exit, RunDirectory]:
-    """Train what the request asks for; return how it ended and where it lies.
+def train(request: Request, *, then_infer: bool = False) -> Exit:
+    """Run the phases that the request asks for, `infer` among them or with `then_infer`; return how it ended.
 
     Raises AccelRunError; the same is then in error.json of the run directory, if there is one.
     """
+    from runner.engine.infer import infer
+
     configuration = compose(request)
+    wanted = configuration.settings.phases
+    if wanted == [INFERENCE]:
+        return infer(request)
+    code, directory = _run(request, configuration)
+    if code == Exit.DONE and (then_infer or INFERENCE in (wanted or ())):
+        run = merge_overrides(request.overrides, [f"run={directory.name}"])
+        return infer(dataclasses.replace(request, overrides=run))
+    return code
+
+
+def _run(request: Request, configuration: Configuration) -> tuple[Exit, RunDirectory]:
+    """Train in the directory of the run; return how it ended and where it lies."""
     name = configuration.settings.run or default_name(configuration.choices["task"].name)
     check_name(name)
     plan, inventory = plan_here(configuration)

@@ -517,6 +517,7 @@ class Phase:
         state = {
             "phase": self.name,
             "phase_update": self.position.update,
+            "epoch": self.position.update / self.order.updates_per_epoch,
             "updates_before": self.run_.updates_before,
             "total": self.total,
             **numbers,

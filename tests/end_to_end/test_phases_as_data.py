@@ -1,0 +1,273 @@
+"""Phases: statistics, prerequisites, what is trained, own optimizer and schedule, early stopping, resume, records."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.durable.checkpoint import Loaded, load, newest_valid, path_of
+from tests.forkserver import Ended, ForkServer
+
+TASK = Path(__file__).with_name("task_of_phases.py")
+BASE = ["--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
+# Updates made at the end of each phase: 33 samples by 10 are 4 batches; then 12, 9, and 8 until the patience is over.
+STATISTICS, PRETRAIN, ADAPTER, PATIENT = 4, 16, 25, 33
+
+
+def train(server: ForkServer, folder: Path, *words: str, env: dict[str, str] | None = None) -> Ended:
+    return server.run(["train", *BASE, *words], folder, env=env)
+
+
+def checkpoint(folder: Path, update: int) -> Loaded:
+    return load(path_of(folder / "outputs" / "mine" / "checkpoints", update))
+
+
+def weights(folder: Path, update: int) -> dict[str, torch.Tensor]:
+    return dict(checkpoint(folder, update).tensors("model"))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "outputs" / "mine" / "metrics.jsonl").read_text()
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith("perf/")}
+        for line in text.splitlines()
+    ]
+
+
+def run_json(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "outputs" / "mine" / "run.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def whole(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    """A run of all phases, never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    ended = train(server, folder)
+    assert ended.code == 0, ended.err
+    return folder, ended
+
+
+def test_statistics_are_of_every_sample_once(whole: tuple[Path, Ended]) -> None:
+    from tests.end_to_end.task_of_phases import Samples
+
+    samples = Samples(33)
+    mean = torch.stack([samples[index][0].double() for index in range(33)]).mean(0)
+    assert torch.allclose(weights(whole[0], STATISTICS)["mean"], mean, rtol=1e-12, atol=0)
+    found = [row for row in rows(whole[0]) if "fit/mean" in row]
+    assert [row["fit/mean"] for row in found] == [pytest.approx(float(mean.mean()))]
+    assert not any("train/loss" in row or "lr" in row for row in rows(whole[0]) if row["phase"] == "statistics")
+
+
+def test_only_what_a_phase_trains_changes(whole: tuple[Path, Ended]) -> None:
+    folder, ended = whole
+    after = {number: weights(folder, number) for number in (STATISTICS, PRETRAIN, ADAPTER, PATIENT)}
+    changed = {
+        number: {name for name, weight in after[number].items() if not torch.equal(weight, after[before][name])}
+        for before, number in ((STATISTICS, PRETRAIN), (PRETRAIN, ADAPTER), (ADAPTER, PATIENT))
+    }
+    head, adapter = {"head.weight", "head.bias"}, {"adapter.weight", "adapter.bias"}
+    assert changed[PRETRAIN] == head | adapter | {"base.weight", "base.bias"}
+    assert changed[ADAPTER] == head | adapter
+    assert changed[PATIENT] <= head
+    assert "adapter trains adapter (42), head (14): 56 of 86 parameters (65.1%)" in ended.out
+    names = {name.rpartition(".")[0] for name in checkpoint(folder, ADAPTER).tensors("optimizer")}
+    assert names == head | adapter
+
+
+def test_each_phase_has_its_optimizer_and_its_schedule(whole: tuple[Path, Ended]) -> None:
+    rates = {phase: [row["lr"] for row in rows(whole[0]) if row["phase"] == phase and "lr" in row] for phase in
+             ("pretrain", "adapter", "patient")}  # fmt: skip
+    assert len(rates["pretrain"]) == 12
+    assert rates["pretrain"][0] == pytest.approx(0.1)
+    assert rates["pretrain"][-1] == pytest.approx(0.01, rel=0.5)  # a cosine down to a tenth
+    assert rates["adapter"][0] == pytest.approx(0.002)
+    assert rates["adapter"][-1] == pytest.approx(0.002 / 8)  # warm for one update, then a line down to nothing
+    assert max(rates["patient"]) == pytest.approx(1e-12)
+    assert checkpoint(whole[0], PRETRAIN).state["optimizer"]["optimizer"] == "torch.SGD"
+    assert checkpoint(whole[0], ADAPTER).state["optimizer"]["optimizer"] == "torch.Adam"
+
+
+def test_a_phase_stops_early_and_says_so(whole: tuple[Path, Ended]) -> None:
+    folder, ended = whole
+    assert "patient stops early at update 8: 3 evaluations without a better val/loss" in ended.out
+    assert newest_valid(folder / "outputs" / "mine" / "checkpoints") == path_of(
+        folder / "outputs" / "mine" / "checkpoints", PATIENT
+    )
+
+
+def test_time_and_memory_are_told_by_phase(whole: tuple[Path, Ended]) -> None:
+    folder, ended = whole
+    phases = run_json(folder)["phases"]
+    assert [(name, one["kind"], one["updates"], one["finished"]) for name, one in phases.items()] == [
+        ("statistics", "fit", 4, True), ("pretrain", "train", 12, True),
+        ("adapter", "train", 9, True), ("patient", "train", 8, True),
+    ]  # fmt: skip
+    assert all(one["seconds"] > 0 and one["peak_host_gib"] > 0.05 for one in phases.values())
+    assert "fit/mean" in phases["statistics"]["metrics"]
+    assert "val/loss" in phases["adapter"]["metrics"]
+    assert "patient (train): 8 of 40 updates" in ended.out
+    status = server_free_status(folder)
+    assert "statistics" in status
+    assert "4 of 4" in status
+
+
+def server_free_status(folder: Path) -> str:
+    import contextlib
+    import io
+
+    from runner.cli import main
+
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.chdir(folder):
+        main(["status", "mine"])
+    return written.getvalue()
+
+
+def test_evaluation_draws_the_same_numbers_each_time(whole: tuple[Path, Ended]) -> None:
+    noise = {row["val/noise"] for row in rows(whole[0]) if "val/noise" in row}
+    assert len(noise) == 1
+
+
+def test_the_ends_of_phases_are_kept(whole: tuple[Path, Ended]) -> None:
+    names = {path.name for path in (whole[0] / "outputs" / "mine" / "checkpoints").glob("update-*")}
+    assert {f"update-{number:010d}" for number in (STATISTICS, PRETRAIN, ADAPTER, PATIENT)} <= names
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "wait_for"),
+    [
+        ("statistics:5", 1),
+        ("pretrain:3", 4),
+        ("pretrain:15", 9),
+        ("adapter:1", 16),
+        ("adapter:11", 19),
+        ("patient:9", 28),
+    ],
+)  # the batch at which it is killed, and the checkpoint that is there then
+def test_a_run_killed_in_any_phase_goes_on_bit_for_bit(
+    stop_at: str, wait_for: int, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
+) -> None:
+    place = tmp_path / "outputs" / "mine" / "checkpoints" / f"update-{wait_for:010d}"
+    words = [f"task.stop_at={stop_at}", f"task.wait_for={place}", "checkpoint.every=1"]
+    ended = train(server, tmp_path, *words)
+    assert ended.code == -signal.SIGKILL, ended.err
+    again = train(server, tmp_path, *words, env={"NO_KILL": "1"})
+    assert again.code == 0, again.err
+    assert rows(tmp_path) == rows(whole[0])
+    mine, theirs = checkpoint(tmp_path, PATIENT), checkpoint(whole[0], PATIENT)
+    for stem in theirs.stems:
+        for name, tensor in theirs.tensors(stem).items():
+            assert torch.equal(tensor, mine.tensors(stem)[name]), f"{stem}/{name}"
+
+
+def test_phases_run_one_by_one_give_the_same(whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path) -> None:
+    for phase in ("statistics", "pretrain", "adapter", "patient"):
+        ended = train(server, tmp_path, f"phases=[{phase}]")
+        assert ended.code == 0, ended.err
+    assert rows(tmp_path) == rows(whole[0])
+    for name, weight in weights(whole[0], PATIENT).items():
+        assert torch.equal(weight, weights(tmp_path, PATIENT)[name]), name
+    assert [one["finished"] for one in run_json(tmp_path)["phases"].values()] == [True] * 4
+
+
+def test_a_finished_phase_does_not_bind_the_next(server: ForkServer, tmp_path: Path) -> None:
+    assert train(server, tmp_path, "phases=[pretrain]", "updates=3", "optimizer.lr=0.3").code == 0
+    ended = train(server, tmp_path, "phases=[adapter]", "updates=2", "phase.adapter.optimizer=sgd")
+    assert ended.code == 0, ended.err
+    assert checkpoint(tmp_path, 5).state["optimizer"]["optimizer"] == "torch.SGD"
+    changed = train(server, tmp_path, "phases=[adapter]", "updates=4", "phase.adapter.optimizer=sgd")
+    assert changed.code == 88
+    assert "phase.adapter.updates" in changed.err
+    allowed = train(
+        server, tmp_path, "phases=[adapter]", "updates=4", "phase.adapter.optimizer=sgd", "resume_allow=[updates]"
+    )
+    assert allowed.code == 0, allowed.err
+    assert run_json(tmp_path)["phases"]["adapter"]["updates"] == 4
+
+
+def test_a_phase_whose_prerequisite_is_missing_is_refused(server: ForkServer, tmp_path: Path) -> None:
+    ended = train(server, tmp_path, "phases=[adapter]")
+    assert ended.code == 66
+    assert "phase adapter needs pretrain, which run mine has not finished" in ended.err
+    assert "phases=[pretrain,adapter]" in ended.err
+    assert not (tmp_path / "outputs" / "mine" / "checkpoints").exists() or not newest_valid(
+        tmp_path / "outputs" / "mine" / "checkpoints"
+    )
+    other = [word for word in BASE if word != "run=mine"]
+    assert server.run(["train", *other, "run=first", "phases=[pretrain]"], tmp_path).code == 0
+    ended = train(server, tmp_path, "phases=[adapter]", "resume=first")
+    assert ended.code == 0, ended.err
+    started = load(path_of(tmp_path / "outputs" / "first" / "checkpoints", 12)).tensors("model")
+    assert torch.equal(started["base.weight"], weights(tmp_path, 21)["base.weight"])
+
+
+def test_epochs_0_runs_the_statistics_alone(server: ForkServer, tmp_path: Path) -> None:
+    ended = train(server, tmp_path, "epochs=0")
+    assert ended.code == 0, ended.err
+    assert list(run_json(tmp_path)["phases"]) == ["statistics"]
+    later = train(server, tmp_path, "epochs=1", "phases=[pretrain]")
+    assert later.code == 0, later.err
+    assert run_json(tmp_path)["phases"]["pretrain"]["updates"] == 5
+
+
+def test_inference_is_the_phase_infer(server: ForkServer, tmp_path: Path) -> None:
+    ended = train(server, tmp_path, "updates=2", "phases=[statistics,pretrain,infer]")
+    assert ended.code == 0, ended.err
+    run = tmp_path / "outputs" / "mine"
+    assert (run / "predictions" / "0.txt").read_text().startswith("pretrain 2.00 ")
+    assert (run / "predictions" / "1.bin").read_bytes() == b"\x00\x01"
+    assert (run / "plots" / "1.png").read_bytes() == b"\x89PNG"
+    before = (run / "predictions" / "0.txt").read_bytes()
+    both = server.run(["both", *BASE, "updates=2", "phases=[statistics,pretrain,infer]"], tmp_path)
+    assert both.code == 0, both.err
+    assert (run / "predictions" / "0.txt").read_bytes() == before
+    assert both.out.count("predictions,") == 1
+    alone = train(server, tmp_path, "phases=[infer]", "inference.samples=3")
+    assert alone.code == 0, alone.err
+    assert (run / "predictions" / "2.txt").exists()
+
+
+SLIPS = [
+    (["phases=[adaptor]"], 78, "the task has no phase adaptor; phases: statistics, pretrain, adapter, patient, infer"),
+    (["phases=[]"], 78, "names no phase"),
+    (["phase.adapter.trains=[adaptor]"], 78, "no parameter's name starts with adaptor"),
+    (["phase.adapter.trains=[]"], 78, "names no parameter"),
+    (["phase.statistics.updates=4"], 78, "unknown key"),
+    (["phase.adapter.optimizer=adma"], 78, "did you mean adam?"),
+    (["phase.adapter.optimizer.lr=fast"], 78, "must be a number above 0"),
+    (["phase.adapter.updates=4", "phase.adapter.epochs=1"], 78, "both are given"),
+    (["task.fits=false"], 70, "phase statistics is of kind fit, but the task's fits has nothing"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "text"), SLIPS, ids=[" ".join(words) for words, _, _ in SLIPS])
+def test_slips(words: list[str], code: int, text: str, server: ForkServer, tmp_path: Path) -> None:
+    more = ["phases=[pretrain,adapter]", "updates=1"] if "trains" in words[0] else []
+    ended = train(server, tmp_path, *words, *more)
+    assert ended.code == code, ended.err
+    assert text in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_parameter_that_gets_no_gradient_is_named(server: ForkServer, tmp_path: Path) -> None:
+    ended = train(server, tmp_path, "task.unused=true", "phases=[pretrain]", "updates=2")
+    assert ended.code == 0, ended.err
+    assert "no gradient reached head.extra in the first update of pretrain" in ended.out + ended.err
+
+
+def test_what_is_typed_for_all_phases_beats_the_task_and_is_beaten_by_what_is_typed_for_one(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    words = ["updates=3", "phase.adapter.updates=2", "optimizer.lr=0.05", "phases=[pretrain,adapter]"]
+    ended = train(server, tmp_path, *words)
+    assert ended.code == 0, ended.err
+    phases = run_json(tmp_path)["phases"]
+    assert (phases["pretrain"]["updates"], phases["adapter"]["updates"]) == (3, 2)
+    first = {row["phase"]: row["lr"] for row in reversed(rows(tmp_path)) if "lr" in row}
+    # optimizer.lr=0.05 was typed for the optimizer of the run, sgd; the adapter is trained by adam
+    assert first == {"pretrain": pytest.approx(0.05), "adapter": pytest.approx(0.002)}
