@@ -186,17 +186,15 @@ class Episodes:
     def __getitem__(self, index: int) -> Batch:
         return {name: value[0] for name, value in self.__getitems__([index]).items()}
 
-    def objects(self, index: int) -> list[int]:
-        """Return the positions of the support and of the queries; queries repeat only in too small a category."""
-        return self._objects(index, self._rng(index))
+    def places(self, indices: Sequence[int]) -> Batch:
+        """Return a batch without its images, as the annotations say: nothing is augmented."""
+        rows = [self._objects(index, self._rng(index)) for index in indices]
+        return self._named(rows, *self._keypoints(rows))
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         rngs = [self._rng(index) for index in indices]
         rows = [self._objects(index, rng) for index, rng in zip(indices, rngs, strict=True)]
-        places = [[self._place(position) for position in row] for row in rows]
-        xy = torch.from_numpy(np.stack([[place[0] for place in row] for row in places]))
-        visible = torch.from_numpy(np.stack([[place[1] for place in row] for row in places]))
-        size = torch.tensor([[place[2] for place in row] for row in places])
+        xy, visible, size = self._keypoints(rows)
         images = torch.stack([torch.stack([self._picture(position) for position in row]) for row in rows]).float() / 255
         pushed_out = redrawn = torch.zeros(len(rows), dtype=torch.int64)
         if self.augmentation is not None:
@@ -204,17 +202,10 @@ class Episodes:
             images, xy, visible, size, pushed_out, redrawn = augment(
                 self.augmentation, rngs, images, xy, visible, size, mirrored
             )
-        counts = [self.poses.annotations[row[0]].category.num_keypoints for row in rows]
         return {
             "support_image": images[:, 0],
-            "support_xy": xy[:, 0],
-            "support_visible": visible[:, 0],
-            "present": torch.arange(self.max_keypoints) < torch.tensor(counts)[:, None],
             "query_image": images[:, 1:],
-            "query_xy": xy[:, 1:],
-            "query_visible": visible[:, 1:],
-            "query_size": size[:, 1:],
-            "object": torch.tensor(rows),
+            **self._named(rows, xy, visible, size),
             "pushed_out": pushed_out,
             "redrawn": redrawn,
         }
@@ -227,17 +218,32 @@ class Episodes:
         chosen = rng.choice(len(others), self.queries, replace=len(others) < self.queries)
         return [index, *(others[number] for number in chosen)]
 
-    def _place(self, position: int) -> tuple[Array, Array, float]:
-        """Return keypoints (K, 2) in shares of the crop, which are visible in it (K,), and the object's size."""
-        annotation = self.poses.annotations[position]
-        left, top, side = annotation.square(self.crop)
-        count = annotation.category.num_keypoints
-        xy = np.zeros((self.max_keypoints, 2), dtype=np.float32)
-        visible = np.zeros(self.max_keypoints, dtype=np.bool_)
-        shares = (annotation.keypoints - [left, top]) / side
-        visible[:count] = annotation.visible & (shares >= 0).all(axis=1) & (shares <= 1).all(axis=1)
-        xy[:count] = np.where(visible[:count, None], shares, 0.0)
-        return xy, visible, max(annotation.box[2:]) / side
+    def _keypoints(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keypoints (B, 1 + Q, K, 2) in shares of the crop, which are seen in it, and the objects' sizes."""
+        xy = np.zeros((len(rows), 1 + self.queries, self.max_keypoints, 2), dtype=np.float32)
+        visible = np.zeros(xy.shape[:-1], dtype=np.bool_)
+        size = np.zeros(xy.shape[:2], dtype=np.float32)
+        for place in np.ndindex(size.shape):
+            annotation = self.poses.annotations[rows[place[0]][place[1]]]
+            left, top, side = annotation.square(self.crop)
+            shares = (annotation.keypoints - [left, top]) / side
+            seen = annotation.visible & (shares >= 0).all(axis=1) & (shares <= 1).all(axis=1)
+            visible[place][: len(seen)] = seen
+            xy[place][: len(seen)] = np.where(seen[:, None], shares, 0.0)
+            size[place] = max(annotation.box[2:]) / side
+        return torch.from_numpy(xy), torch.from_numpy(visible), torch.from_numpy(size)
+
+    def _named(self, rows: Sequence[Sequence[int]], xy: Tensor, visible: Tensor, size: Tensor) -> Batch:
+        counts = torch.tensor([self.poses.annotations[row[0]].category.num_keypoints for row in rows])
+        return {
+            "support_xy": xy[:, 0],
+            "support_visible": visible[:, 0],
+            "present": torch.arange(self.max_keypoints) < counts[:, None],
+            "query_xy": xy[:, 1:],
+            "query_visible": visible[:, 1:],
+            "query_size": size[:, 1:],
+            "object": torch.tensor(rows),
+        }
 
     def _picture(self, position: int) -> Tensor:
         """Return the crop (3, S, S) as uint8; what lies outside the picture is grey."""
@@ -403,7 +409,7 @@ def _annotation(
     if image is None or category is None:
         missing = "image_id" if image is None else "category_id"
         raise _fault(path, f"{name} must name an {missing} of this file, but has {row.get(missing)!r}")
-    size = [image.get("width"), image.get("height")]
+    size: list[Any] = [image.get("width"), image.get("height")]
     if not isinstance(image.get("file_name"), str) or not _numbers(size, 2) or min(size) < 1:
         raise _fault(path, f"image {image['id']} must have file_name, width and height")
     if not _numbers(row.get("keypoints"), 3 * category.num_keypoints):

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import shutil
 import tempfile
 import unicodedata
@@ -131,7 +130,7 @@ def prepared_glyphs(cache: Path, *, image_size: int, seed: int = 0) -> Path:
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
         try:
             write_glyphs(draft, image_size=image_size, seed=seed)
-            os.replace(draft, folder)
+            draft.replace(folder)
         except OSError:  # another process was faster
             if not folder.exists():
                 raise
@@ -176,16 +175,17 @@ def all_letters() -> list[Letter]:
         font.set_size(1000, 72)  # large, so that hinting, which moves points to whole pixels, does nothing visible
         for code in sorted(font.get_charmap()):
             letter = chr(code)
-            if letter.isalnum() and not unicodedata.decomposition(letter) and unicodedata.name(letter, ""):
+            if letter.isalnum() and not unicodedata.decomposition(letter) and unicodedata.category(letter) != "Cn":
                 font.load_char(code)
                 points, codes = font.get_path()
                 drawn[letter][name] = _closed(tuple(map(int, codes)), np.array(points, dtype=np.float64))
-    letters, seen = [], set()
+    letters: list[Letter] = []
+    seen: set[bytes] = set()
     for name, outlines in sorted(drawn.items()):
-        letter = _letter(name, outlines)
-        if letter is not None and not seen & (shapes := _shapes(letter)):
+        made = _letter(name, outlines)
+        if made is not None and not seen & (shapes := _shapes(made)):
             seen |= shapes
-            letters.append(letter)
+            letters.append(made)
     return letters
 
 
@@ -333,8 +333,7 @@ def _pose(rng: np.random.Generator, shape: Array, keypoints: list[int], image_si
 
 
 def _inside(points: Array, image_size: int) -> Array:
-    inside: Array = ((points >= 0) & (points < image_size)).all(axis=1)
-    return inside
+    return np.all((points >= 0) & (points < image_size), axis=1)  # type: ignore[no-any-return]
 
 
 def _paint(rng: np.random.Generator, codes: Sequence[int], pixels: Array, image_size: int) -> Any:

@@ -1,0 +1,171 @@
+"""Attention: to tokens, and to places of feature maps, dense or deformable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Kind = Literal["dense", "deformable"]
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Feature maps of one or more levels, in a row.
+
+    tokens     (N, P, C), level by level, row by row
+    shapes     height and width of each level
+    positions  (P, 2): x and y of each token in shares of the picture
+    """
+
+    tokens: Tensor
+    shapes: tuple[tuple[int, int], ...]
+    positions: Tensor
+
+    def levels(self, tokens: Tensor | None = None) -> list[Tensor]:
+        """Return the tokens as maps (N, C, h, w)."""
+        given = self.tokens if tokens is None else tokens
+        N, _, C = given.shape
+        parts = torch.split(given, [height * width for height, width in self.shapes], dim=1)
+        pairs = zip(parts, self.shapes, strict=True)
+        return [part.transpose(1, 2).reshape(N, C, height, width) for part, (height, width) in pairs]
+
+
+def centres(shapes: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Return x and y (P, 2) of the middle of each cell, in shares of the picture."""
+    found = []
+    for height, width in shapes:
+        y, x = ((torch.arange(length, device=device) + 0.5) / length for length in (height, width))
+        found.append(torch.stack([x.repeat(height), y.repeat_interleave(width)], dim=1))
+    return torch.cat(found)
+
+
+def sines(xy: Tensor, width: int) -> Tensor:
+    """Return waves (..., width) of places (..., 2), half for x and half for y; close places have similar ones.
+
+    Source: Vaswani et al., Attention Is All You Need, 2017, section 3.5, on two axes as in DETR.
+    """
+    quarter = width // 4
+    frequencies = math.tau * 0.5 * 32 ** (torch.arange(quarter, device=xy.device) / quarter)
+    angles = (xy.float()[..., None] * frequencies).flatten(-2)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def sample(maps: Sequence[Tensor], xy: Tensor) -> Tensor:
+    """Return the features (N, K, C) at places xy (N, K, 2), bilinear, the mean over the levels."""
+    grid = (2 * xy - 1)[:, :, None]
+    read = [
+        F.grid_sample(level.float(), grid.float(), padding_mode="border", align_corners=False)[..., 0] for level in maps
+    ]
+    return torch.stack(read).mean(dim=0).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head attention whose keys and values can be made once and used often."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
+
+    def prepare(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values (N, H, S, C / H) of tokens (N, S, C)."""
+        return self._heads(self.key(keys)), self._heads(self.value(values))
+
+    def forward(
+        self, x: Tensor, prepared: tuple[Tensor, Tensor], *, mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Return (N, T, C). mask (N, 1, 1, S): True where x may look."""
+        q = self._heads(self.query(x))
+        y = F.scaled_dot_product_attention(q, *prepared, attn_mask=mask, is_causal=is_causal)
+        attended: Tensor = self.output(y.transpose(1, 2).flatten(2))
+        return attended
+
+    def _heads(self, x: Tensor) -> Tensor:
+        N, T, C = x.shape
+        return x.view(N, T, self.num_heads, C // self.num_heads).transpose(1, 2)
+
+
+class DenseMapAttention(nn.Module):
+    """Attention of tokens at places to every token of the maps; places speak through their waves."""
+
+    def __init__(self, width: int, num_heads: int, num_levels: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, num_heads)
+
+    def prepare(self, maps: Maps) -> tuple[Tensor, Tensor]:
+        """Return what does not depend on the tokens that look."""
+        return self.attention.prepare(maps.tokens + sines(maps.positions, maps.tokens.shape[-1]), maps.tokens)
+
+    def forward(self, x: Tensor, places: Tensor, prepared: tuple[Tensor, Tensor]) -> Tensor:
+        """Return (N, T, C) for tokens x (N, T, C) at places (N, T, 2)."""
+        attended: Tensor = self.attention(x + sines(places, x.shape[-1]), prepared)
+        return attended
+
+
+class DeformableMapAttention(nn.Module):
+    """Attention of tokens to a few places of each map around their own, which they choose.
+
+    Source: Zhu et al., Deformable DETR, ICLR 2021, section 4.1, with grid_sample in place of its kernel.
+    """
+
+    num_points = 4
+
+    def __init__(self, width: int, num_heads: int, num_levels: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_levels = num_heads, num_levels
+        self.value, self.output = nn.Linear(width, width), nn.Linear(width, width)
+        self.offsets = nn.Linear(width, num_heads * num_levels * self.num_points * 2)
+        self.weights = nn.Linear(width, num_heads * num_levels * self.num_points)
+        # Each head begins with a direction of its own, and its points one after the other along it.
+        nn.init.zeros_(self.offsets.weight)
+        nn.init.zeros_(self.weights.weight)
+        nn.init.zeros_(self.weights.bias)
+        angles = torch.arange(num_heads) * (math.tau / num_heads)
+        directions = torch.stack([angles.cos(), angles.sin()], dim=-1)
+        directions = directions / directions.abs().amax(dim=-1, keepdim=True)
+        steps = torch.arange(1, self.num_points + 1)
+        start = directions[:, None, None] * steps[None, None, :, None].expand(1, num_levels, -1, 1)
+        with torch.no_grad():
+            self.offsets.bias.copy_(start.flatten())
+
+    def prepare(self, maps: Maps) -> tuple[Tensor, ...]:
+        """Return the values of each level (N H, C / H, h, w)."""
+        values = maps.levels(self.value(maps.tokens))
+        return tuple(level.reshape(-1, level.shape[1] // self.num_heads, *level.shape[2:]) for level in values)
+
+    def forward(self, x: Tensor, places: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
+        """Return (N, T, C) for tokens x (N, T, C) at places (N, T, 2)."""
+        N, T, C = x.shape
+        H, L, P = self.num_heads, self.num_levels, self.num_points
+        asking = x + sines(places, C)
+        offsets = self.offsets(asking).view(N, T, H, L, P, 2)
+        weights = self.weights(asking).view(N, T, H, L * P).softmax(dim=-1).transpose(1, 2).reshape(N * H, 1, T, L * P)
+        read = []
+        for number, level in enumerate(prepared):
+            sides = places.new_tensor(level.shape[:1:-1])  # width and height: an offset of 1 is one cell
+            at = places[:, :, None, None] + offsets[:, :, :, number] / sides
+            grid = (2 * at - 1).transpose(1, 2).flatten(0, 1)
+            # in float32: the steps of a bfloat16 coordinate are a 256th of the picture
+            read.append(F.grid_sample(level.float(), grid.float(), align_corners=False))
+        mixed = (torch.cat(read, dim=-1) * weights).sum(dim=-1)  # (N H, C / H, T)
+        attended: Tensor = self.output(mixed.view(N, C, T).transpose(1, 2))
+        return attended
+
+
+class FeedForward(nn.Sequential):
+    """Two projections with a GELU between them."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+
+
+def map_attention(kind: Kind, width: int, num_heads: int, num_levels: int) -> Any:
+    """Return the attention to maps of that kind."""
+    made = DenseMapAttention if kind == "dense" else DeformableMapAttention
+    return made(width, num_heads, num_levels)

@@ -1,0 +1,299 @@
+"""Keypoints of a query picture, one after the other, as a support picture with its keypoints shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import Attention, FeedForward, Kind, Maps, centres, map_attention, sample, sines
+from .backbone import ResNet
+
+COORDINATE, END = 0, 1  # types of tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model.
+
+    stages      channels and blocks of the backbone's stages; the last `num_levels` of them are read
+    published   the backbone is laid out as ResNet-50
+    grid        cells along each side of the table that embeds coordinates
+    """
+
+    stem: int
+    stages: tuple[tuple[int, int], ...]
+    published: bool
+    num_levels: int
+    width: int
+    num_heads: int
+    feed_forward: int
+    support_layers: int
+    encoder_layers: int
+    decoder_layers: int
+    grid: int = 44
+    attention: Kind = "dense"
+
+
+class Guess(NamedTuple):
+    """What is said about T = K + 1 tokens of N queries: K keypoints and an end.
+
+    proposals  (N, T, 2) places by likeness of features alone
+    xy         (L, N, T, 2) places after each of the L layers, in shares of the picture
+    types      (L, N, T, 2) logits of COORDINATE and END
+    """
+
+    proposals: Tensor
+    xy: Tensor
+    types: Tensor
+
+
+class PoseTransformer(nn.Module):
+    """Support and query pictures to a Guess for each query.
+
+    A residual network and a transformer encoder read all pictures alike. The features at the support's keypoints, with
+    their places and order, are the support tokens. Their likeness to the query's features gives a first place for
+    each keypoint; the decoder, which sees the keypoints before, the support tokens and the query, moves it layer by
+    layer. Sources: Xu et al., Pose for Everything, ECCV 2022; Shi et al., Matching Is Not Enough, CVPR 2023, section 3.
+    """
+
+    def __init__(self, shape: Shape, *, forget: float = 0.0) -> None:
+        super().__init__()
+        self.shape, self.forget = shape, forget
+        C = shape.width
+        self.backbone = ResNet(shape.stem, shape.stages, published=shape.published, num_levels=shape.num_levels)
+        self.inputs = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, C, 1), nn.GroupNorm(min(32, C // 4), C)) for width in self.backbone.widths
+        )
+        self.level = nn.Parameter(torch.randn(shape.num_levels, C) * 0.02)
+        self.encoder = nn.ModuleList(EncoderLayer(shape) for _ in range(shape.encoder_layers))
+        self.encoder_norm = nn.LayerNorm(C)
+        self.coordinates = CoordinateEmbedding(shape.grid, C)
+        self.invisible, self.unknown, self.begin, self.end = (nn.Parameter(torch.randn(C) * 0.02) for _ in range(4))
+        self.support = nn.ModuleList(SupportLayer(shape) for _ in range(shape.support_layers))
+        self.support_norm = nn.LayerNorm(C)
+        self.likeness = nn.ModuleList(nn.Linear(C, C) for _ in range(2))
+        self.decoder = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.decoder_layers))
+
+    def forward(self, batch: Mapping[str, Tensor], *, decode: bool = False) -> Guess:
+        """Return the Guess for the N = B Q queries of a batch of episodes (see data.Episodes).
+
+        decode  False: each keypoint is guessed from the true ones before it; True: from the guesses before it
+        """
+        support, query = self.read(batch)
+        tokens, present = self.support_tokens(batch, support)
+        if decode:
+            return self.decode(query, tokens, present)
+        given, seen = batch["query_xy"].flatten(0, 1), batch["query_visible"].flatten(0, 1)
+        return self.guess(query, tokens, present, given, seen)
+
+    def read(self, batch: Mapping[str, Tensor]) -> tuple[Maps, Maps]:
+        """Return the features of the support pictures (B, P, C) and of the query pictures (B Q, P, C)."""
+        images = torch.cat([batch["support_image"][:, None], batch["query_image"]], dim=1)
+        B, N = images.shape[:2]
+        features = self.backbone((images.flatten(0, 1) - 0.5) * 4)
+        maps = [layer(level) for layer, level in zip(self.inputs, features, strict=True)]
+        shapes = tuple((level.shape[-2], level.shape[-1]) for level in maps)
+        tokens = torch.cat(
+            [level.flatten(2).transpose(1, 2) + own for level, own in zip(maps, self.level, strict=True)], dim=1
+        )
+        positions = centres(shapes, tokens.device)
+        for layer in self.encoder:
+            tokens = layer(Maps(tokens, shapes, positions))
+        tokens = self.encoder_norm(tokens).unflatten(0, (B, N))
+        return Maps(tokens[:, 0], shapes, positions), Maps(tokens[:, 1:].flatten(0, 1), shapes, positions)
+
+    def support_tokens(self, batch: Mapping[str, Tensor], support: Maps) -> tuple[Tensor, Tensor]:
+        """Return a token for each of the support's keypoints (B Q, K, C), and which are there (B Q, K)."""
+        visible, present = batch["support_visible"][..., None], batch["present"]
+        xy = torch.where(visible, batch["support_xy"], 0.5)
+        looks = sample(support.levels(), xy) + self.coordinates(xy)
+        tokens = torch.where(visible, looks, self.invisible) + self._order(present.shape[1], looks)
+        for layer in self.support:
+            tokens = layer(tokens, present[:, None, None])
+        queries = batch["query_xy"].shape[1]
+        tokens = self.support_norm(tokens).repeat_interleave(queries, dim=0)
+        return tokens, present.repeat_interleave(queries, dim=0)
+
+    def guess(self, query: Maps, tokens: Tensor, present: Tensor, given: Tensor, seen: Tensor) -> Guess:
+        """Return the Guess where the keypoints before each are `given` (N, K, 2), unknown where not `seen` (N, K)."""
+        steps, proposals = self.steps(query, tokens, present)
+        if self.training and self.forget:
+            seen = seen & (torch.rand(seen.shape, device=seen.device) >= self.forget)
+        before = self.before(given, seen)
+        return self._through_layers(steps + before, proposals, self._caches(query, tokens, present))
+
+    def decode(self, query: Maps, tokens: Tensor, present: Tensor, *, cached: bool = True) -> Guess:
+        """Return the Guess where the keypoints before each are those guessed; all queries go forward together.
+
+        cached  keep the decoder's keys and values; without, every step reads all tokens again
+        """
+        steps, proposals = self.steps(query, tokens, present)
+        caches = self._caches(query, tokens, present)
+        inputs, guesses = self.begin.expand(len(steps), 1, -1), []
+        for step in range(steps.shape[1]):
+            if cached:
+                now = slice(step, step + 1)
+                guess = self._through_layers(steps[:, now] + inputs, proposals[:, now], caches, cached=True)
+                guesses.append(guess)
+            else:
+                guess = self._through_layers(steps[:, : step + 1] + inputs, proposals[:, : step + 1], caches)
+            made = guess.xy[-1, :, -1:]
+            token = self.coordinates(made)
+            inputs = token if cached else torch.cat([inputs, token], dim=1)
+        if not cached:
+            return guess
+        parts = zip(*guesses, strict=True)
+        return Guess(*(torch.cat(part, dim=-2) for part in parts))
+
+    def steps(self, query: Maps, tokens: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what each token is asked for (N, T, C), and where it is likely to be (N, T, 2).
+
+        Token t is asked for keypoint t, and beyond the last keypoint for the end.
+        """
+        asked = torch.where(present[..., None], tokens, self.end)
+        asked = torch.cat([asked, self.end.expand(len(asked), 1, -1)], dim=1)
+        asked = asked + self._order(asked.shape[1], asked)
+        of_support, of_query = self.likeness
+        likeness = of_support(asked) @ of_query(query.tokens).transpose(1, 2) / asked.shape[-1] ** 0.5
+        proposals = likeness.float().softmax(dim=-1) @ query.positions.float()
+        return asked, proposals
+
+    def before(self, given: Tensor, seen: Tensor) -> Tensor:
+        """Return what is known before each of the T tokens (N, T, C): nothing, then the keypoint before."""
+        seen = seen[..., None]
+        tokens = self.coordinates(torch.where(seen, given, 0.5))
+        tokens = torch.where(seen, tokens, self.unknown)
+        return torch.cat([self.begin.expand(len(tokens), 1, -1), tokens], dim=1)
+
+    def _caches(self, query: Maps, tokens: Tensor, present: Tensor) -> list[DecoderCache]:
+        mask = present[:, None, None]
+        layers: Any = self.decoder
+        return [
+            DecoderCache(layer.support.prepare(tokens, tokens), mask, layer.query.prepare(query)) for layer in layers
+        ]
+
+    def _through_layers(
+        self, x: Tensor, proposals: Tensor, caches: list[DecoderCache], *, cached: bool = False
+    ) -> Guess:
+        places, types = [proposals], []
+        for layer, cache in zip(self.decoder, caches, strict=True):
+            # As in Deformable DETR, a layer learns to mend the place it is given, not to choose it.
+            x, moved, kinds = layer(x, places[-1].detach(), cache, cached=cached)
+            places.append(moved)
+            types.append(kinds)
+        return Guess(proposals, torch.stack(places[1:]), torch.stack(types))
+
+    def _order(self, count: int, like: Tensor) -> Tensor:
+        number = torch.arange(count, device=like.device) / 64
+        return sines(torch.stack([number, number], dim=-1), like.shape[-1])
+
+
+class CoordinateEmbedding(nn.Module):
+    """Places (N, K, 2) to (N, K, C): bilinear between the entries of a table that covers the picture.
+
+    The table begins as waves, so that close places are alike before anything is learned.
+    """
+
+    def __init__(self, grid: int, width: int) -> None:
+        super().__init__()
+        lines = torch.linspace(0, 1, grid)
+        y, x = torch.meshgrid(lines, lines, indexing="ij")
+        self.table = nn.Parameter(sines(torch.stack([x, y], dim=-1), width).permute(2, 0, 1).contiguous())
+
+    def forward(self, xy: Tensor) -> Tensor:
+        N, K, _ = xy.shape
+        grid = (2 * xy.to(self.table.dtype) - 1).view(1, N * K, 1, 2)
+        found: Tensor = F.grid_sample(self.table[None], grid, padding_mode="border", align_corners=True)
+        return found[0, :, :, 0].transpose(0, 1).reshape(N, K, -1)
+
+
+class EncoderLayer(nn.Module):
+    """Attention of a picture's features to each other, and a feed-forward."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(shape.width) for _ in range(2))
+        self.attention = map_attention(shape.attention, shape.width, shape.num_heads, shape.num_levels)
+        self.feed_forward = FeedForward(shape.width, shape.feed_forward)
+
+    def forward(self, maps: Maps) -> Tensor:
+        first, second = self.norms
+        x = maps.tokens
+        normed = Maps(first(x), maps.shapes, maps.positions)
+        places = maps.positions.expand(len(x), -1, -1)
+        x = x + self.attention(normed.tokens, places, self.attention.prepare(normed))
+        transformed: Tensor = self.feed_forward(second(x))
+        return x + transformed
+
+
+class SupportLayer(nn.Module):
+    """Attention of the support's keypoints to each other, and a feed-forward; padding is not looked at."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(shape.width) for _ in range(2))
+        self.attention = Attention(shape.width, shape.num_heads)
+        self.feed_forward = FeedForward(shape.width, shape.feed_forward)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        first, second = self.norms
+        normed = first(x)
+        x = x + self.attention(normed, self.attention.prepare(normed, normed), mask=mask)
+        transformed: Tensor = self.feed_forward(second(x))
+        return x + transformed
+
+
+class DecoderCache:
+    """Keys and values of a decoder layer: of the support and of the query, and of the tokens up to now."""
+
+    def __init__(self, support: tuple[Tensor, Tensor], mask: Tensor, query: tuple[Tensor, ...]) -> None:
+        self.support, self.mask, self.query = support, mask, query
+        self.past: tuple[Tensor, Tensor] | None = None
+
+    def extend(self, prepared: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Append, and return all keys and values of tokens up to now."""
+        if self.past is not None:
+            prepared = torch.cat([self.past[0], prepared[0]], dim=2), torch.cat([self.past[1], prepared[1]], dim=2)
+        self.past = prepared
+        return prepared
+
+
+class DecoderLayer(nn.Module):
+    """Attention to the tokens before, to the support and to the query around a place; then the place is moved."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        C = shape.width
+        self.norms = nn.ModuleList(nn.LayerNorm(C) for _ in range(5))
+        self.past = Attention(C, shape.num_heads)
+        self.support = Attention(C, shape.num_heads)
+        self.query = map_attention(shape.attention, C, shape.num_heads, shape.num_levels)
+        self.feed_forward = FeedForward(C, shape.feed_forward)
+        last = nn.Linear(C, 2)
+        self.move = nn.Sequential(nn.Linear(C, C), nn.GELU(), last)
+        self.kind = nn.Linear(C, 2)
+        nn.init.normal_(last.weight, std=0.01)
+        nn.init.zeros_(last.bias)
+
+    def forward(self, x: Tensor, places: Tensor, cache: DecoderCache, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens (N, T, C), their moved places (N, T, 2) and the logits of their types (N, T, 2).
+
+        cached  x is one token after those in the cache
+        """
+        of_past, of_support, of_query, of_feed_forward, of_heads = self.norms
+        normed = of_past(x)
+        prepared = self.past.prepare(normed, normed)
+        if cached:
+            prepared = cache.extend(prepared)
+        x = x + self.past(normed, prepared, is_causal=x.shape[1] > 1)
+        x = x + self.support(of_support(x), cache.support, mask=cache.mask)
+        x = x + self.query(of_query(x), places, cache.query)
+        x = x + self.feed_forward(of_feed_forward(x))
+        normed = of_heads(x)
+        moved = (torch.logit(places.float(), eps=1e-3) + self.move(normed).float()).sigmoid()
+        return x, moved, self.kind(normed).float()

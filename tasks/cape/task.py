@@ -1,0 +1,278 @@
+"""Category-agnostic pose estimation: keypoints of categories never trained on, shown by one picture.
+
+Items are visible keypoints. The metric is PCK@0.2 of keypoints decoded one after the other, on held-out categories; the
+baseline copies the keypoints of the support.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.task import Context, Prediction, Sum, Task
+from runner.base.values import Count, Factor, Fraction, PositiveInt
+
+from .data import Augmentation, Batch, Episodes, PoseSet, check_apart, copied_support, only_categories, read_pose_set
+from .glyphs import prepared_glyphs
+from .metrics import THRESHOLD, copying, judged, measured, target_types
+from .model import COORDINATE, Guess, PoseTransformer, Shape
+from .pictures import category_table, coco_results, episode_picture
+
+SETTINGS = {
+    "checkpoint.best": "val/pck",
+    "checkpoint.best_is": "max",
+    "max_grad_norm": 0.1,
+    "optimizer": "adamw",
+}
+
+# The mathematics that goes with each size; the command line comes after it.
+SIZES = {
+    "tiny": {
+        "updates": 800,
+        "global_batch_size": 16,
+        "micro_batch_size": 4,
+        "optimizer.lr": 0.001,
+        "scheduler.warmup": 0.05,
+        "evaluate.every": 200,
+        "evaluate.samples": 160,
+    },
+    "full": {
+        "updates": 60000,
+        "global_batch_size": 16,
+        "micro_batch_size": 4,
+        "optimizer.lr": 0.0001,
+        "scheduler.warmup": 0.02,
+        "evaluate.every": 2000,
+        "evaluate.samples": 1024,
+    },
+}
+COORDINATE_WEIGHT = 5.0
+
+
+def build(
+    context: Context,
+    *,
+    size: Literal["tiny", "full"] = "tiny",
+    attention: Literal["dense", "deformable"] | None = None,
+    image_size: PositiveInt | None = None,
+    grid: PositiveInt = 44,
+    queries: PositiveInt = 2,
+    crop: Literal["box", "image"] | None = None,
+    augment: bool = True,
+    flip: Fraction = 0.5,
+    forget: Factor = 0.3,
+    categories: tuple[str, ...] | None = None,
+    fold: PositiveInt = 1,
+) -> Task:
+    """A transformer that finds the keypoints of a category it has never seen, shown by one picture.
+
+    size        tiny: a small residual network on 64 pixels, for two CPU cores; full: ResNet-50 and 6 + 6 layers
+    attention   to the pictures, dense or deformable; null: tiny dense, full deformable
+    image_size  side of the pictures in pixels; null: tiny 64, full 256
+    grid        cells along each side of the table that embeds coordinates
+    queries     pictures asked for in each episode, beside the support
+    crop        what is cut out of a picture: box, the object and a margin, or image, all; null: box for data.path
+    augment     turn, scale, move, flip and light the pictures in training
+    flip        chance of a flip, in categories that name left and right keypoints
+    forget      share of the keypoints before that are hidden in training, so that decoding survives its errors
+    categories  names of the only categories to train on; null: all of the training split
+    fold        which of the folds of MP-100, for annotations/mp100_split{fold}_{split}.json
+    """
+    shape, side = SHAPES[size], image_size or IMAGE_SIZES[size]
+    if side % 32:
+        raise ConfigError(Problem(f"must be a multiple of 32, but is {side}", "task.image_size"))
+    folder = context.data_path or prepared_glyphs(context.cache / "cape", image_size=side)
+    has_test = any((folder / "annotations").glob("*test.json"))
+    sets = {split: read_pose_set(folder, split, fold=fold) for split in ("train", "val", *["test"] * has_test)}
+    check_apart(list(sets.values()))
+    if categories is not None:
+        sets["train"] = only_categories(sets["train"], categories)
+    return CategoryAgnosticPose(
+        sets,
+        replace(shape, grid=grid, attention=attention or shape.attention),
+        seed=context.seed,
+        forget=forget,
+        augmentation=Augmentation(flip=flip) if augment else None,
+        episodes={"image_size": side, "queries": queries, "crop": crop or ("box" if context.data_path else "image")},
+    )
+
+
+class CategoryAgnosticPose(Task):
+    """Keypoints as tokens, from a support picture of the same category."""
+
+    item = "visible keypoint"
+
+    def __init__(
+        self,
+        sets: Mapping[str, PoseSet],
+        shape: Shape,
+        *,
+        seed: int,
+        forget: float,
+        augmentation: Augmentation | None,
+        episodes: Mapping[str, Any],
+    ) -> None:
+        self.sets, self.shape, self.seed, self.augmentation = sets, shape, seed, augmentation
+        self.max_keypoints = max(poses.max_keypoints for poses in sets.values())
+        self._episodes = episodes
+        self.model = PoseTransformer(shape, forget=forget)
+        annotations = sets["train"].annotations
+        visible = sum(int(annotation.visible.sum()) for annotation in annotations)
+        self.items_per_sample = episodes["queries"] * visible / len(annotations)
+
+    def dataset(self, split: str) -> Episodes:
+        if split not in self.sets:
+            raise NotImplementedError(f"there is no split {split!r}")
+        return Episodes(
+            self.sets[split],
+            max_keypoints=self.max_keypoints,
+            augmentation=self.augmentation if split == "train" else None,
+            seed=self.seed,
+            **self._episodes,
+        )
+
+    def blocks(self) -> Sequence[nn.Module]:
+        model: Any = self.model
+        return [*model.encoder, *model.support, *model.decoder]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sum:
+        """Return the sum over the visible keypoints of cross-entropy of the type and 5 x L1 of the place.
+
+        Each decoder layer has this loss; the first guess, by likeness alone, has the L1 as well, and the end of each
+        query the cross-entropy.
+        """
+        return self._loss(model(batch), batch)
+
+    def _loss(self, guess: Guess, batch: Batch) -> Sum:
+        visible = batch["query_visible"].flatten(0, 1)
+        true = torch.where(visible[..., None], batch["query_xy"].flatten(0, 1), 0.0)
+        places = torch.cat([guess.proposals[None], guess.xy])[:, :, :-1].float()
+        missed = torch.where(visible[..., None], (places - true).abs(), 0.0).sum()
+        types, counted = target_types(batch)
+        logits = guess.types.float()
+        each = F.cross_entropy(
+            logits.flatten(0, 2), types.expand(logits.shape[:-1]).flatten(), reduction="none"
+        ).view(logits.shape[:-1])  # fmt: skip
+        return COORDINATE_WEIGHT * missed + (each * counted).sum(), visible.sum()
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
+        """Return the loss, and of the keypoints decoded without the true ones: PCK, distance, and right ends.
+
+        pck       share of the visible keypoints within 0.2 of the object's longer side; one missing counts as wrong
+        distance  mean distance in shares of that side
+        ended     share of the queries whose end comes right after the last keypoint
+        """
+        guess = model(batch, decode=True)
+        hits, distances, ended = measured(guess, batch)
+        visible = batch["query_visible"]
+        return {
+            "loss": self.loss(model, batch),
+            "pck": (hits.sum(), visible.sum()),
+            "distance": (distances.sum(), visible.sum()),
+            "ended": (ended.sum(), ended.numel()),
+        }
+
+    def baselines(self) -> Mapping[str, float]:
+        """Return PCK and distance of copying the support's keypoints, over all episodes of validation."""
+        return copying(self.dataset("val"))
+
+    def predict(  # type: ignore[override]  # the options of the contract, by name
+        self,
+        model: nn.Module,
+        generator: torch.Generator,
+        *,
+        split: Literal["val", "test"] = "val",
+        samples: PositiveInt | None = 32,
+        category: str | None = None,
+        batch_size: PositiveInt = 16,
+        pictures: Count = 6,
+    ) -> Iterator[Prediction]:
+        """Yield keypoints of episodes of held-out categories.
+
+        split       held-out categories to choose from
+        samples     number of episodes; null: all
+        category    name of the only category; null: all of the split
+        batch_size  episodes decoded at once
+        pictures    number of episodes that are drawn
+        """
+        episodes = self.dataset(split)
+        annotations = episodes.poses.annotations
+        if category is not None:
+            only_categories(episodes.poses, [category])
+        order = torch.randperm(len(episodes), generator=generator, device=generator.device).tolist()
+        chosen = [index for index in order if category in (None, annotations[index].category.name)][:samples]
+        results: list[dict[str, Any]] = []
+        counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+        for number, (batch, row, xy, scores, hits) in enumerate(
+            decoded(model, episodes, chosen, batch_size, generator.device)
+        ):
+            objects = batch["object"][row].tolist()
+            found = coco_results(episodes, objects[1:], xy, scores)
+            shown = annotations[objects[0]].category
+            seen = int(batch["query_visible"][row].sum())
+            copied = judged(copied_support(batch), batch)[0][row]
+            figures = (int(hits.sum()), int(copied.sum()), seen)
+            counts[shown.name] = [sum(pair) for pair in zip(counts[shown.name], figures, strict=True)]
+            name = f"episode-{number:04d}"
+            plots = {}
+            if number < pictures:
+                plots[f"{name}.png"] = episode_picture(batch, row, xy, hits, shown)
+            results += found
+            text = f"{shown.name}: {figures[0]} of {seen} keypoints within {THRESHOLD:g} of the object's longer side"
+            yield Prediction({f"{name}.json": json.dumps(found)}, text, items=seen, plots=plots)
+        table = category_table(counts)
+        yield Prediction({"keypoints.json": json.dumps(results), "pck.txt": table}, table, items=0)
+
+
+def decoded(
+    model: nn.Module, episodes: Episodes, indices: Sequence[int], batch_size: int, device: torch.device
+) -> Iterator[tuple[Batch, int, Tensor, Tensor, Tensor]]:
+    """Yield for each episode its batch and row, places (Q, K, 2), scores (Q, K) and hits (Q, K), all on the CPU."""
+    for start in range(0, len(indices), batch_size):
+        batch = episodes.__getitems__(indices[start : start + batch_size])
+        moved = {name: value.to(device) for name, value in batch.items()}
+        guess = model(moved, decode=True)
+        hits = measured(guess, moved)[0].cpu()
+        xy = guess.xy[-1, :, :-1].float().cpu().view_as(batch["query_xy"])
+        scores = guess.types[-1, :, :-1].float().softmax(dim=-1)[..., COORDINATE].cpu().view_as(hits)
+        for row in range(len(hits)):
+            yield batch, row, xy[row], scores[row], hits[row]
+
+
+IMAGE_SIZES = {"tiny": 64, "full": 256}
+SHAPES: Mapping[str, Shape] = {
+    "tiny": Shape(
+        stem=16,
+        stages=((32, 1), (64, 2)),
+        published=False,
+        num_levels=1,
+        width=64,
+        num_heads=4,
+        feed_forward=128,
+        support_layers=1,
+        encoder_layers=1,
+        decoder_layers=2,
+    ),
+    # ResNet-50 of He et al., CVPR 2016, table 1; the transformer of Zhu et al., Deformable DETR, ICLR 2021.
+    "full": Shape(
+        stem=64,
+        stages=((256, 3), (512, 4), (1024, 6), (2048, 3)),
+        published=True,
+        num_levels=3,
+        width=256,
+        num_heads=8,
+        feed_forward=1024,
+        support_layers=3,
+        encoder_layers=6,
+        decoder_layers=6,
+        attention="deformable",
+    ),
+}
