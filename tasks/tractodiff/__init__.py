@@ -1,0 +1,1 @@
+"""Diffusion of streamline pieces: tractography that draws how a fibre goes on."""

@@ -1,0 +1,200 @@
+"""Pieces of streamlines with what is known at their start: dipy's own brains, or those of a folder.
+
+Everything is prepared once: points every `step` mm in RAS, and a field of spherical harmonics and mask per subject.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.base.errors import DataError, InputMissing
+
+from .fields import NUM_CHANNELS, NUM_DIRECTIONS, Fields
+from .lines import directions_of, every
+from .model import NUM_POINTS
+from .sources import FORMATS, Subject, bundles, folder_of_subjects, volume
+
+Array = np.ndarray[Any, Any]
+Batch = dict[str, Tensor]  # condition (B, 346), points (B, 16, 3) mm from the start, start (B, 3) mm, subject (B,)
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Tracts:
+    """Streamlines of several subjects, and their fields.
+
+    points    (N, 3) mm, all streamlines in a row; streamline i is points[ends[i - 1] : ends[i]]
+    subject   (M,) of each streamline
+    split     (M,) of each streamline, a number of SPLITS
+    affines   (S, 4, 4) from voxels to RAS mm
+    """
+
+    names: Sequence[str]
+    fields: Fields
+    affines: Array
+    points: Tensor
+    ends: Tensor
+    subject: Tensor
+    split: Tensor
+
+    def streamlines(self, split: str, subject: int) -> list[Tensor]:
+        """Return the streamlines (n, 3) of a subject in a split."""
+        chosen = ((self.split == SPLITS.index(split)) & (self.subject == subject)).nonzero()[:, 0].tolist()
+        starts = torch.cat([self.ends.new_zeros(1), self.ends])
+        return [self.points[starts[i] : starts[i + 1]] for i in chosen]
+
+    def subjects(self, split: str) -> list[int]:
+        """Return the subjects that have streamlines in a split."""
+        return sorted(set(self.subject[self.split == SPLITS.index(split)].tolist()))
+
+
+class Pieces:
+    """Sample i is 16 consecutive points of a streamline, relative to the point before them, and what is known there.
+
+    Each place of a streamline gives two samples, one in each sense. For training, one sample in five forgets a random
+    part of its history, half of these all of it: so a seed, from which no step is known yet, is nothing new.
+    """
+
+    def __init__(self, folder: Path, split: str, seed: int = 0) -> None:
+        self.folder, self.split, self.seed = folder, split, seed
+        self.tracts = read(folder)
+        forgets = split == "train"
+        lengths = self.tracts.ends.diff(prepend=self.tracts.ends.new_zeros(1))
+        firsts = self.tracts.ends - lengths
+        wanted = self.tracts.split == SPLITS.index(split)
+        # held-out samples always know a direction, without which there is no straight line to compare with
+        skipped = 0 if forgets else 1
+        counts = (lengths - NUM_POINTS - skipped).clamp(min=0) * wanted
+        line = torch.arange(len(lengths)).repeat_interleave(counts)
+        number = torch.arange(len(line)) - (counts.cumsum(0) - counts)[line] + skipped
+        self._line = line.repeat(2)
+        self._known = number.repeat(2)  # points before the start
+        self._sense = torch.tensor([1, -1]).repeat_interleave(len(line))
+        self._start = torch.cat([firsts[line] + number, self.tracts.ends[line] - 1 - number])
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw how much of its history each sample remembers."""
+        self._remembered = torch.full((len(self),), NUM_DIRECTIONS)
+        if self.split == "train":
+            rng = np.random.default_rng([self.seed, epoch])
+            forgets = rng.choice(3, size=len(self), p=[0.8, 0.1, 0.1])
+            some = rng.integers(0, NUM_DIRECTIONS, size=len(self))
+            self._remembered = torch.from_numpy(np.select([forgets == 0, forgets == 1], [NUM_DIRECTIONS, 0], some))
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """Return the batch itself."""
+        at = torch.as_tensor(indices)
+        start, sense, line = self._start[at], self._sense[at], self._line[at]
+        known = torch.minimum(self._known[at], self._remembered[at])
+        back = torch.minimum(torch.arange(NUM_DIRECTIONS, -1, -1)[None], known[:, None])
+        points, subject = self.tracts.points, self.tracts.subject[line]
+        before = points[start[:, None] - back * sense[:, None]]
+        after = points[start[:, None] + torch.arange(1, NUM_POINTS + 1) * sense[:, None]]
+        origin = points[start]
+        return {
+            "condition": self.tracts.fields.condition(origin, directions_of(before), subject),
+            "points": after - origin[:, None],
+            "start": origin,
+            "subject": subject,
+        }
+
+    def spread(self, count: int) -> Batch:
+        """Return at most `count` samples, spread evenly."""
+        return self.__getitems__(np.linspace(0, len(self) - 1, min(count, len(self))).astype(int).tolist())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send only the name of the folder to a worker process."""
+        return Pieces, (self.folder, self.split, self.seed)
+
+
+def prepare(data_path: Path | None, cache: Path, *, data: Literal["volume", "bundles"], step: float) -> Path:
+    """Return the folder with prepared data, made if this is the first time: whole or not at all."""
+    make: Callable[[], list[Subject]]
+    content: list[str]
+    if data_path is None:
+        make, content = (volume if data == "volume" else bundles), [data]
+    else:
+        if not data_path.is_dir():
+            raise InputMissing(f"{data_path} is no folder", where="data.path", fix=FORMATS)
+        files = sorted(path for path in data_path.rglob("*") if path.is_file())
+        content = [
+            str(data_path.resolve()),
+            *(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files),
+        ]
+        make = partial(folder_of_subjects, data_path)
+    key = hashlib.sha256(json.dumps([VERSION, step, *content]).encode()).hexdigest()[:12]
+    folder = cache / f"{data if data_path is None else data_path.name}-{key}"
+    if not folder.exists():
+        subjects = make()
+        cache.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
+        try:
+            write(subjects, step, draft)
+            draft.replace(folder)
+        except OSError:
+            if not folder.exists():  # unless another process was faster
+                raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def write(subjects: Sequence[Subject], step: float, folder: Path) -> None:
+    """Write what `read` reads. Raises DataError where no streamline is long enough for a piece."""
+    lines, owner, split = [], [], []
+    for number, subject in enumerate(subjects):
+        for streamline, part in zip(subject.streamlines, subject.split, strict=True):
+            line = every(streamline, step)
+            if len(line) > NUM_POINTS + 1:
+                lines.append(line)
+                owner.append(number)
+                split.append(SPLITS.index(part))
+    for part in ("train", "val"):
+        if SPLITS.index(part) not in split:
+            what = f"no {part} streamline is at least {(NUM_POINTS + 1) * step:g} mm long: 16 points every {step:g} mm"
+            raise DataError(what, where="data.path", fix="give longer streamlines, or a smaller task.step_mm")
+    values = np.concatenate([subject.field.reshape(-1, NUM_CHANNELS) for subject in subjects])
+    np.save(folder / "values.npy", values.astype(np.float16))
+    np.savez(
+        folder / "tracts.npz",
+        names=np.array([subject.name for subject in subjects]),
+        shapes=np.array([subject.field.shape[:3] for subject in subjects]),
+        affines=np.array([subject.affine for subject in subjects]),
+        points=np.concatenate(lines).astype(np.float32),
+        ends=np.cumsum([len(line) for line in lines]),
+        subject=np.array(owner),
+        split=np.array(split),
+    )
+
+
+def read(folder: Path) -> Tracts:
+    """Return prepared data; the fields stay on disk until they are read."""
+    with np.load(folder / "tracts.npz") as file:
+        parts = dict(file)
+    values = torch.from_numpy(np.asarray(np.load(folder / "values.npy", mmap_mode="c")))
+    to_voxel = torch.from_numpy(np.linalg.inv(parts["affines"])).float()
+    fields = Fields(values, torch.from_numpy(parts["shapes"]), to_voxel)
+    tensors = {name: torch.from_numpy(parts[name]) for name in ("points", "ends", "subject", "split")}
+    return Tracts([str(name) for name in parts["names"]], fields, parts["affines"], **tensors)
+
+
+VERSION = 1  # of the prepared files; a change of their content makes it one higher

@@ -1,0 +1,91 @@
+"""What is known at a point of a brain: spherical-harmonic coefficients and a mask, read between voxels.
+
+Points are in millimetres, RAS, everywhere; only here they become voxels, with the affine of their subject.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SH_ORDER = 8
+NUM_SH = 45  # coefficients of even order up to 8
+NUM_CHANNELS = NUM_SH + 1  # the last one is the mask
+NUM_NEIGHBOURS = 7  # the point itself and one on each side along each axis
+NUM_DIRECTIONS = 8  # steps that led to the point
+CONDITION_SIZE = NUM_NEIGHBOURS * NUM_CHANNELS + NUM_DIRECTIONS * 3  # 346
+REACH = 1.5  # voxels between a point and its neighbours
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Values at the voxels of several subjects, whatever the shapes of their images.
+
+    values    (V, C): the voxels of all subjects in a row, each in C order
+    shapes    (S, 3) int64
+    to_voxel  (S, 4, 4) float32: from RAS mm to voxels
+    """
+
+    values: Tensor
+    shapes: Tensor
+    to_voxel: Tensor
+
+    def to(self, device: torch.device) -> Fields:
+        """Return the same on a device."""
+        return Fields(self.values.to(device), self.shapes.to(device), self.to_voxel.to(device))
+
+    @property
+    def mask(self) -> Fields:
+        """Only the mask."""
+        return Fields(self.values[:, -1:].float(), self.shapes, self.to_voxel)
+
+    @property
+    def voxel_size(self) -> Tensor:
+        """Length of a voxel in mm (S,), the mean over its axes."""
+        size: Tensor = torch.linalg.det(self.to_voxel[:, :3, :3]).abs() ** (-1 / 3)
+        return size
+
+    def image(self, subject: int) -> Tensor:
+        """Return the values of one subject (X, Y, Z, C)."""
+        sizes = self.shapes.prod(dim=1)
+        first = int(sizes[:subject].sum())
+        return self.values[first : first + int(sizes[subject])].view(*self.shapes[subject].tolist(), -1)
+
+    def sample(self, points: Tensor, subject: Tensor) -> Tensor:
+        """Return the values (N, C), float32, at points (N, 3) of subjects (N,): trilinear, zero outside the image.
+
+        Has a gradient for the points, and unlike grid_sample a deterministic one on every device.
+        """
+        matrix = self.to_voxel[subject]
+        voxel = (matrix[:, :3, :3] @ points[:, :, None])[:, :, 0] + matrix[:, :3, 3]
+        shape = self.shapes[subject]
+        ends = self.shapes.prod(dim=1).cumsum(0)
+        first = (ends - self.shapes.prod(dim=1))[subject]
+        low = voxel.detach().floor()
+        share = voxel - low
+        total = torch.zeros(len(points), self.values.shape[1], device=points.device)
+        for corner in CORNERS:
+            upper = torch.tensor(corner, device=points.device)
+            at = low.long() + upper
+            inside = ((at >= 0) & (at < shape)).all(dim=1)
+            x, y, z = torch.minimum(at.clamp(min=0), shape - 1).unbind(1)
+            weight = torch.where(upper.bool(), share, 1 - share).prod(dim=1) * inside
+            row = first + (x * shape[:, 1] + y) * shape[:, 2] + z
+            total = total + weight[:, None] * self.values[row].float()
+        return total
+
+    def condition(self, points: Tensor, directions: Tensor, subject: Tensor) -> Tensor:
+        """Return what the model is told (B, 346) about points (B, 3) that directions (B, 8, 3) led to.
+
+        The values at the point and at six neighbours, 1.5 voxels away along the axes R, A and S; then the directions,
+        unit vectors, the latest last; zero where none is known.
+        """
+        offsets = torch.cat([torch.zeros(1, 3), torch.eye(3), -torch.eye(3)]).to(points.device)
+        around = points[:, None] + REACH * self.voxel_size[subject][:, None, None] * offsets
+        values = self.sample(around.reshape(-1, 3), subject.repeat_interleave(NUM_NEIGHBOURS))
+        return torch.cat([values.view(len(points), -1), directions.reshape(len(points), -1)], dim=1)
+
+
+CORNERS = [(x, y, z) for x in (0, 1) for y in (0, 1) for z in (0, 1)]

@@ -1,0 +1,80 @@
+"""Whole streamlines from seeds: piece after piece, first one way, then the other, until they leave the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .fields import NUM_DIRECTIONS, Fields
+from .lines import directions_of
+from .model import NUM_POINTS, StreamlineDiffusion
+
+Draw = Callable[[Tensor], Tensor]
+
+
+def pieces(
+    model: nn.Module, bare: StreamlineDiffusion, condition: Tensor, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return pieces (B, 16, 3) in mm from their start, drawn for the conditions (B, 346)."""
+
+    def predict(noisy: Tensor, step: Tensor) -> Tensor:
+        x0: Tensor = model(noisy, step, condition)
+        return x0
+
+    return bare.scale * bare.schedule.sample(predict, (len(condition), NUM_POINTS, 3), generator)
+
+
+def drawing(
+    model: nn.Module, bare: StreamlineDiffusion, fields: Fields, subject: int, generator: torch.Generator
+) -> Draw:
+    """Return what draws the next 16 points (B, 16, 3) after the last 9 ones (B, 9, 3), all in mm.
+
+    Where fewer than 9 points are known the first of them is repeated: those directions are zero, as in training.
+    """
+
+    def draw(tail: Tensor) -> Tensor:
+        last = tail[:, -1]
+        of = torch.full(last.shape[:1], subject, device=last.device)
+        condition = fields.condition(last, directions_of(tail), of)
+        return last[:, None] + pieces(model, bare, condition, generator)
+
+    return draw
+
+
+def grow(
+    draw: Draw, inside: Callable[[Tensor], Tensor], seeds: Tensor, *, advance: int, max_points: int
+) -> list[Tensor]:
+    """Return a streamline (n, 3) through each seed (N, 3), n at least 1, all points of it inside.
+
+    inside      points (M, 3) -> (M,) bool
+    advance     points that are kept of each piece of 16 before the next is drawn
+    max_points  on each side of the seed
+    """
+    ahead = _one_way(draw, inside, seeds[:, None].expand(-1, NUM_DIRECTIONS + 1, -1), advance, max_points)
+    # Behind the seed, what lies ahead of it is the history.
+    heads = [torch.cat([seed[None], line])[: NUM_DIRECTIONS + 1] for seed, line in zip(seeds, ahead, strict=True)]
+    tails = [torch.cat([head[-1:].expand(NUM_DIRECTIONS + 1 - len(head), -1), head.flip(0)]) for head in heads]
+    behind = _one_way(draw, inside, torch.stack(tails), advance, max_points)
+    return [
+        torch.cat([back.flip(0), seed[None], front]) for back, seed, front in zip(behind, seeds, ahead, strict=True)
+    ]
+
+
+def _one_way(
+    draw: Draw, inside: Callable[[Tensor], Tensor], tails: Tensor, advance: int, max_points: int
+) -> list[Tensor]:
+    """Return the points (n, 3) that follow each of the tails (N, 9, 3), n from 0 to `max_points`."""
+    lines = [[tail[:0]] for tail in tails]
+    growing = torch.arange(len(tails), device=tails.device)
+    for start in range(0, max_points, advance):
+        points = draw(tails)[:, : min(advance, max_points - start)]
+        kept = inside(points.reshape(-1, 3)).view(points.shape[:2]).int().cumprod(dim=1).sum(dim=1)
+        for number, line, count in zip(growing.tolist(), points, kept.tolist(), strict=True):
+            lines[number].append(line[:count])
+        whole = kept == points.shape[1]
+        growing, tails = growing[whole], torch.cat([tails, points], dim=1)[whole, -NUM_DIRECTIONS - 1 :]
+        if not len(growing):
+            break
+    return [torch.cat(parts) for parts in lines]

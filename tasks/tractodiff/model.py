@@ -1,0 +1,171 @@
+"""The network that says what a noisy piece of a streamline was: an encoder of the condition and a denoiser."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .diffusion import Schedule
+from .fields import CONDITION_SIZE
+
+NUM_POINTS = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the network.
+
+    encoder   widths of the condition's encoder; the last is that of the encoded condition
+    time      width of the embedding of the diffusion step
+    hidden    width of the GRU
+    head      widths between the GRU's state and the three coordinates
+    channels  of the U-Net at 16, 8 and 4 points
+    num_steps  of the diffusion, T, unless said otherwise
+    """
+
+    encoder: tuple[int, ...]
+    time: int
+    hidden: int
+    head: tuple[int, ...]
+    channels: tuple[int, ...]
+    num_steps: int
+
+
+class StreamlineDiffusion(nn.Module):
+    """Predict the points x0 (B, 16, 3) from noisy ones, the step (B,) and the condition (B, 346).
+
+    Points are relative to the start and in units of `scale` mm. The condition is brought to mean 0 and variance 1 with
+    `center` and `spread`. All three come from the training data and travel with the weights.
+    """
+
+    center: Tensor
+    spread: Tensor
+    scale: Tensor
+
+    def __init__(self, shape: Shape, num_steps: int, denoiser: Literal["gru", "unet"]) -> None:
+        super().__init__()
+        self.schedule = Schedule(num_steps)
+        self.encoder = mlp((CONDITION_SIZE, *shape.encoder), nn.Softsign)
+        self.time = nn.Sequential(
+            SinusoidalEmbedding(shape.time),
+            nn.Linear(shape.time, shape.time),
+            nn.SiLU(),
+            nn.Linear(shape.time, shape.time),
+        )
+        width = shape.time + shape.encoder[-1]
+        self.denoiser: nn.Module = GRUDenoiser(shape, width) if denoiser == "gru" else UNetDenoiser(shape, width)
+        self.register_buffer("center", torch.zeros(CONDITION_SIZE))
+        self.register_buffer("spread", torch.ones(CONDITION_SIZE))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, noisy: Tensor, step: Tensor, condition: Tensor) -> Tensor:
+        encoded = self.encoder((condition - self.center) / self.spread)
+        x0: Tensor = self.denoiser(noisy, torch.cat([self.time(step), encoded], dim=1))
+        return x0
+
+
+class GRUDenoiser(nn.Module):
+    """A GRU of 16 cells, one for each point: its first state is what is known, its input all noisy points at once.
+
+    What a cell says is the step to its point: a line is the sum of its steps, so it is smooth before it is learned.
+    """
+
+    def __init__(self, shape: Shape, width: int) -> None:
+        super().__init__()
+        self.start = nn.Linear(width, shape.hidden)
+        self.gru = nn.GRU(3 * NUM_POINTS, shape.hidden, batch_first=True)
+        self.head = mlp((shape.hidden, *shape.head, 3), nn.Softsign)
+
+    def forward(self, noisy: Tensor, known: Tensor) -> Tensor:
+        inputs = noisy.flatten(1)[:, None].expand(-1, NUM_POINTS, -1)
+        states, _ = self.gru(inputs, self.start(known)[None].contiguous())
+        steps: Tensor = self.head(states)
+        return steps.cumsum(dim=1)
+
+
+class UNetDenoiser(nn.Module):
+    """A U-Net along the points; what is known scales and shifts the channels of each block.
+
+    Source: Chi et al., Diffusion Policy, RSS 2023, appendix A; FiLM: Perez et al., AAAI 2018.
+    """
+
+    def __init__(self, shape: Shape, width: int) -> None:
+        super().__init__()
+        one, two, three = shape.channels
+        self.down = nn.ModuleList([UNetStage(3, one, width), UNetStage(one, two, width), UNetStage(two, three, width)])
+        self.shorten = nn.ModuleList([nn.Conv1d(n, n, 3, stride=2, padding=1) for n in (one, two)])
+        self.middle = UNetStage(three, three, width)
+        self.lengthen = nn.ModuleList([nn.ConvTranspose1d(n, m, 4, 2, 1) for n, m in ((three, two), (two, one))])
+        self.up = nn.ModuleList([UNetStage(2 * two, two, width), UNetStage(2 * one, one, width)])
+        self.output = nn.Conv1d(one, 3, 1)
+
+    def forward(self, noisy: Tensor, known: Tensor) -> Tensor:
+        x = noisy.transpose(1, 2)
+        kept = []
+        for stage, shorten in zip(self.down, [*self.shorten, nn.Identity()], strict=True):
+            x = stage(x, known)
+            kept.append(x)
+            x = shorten(x)
+        x = self.middle(x, known)
+        for lengthen, stage, skip in zip(self.lengthen, self.up, kept[1::-1], strict=True):
+            x = stage(torch.cat([lengthen(x), skip], dim=1), known)
+        points: Tensor = self.output(x).transpose(1, 2)
+        return points
+
+
+class UNetStage(nn.Module):
+    """Two residual blocks of two convolutions of five points each."""
+
+    def __init__(self, channels_in: int, channels: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([FiLMBlock(channels_in, channels, width), FiLMBlock(channels, channels, width)])
+
+    def forward(self, x: Tensor, known: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, known)
+        return x
+
+
+class FiLMBlock(nn.Module):
+    """Two convolutions with group normalisation; between them the channels are scaled and shifted by what is known."""
+
+    def __init__(self, channels_in: int, channels: int, width: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv1d(channels_in, channels, 5, padding=2), nn.GroupNorm(8, channels), nn.Mish())
+        self.film = nn.Sequential(nn.Mish(), nn.Linear(width, 2 * channels))
+        self.second = nn.Sequential(nn.Conv1d(channels, channels, 5, padding=2), nn.GroupNorm(8, channels), nn.Mish())
+        self.skip = nn.Conv1d(channels_in, channels, 1) if channels_in != channels else nn.Identity()
+
+    def forward(self, x: Tensor, known: Tensor) -> Tensor:
+        scale, shift = self.film(known)[:, :, None].chunk(2, dim=1)
+        y: Tensor = self.second(self.first(x) * (1 + scale) + shift) + self.skip(x)
+        return y
+
+
+class SinusoidalEmbedding(nn.Module):
+    """Sines and cosines (B, width) of a step (B,), as in Vaswani et al., Attention Is All You Need, 2017."""
+
+    frequencies: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        half = width // 2
+        frequencies = torch.exp(-math.log(10000) * torch.arange(half) / (half - 1))
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, step: Tensor) -> Tensor:
+        angle = step[:, None] * self.frequencies
+        return torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
+def mlp(widths: tuple[int, ...], activation: type[nn.Module]) -> nn.Sequential:
+    """Return linear layers with an activation between them."""
+    layers: list[nn.Module] = []
+    for first, second in itertools.pairwise(widths):
+        layers += [nn.Linear(first, second), activation()]
+    return nn.Sequential(*layers[:-1])

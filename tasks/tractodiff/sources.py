@@ -1,0 +1,238 @@
+"""Where brains come from: dipy's small volume, its minimal bundles, or a folder of subjects."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runner.base.errors import DataError, InputMissing
+from runner.base.packages import require
+
+from .fields import NUM_SH, SH_ORDER
+from .lines import every
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A brain.
+
+    field        (X, Y, Z, 46): spherical harmonics in RAS axes, and the mask as 0 or 1
+    affine       (4, 4) from voxels to RAS mm
+    streamlines  each (n, 3) in RAS mm
+    split        of each streamline: train, val or test
+    """
+
+    name: str
+    field: Array
+    affine: Array
+    streamlines: Sequence[Array]
+    split: Sequence[str]
+
+
+def volume() -> list[Subject]:
+    """Return the 10 x 10 x 10 voxels of 2 mm that lie inside dipy (small_64D), tracked from two seeds per voxel side.
+
+    Directions are the peaks of the constant-solid-angle ODF; tracking stops where the fractional anisotropy is below
+    0.15. Streamlines are held out by the voxel of their seed: nearby ones are in training, the place is known.
+    Source: Aganj et al., Magnetic Resonance in Medicine 64, 2010; Garyfallidis et al., Dipy, 2014.
+    """
+    fnames = _dipy("data").get_fnames(name="small_64D")
+    data, affine, gradients = _diffusion(*map(Path, fnames))
+    tensor = _dipy("reconst.dti").TensorModel(gradients)
+    anisotropy = tensor.fit(data).fa
+    mask = anisotropy > LEAST_ANISOTROPY
+    peaks = _dipy("direction").peaks_from_model(
+        tensor,
+        data,
+        _dipy("data").get_sphere(name="repulsion724"),
+        relative_peak_threshold=0.5,
+        min_separation_angle=45,
+        npeaks=1,
+        mask=mask,
+    )
+    seeds = _dipy("tracking.utils").seeds_from_mask(mask, affine, density=2)
+    stopping = _dipy("tracking.stopping_criterion").ThresholdStoppingCriterion(anisotropy, LEAST_ANISOTROPY)
+    tracking = _dipy("tracking.local_tracking").LocalTracking(
+        peaks, stopping, seeds, affine, step_size=0.5, max_cross=1, random_seed=1, return_all=True
+    )
+    streamlines = [np.asarray(line) for line in tracking]
+    # seeds_from_mask goes through the voxels in order, eight seeds each
+    voxel = np.arange(len(seeds)) // 8
+    part = np.random.default_rng(0).choice(["train", "val", "test"], size=voxel[-1] + 1, p=[0.8, 0.1, 0.1])
+    field = _field(data, mask, affine, gradients)
+    return [Subject("small_64D", field, affine, streamlines, [str(part[number]) for number in voxel])]
+
+
+def _field(data: Array, mask: Array, affine: Array, gradients: Any) -> Array:
+    """Return SH coefficients of the attenuation, fitted in RAS axes, and the mask (X, Y, Z, 46)."""
+    weighted = ~gradients.b0s_mask
+    axes = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
+    directions = gradients.bvecs[weighted] @ axes.T
+    baseline = data[..., ~weighted].mean(axis=-1, keepdims=True)
+    attenuation = np.clip(data[..., weighted] / np.maximum(baseline, 1e-6), 0, 1)
+    sphere = _dipy("core.sphere").Sphere(xyz=directions)
+    coefficients = _dipy("reconst.shm").sf_to_sh(
+        attenuation, sphere, sh_order_max=SH_ORDER, basis_type="descoteaux07", legacy=False, smooth=0.006
+    )
+    return np.concatenate([coefficients, mask[..., None]], axis=-1).astype(np.float32)
+
+
+def _diffusion(image: Path, bvals: Path, bvecs: Path) -> tuple[Array, Array, Any]:
+    """Return the data (X, Y, Z, N), the affine and the gradients."""
+    loaded = require("nibabel", "tractodiff").load(image)
+    values, vectors = _dipy("io.gradients").read_bvals_bvecs(str(bvals), str(bvecs))
+    return (
+        loaded.get_fdata(dtype=np.float32),
+        loaded.affine,
+        _dipy("core.gradients").gradient_table(values, bvecs=vectors),
+    )
+
+
+def bundles() -> list[Subject]:
+    """Return five subjects: three to train with, one for val and one for test.
+
+    Each has 50 streamlines of the left arcuate fasciculus, the right corticospinal tract and the forceps major.
+    There is no image with them, so the field is an atlas: which directions the training subjects' streamlines have at
+    a place, in spherical harmonics, once the centres of all subjects lie on each other. A training subject's own
+    streamlines are not in the atlas that it sees.
+    Source: Dhollander et al., Track Orientation Density Imaging, NeuroImage 94, 2014.
+    """
+    subjects = []
+    load = require("nibabel", "tractodiff").streamlines.load
+    with zipfile.ZipFile(_dipy("data").get_fnames(name="minimal_bundles")) as archive:
+        for name in BUNDLES_SPLIT:
+            files = sorted(file for file in archive.namelist() if file.startswith(f"{name}/") and file.endswith(".trk"))
+            loaded = [load(io.BytesIO(archive.read(file))).streamlines for file in files]
+            subjects.append([np.asarray(line) for lines in loaded for line in lines])
+    centres = [np.mean([line.mean(axis=0) for line in lines], axis=0) for lines in subjects]
+    aligned = [[line - centre for line in lines] for lines, centre in zip(subjects, centres, strict=True)]
+    found = []
+    for number, (name, split) in enumerate(BUNDLES_SPLIT.items()):
+        others = [
+            line
+            for other, part in enumerate(BUNDLES_SPLIT.values())
+            if part == "train" and other != number
+            for line in aligned[other]
+        ]
+        affine = np.diag([ATLAS_VOXEL, ATLAS_VOXEL, ATLAS_VOXEL, 1.0])
+        affine[:3, 3] = centres[number] - ATLAS_VOXEL * (ATLAS_SIZE - 1) / 2
+        lines = subjects[number]
+        found.append(Subject(name, _atlas(others), affine, lines, [split] * len(lines)))
+    return found
+
+
+def _atlas(lines: Sequence[Array]) -> Array:
+    """Return mean harmonics of the steps near each voxel of a centred cube, and where there are any (X, Y, Z, 46)."""
+    lines = [every(line, 1.0) for line in lines]
+    steps = np.concatenate([np.diff(line, axis=0) for line in lines])
+    middles = np.concatenate([(line[:-1] + line[1:]) / 2 for line in lines])
+    x, y, z = (steps / np.linalg.norm(steps, axis=1, keepdims=True)).T
+    harmonics, _, _ = _dipy("reconst.shm").real_sh_descoteaux(SH_ORDER, np.arccos(z), np.arctan2(y, x), legacy=False)
+    voxels = np.round(middles / ATLAS_VOXEL + (ATLAS_SIZE - 1) / 2).astype(int)
+    sums = np.zeros((ATLAS_SIZE,) * 3 + (NUM_SH + 1,))
+    np.add.at(sums, tuple(voxels.T), np.column_stack([harmonics, np.ones(len(steps))]))
+    sums = require("scipy.ndimage", "tractodiff").gaussian_filter(sums, sigma=1.0, axes=(0, 1, 2))
+    amount = sums[..., -1:]
+    return np.concatenate([sums[..., :-1] / (amount + 1), amount > LEAST_AMOUNT], axis=-1).astype(np.float32)
+
+
+def folder_of_subjects(path: Path) -> list[Subject]:
+    """Return the subjects of a folder, in order of their names.
+
+    The last tenth of the subjects, at least one, is held out; before it as many for test, where there are three. The
+    streamlines of a lone subject are split instead.
+    Raises DataError where a file is damaged or of the wrong shape, InputMissing where there is none.
+    """
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    if not folders:
+        raise InputMissing(f"{path} has no folder of a subject", where="data.path", fix=FORMATS)
+    held_out = max(1, len(folders) // 10)
+    parts = ["train"] * len(folders)
+    if len(folders) > 1:
+        parts[-held_out:] = ["val"] * held_out
+    if len(folders) > 2:
+        parts[-2 * held_out : -held_out] = ["test"] * held_out
+    return [_subject(folder, part, alone=len(folders) == 1) for folder, part in zip(folders, parts, strict=True)]
+
+
+def _subject(folder: Path, part: str, *, alone: bool) -> Subject:
+    image, mask_file = _file(folder, "dwi.nii.gz", "dwi.nii"), _file(folder, "mask.nii.gz", "mask.nii")
+    bvals, bvecs = _file(folder, "dwi.bval"), _file(folder, "dwi.bvec")
+    with _readable(image):
+        data, affine, gradients = _diffusion(image, bvals, bvecs)
+    with _readable(mask_file):
+        mask = np.asarray(require("nibabel", "tractodiff").load(mask_file).dataobj) > 0
+    if data.ndim != 4 or data.shape[3] != len(gradients.bvals):
+        what = f"must be 4-D with one volume for each of {len(gradients.bvals)} b-values, but has shape {data.shape}"
+        raise DataError(what, where=str(image), fix=FORMATS)
+    if mask.shape != data.shape[:3]:
+        what = f"must have the shape of the image, {data.shape[:3]}, but has {mask.shape}"
+        raise DataError(what, where=str(mask_file), fix=FORMATS)
+    if not mask.any():
+        raise DataError("holds no voxel of white matter", where=str(mask_file), fix=FORMATS)
+    if not gradients.b0s_mask.any() or gradients.b0s_mask.all():
+        what = "must hold volumes without diffusion weighting (b at most 50) and with it"
+        raise DataError(what, where=str(bvals), fix=FORMATS)
+    tractograms = sorted([*folder.glob("*.trk"), *folder.glob("*.tck")])
+    if not tractograms:
+        raise InputMissing(f"{folder} has no streamlines: *.trk or *.tck", where="data.path", fix=FORMATS)
+    lines = [line for file in tractograms for line in _streamlines(file, np.linalg.inv(affine), mask.shape)]
+    split = [part] * len(lines)
+    if alone:
+        split = np.random.default_rng(0).choice(["train", "val", "test"], size=len(lines), p=[0.8, 0.1, 0.1]).tolist()
+    return Subject(folder.name, _field(data, mask, affine, gradients), affine, lines, split)
+
+
+def _streamlines(file: Path, to_voxel: Array, shape: tuple[int, ...]) -> list[Array]:
+    """Return the streamlines of a file. Raises DataError where they are not in the space of the image."""
+    with _readable(file):
+        lines = [np.asarray(line) for line in require("nibabel", "tractodiff").streamlines.load(file).streamlines]
+    for number, line in enumerate(lines):
+        voxels = line @ to_voxel[:3, :3].T + to_voxel[:3, 3]
+        if not np.isfinite(voxels).all() or (voxels < -1).any() or (voxels > np.array(shape)).any():
+            what = f"streamline {number} leaves the image of shape {shape}: points must be in RAS mm of dwi.nii.gz"
+            raise DataError(what, where=str(file), fix=FORMATS)
+    return [line for line in lines if len(line) > 1]
+
+
+def _file(folder: Path, *names: str) -> Path:
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise InputMissing(f"{folder} has no {' or '.join(names)}", where="data.path", fix=FORMATS)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Turn what readers raise about a damaged file into DataError."""
+    nibabel = require("nibabel", "tractodiff")
+    try:
+        yield
+    except (OSError, EOFError, ValueError, TypeError, IndexError, nibabel.filebasedimages.ImageFileError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(file), fix=FORMATS) from error
+    except (nibabel.streamlines.tractogram_file.HeaderError, nibabel.streamlines.tractogram_file.DataError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(file), fix=FORMATS) from error
+
+
+def _dipy(module: str) -> Any:
+    return require(f"dipy.{module}", "tractodiff")
+
+
+LEAST_ANISOTROPY = 0.2
+BUNDLES_SPLIT = {"sub_1": "train", "sub_2": "train", "sub_3": "train", "sub_4": "val", "sub_5": "test"}
+ATLAS_VOXEL = 4.0  # mm
+ATLAS_SIZE = 48  # voxels, wide enough for the largest of the five
+LEAST_AMOUNT = 0.02  # mm of streamline per voxel, smoothed over a voxel
+FORMATS = (
+    "data.path takes a folder of subjects, each a folder with dwi.nii.gz (4-D), dwi.bval, dwi.bvec, mask.nii.gz (3-D, "
+    "white matter) and streamlines in RAS mm: *.trk or *.tck"
+)

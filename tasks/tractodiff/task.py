@@ -1,0 +1,228 @@
+"""Tractography by diffusion: which 16 points follow on a streamline, given the brain around a point and the way there.
+
+Items are pieces of streamlines. The metric is the mean direct-flip distance to what really follows; the baseline goes
+straight on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.task import Content, Context, Prediction, Sum, Task
+from runner.base.values import Positive, PositiveInt
+
+from .data import Batch, Pieces, Tracts, prepare
+from .fields import Fields
+from .growing import drawing, grow, pieces
+from .lines import evenly, length, mdf, trk
+from .model import NUM_POINTS, Shape, StreamlineDiffusion
+
+SETTINGS = {
+    "optimizer": "adam",
+    "checkpoint.best": "val/mdf_mm",
+    "checkpoint.best_is": "min",
+}
+
+# The mathematics that goes with each size; the command line comes after it.
+SIZES = {
+    "tiny": {
+        "updates": 3000,
+        "global_batch_size": 64,
+        "optimizer.lr": 0.001,
+        "scheduler.warmup": 0.02,
+        "scheduler.final_factor": 0.01,
+        "evaluate.every": 1000,
+        "evaluate.samples": 512,
+    },
+    "full": {
+        "updates": 50000,
+        "global_batch_size": 256,
+        "optimizer.lr": 0.00005,
+        "scheduler.warmup": 0.02,
+        "evaluate.every": 5000,
+        "evaluate.samples": 2048,
+    },
+}
+
+
+def build(
+    context: Context,
+    *,
+    size: Literal["tiny", "full"] = "tiny",
+    denoiser: Literal["gru", "unet"] = "gru",
+    data: Literal["volume", "bundles"] = "volume",
+    step_mm: Positive | None = None,
+    diffusion_steps: PositiveInt | None = None,
+) -> Task:
+    """Diffusion of streamline pieces, conditioned on the brain around their start.
+
+    size             tiny: for two CPU cores; full: the published shapes
+    denoiser         gru: a GRU of 16 cells; unet: a 1-D U-Net along the points
+    data             volume: dipy's small_64D, tracked with its tensors, streamlines held out; bundles: dipy's
+                     minimal bundles of five subjects, one held out; without effect where data.path is given
+    step_mm          mm between two points; null: 1 in the volume and of data.path, 4 in the bundles
+    diffusion_steps  T; null: that of the size (tiny 50, full 200)
+    """
+    step = step_mm or (4.0 if data == "bundles" and context.data_path is None else 1.0)
+    folder = prepare(context.data_path, context.cache / "tractodiff", data=data, step=step)
+    shape = SHAPES[size]
+    model = StreamlineDiffusion(shape, diffusion_steps or shape.num_steps, denoiser)
+    return TractoDiff(Pieces(folder, "train", context.seed), model)
+
+
+class TractoDiff(Task):
+    """Draw the next 16 points of a streamline."""
+
+    item = "piece"
+
+    def __init__(self, train: Pieces, model: StreamlineDiffusion) -> None:
+        self.train = train
+        self.tracts: Tracts = train.tracts
+        self.model: StreamlineDiffusion = model
+        self._mask = self.tracts.fields.mask
+        seen = train.spread(4096)
+        model.center.copy_(seen["condition"].mean(dim=0))
+        # Coefficients of high order hardly differ but for noise; no more is made of it than that.
+        model.spread.copy_(seen["condition"].std(dim=0).clamp(min=0.05))
+        model.scale.copy_(seen["points"].square().mean().sqrt())
+        self.mean_step = float(seen["points"].diff(dim=1).norm(dim=-1).mean())
+
+    def dataset(self, split: str) -> Pieces:
+        return self.train if split == "train" else Pieces(self.train.folder, split)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sum:
+        """Return 20 MDF + 10 collision, summed over the pieces, MDF in units of the model's scale.
+
+        Every second piece is shown once more, at the least noisy twentieth of the steps: there the model's points are
+        nearly those it will draw, and their share outside the mask is the collision.
+        """
+        schedule, points, condition = self.model.schedule, batch["points"] / self.model.scale, batch["condition"]
+        again = points[::2]
+        count, device = len(points), points.device
+        x0, known = torch.cat([points, again]), torch.cat([condition, condition[::2]])
+        step = torch.randint(schedule.num_steps, (len(x0),), device=device)
+        step[count:] = torch.randint(max(1, schedule.num_steps // 20), (len(again),), device=device)
+        predicted = model(schedule.noised(x0, step, torch.randn_like(x0)), step, known).float()
+        distance = mdf(predicted[:count], points).sum()
+        inside = self._inside(predicted[count:] * self.model.scale, {name: part[::2] for name, part in batch.items()})
+        collision = (1 - inside).mean(dim=1).sum() * (count / len(again))
+        return 20 * distance + 10 * collision, count
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
+        """Return the loss, and of pieces drawn from noise the MDF in mm and the share of their points in the mask."""
+        drawn = pieces(model, self.model, batch["condition"])
+        return {"loss": self.loss(model, batch)} | self._measured(drawn, batch)
+
+    def baselines(self) -> Mapping[str, float]:
+        """Return what going straight on gives: the last known direction, in the mean step of the training data."""
+        batch = self.dataset("val").spread(4096)
+        direction = batch["condition"][:, -3:]
+        straight = direction[:, None] * torch.arange(1, NUM_POINTS + 1)[:, None] * self.mean_step
+        return {name: float(total) / float(count) for name, (total, count) in self._measured(straight, batch).items()}
+
+    def predict(  # type: ignore[override]  # the options of the contract, by name
+        self,
+        model: nn.Module,
+        generator: torch.Generator,
+        *,
+        seeds: PositiveInt = 200,
+        advance: PositiveInt = 8,
+        max_points: PositiveInt = 100,
+    ) -> Iterator[Prediction]:
+        """Yield the streamlines grown in each held-out subject, as .trk, with figures and a picture.
+
+        seeds       streamlines per subject; they start anywhere in the mask
+        advance     points kept of each piece of 16 before the next one is drawn
+        max_points  most points on each side of a seed
+        """
+        if advance > NUM_POINTS:
+            what = f"must be at most {NUM_POINTS}, the points of a piece, but is {advance}"
+            raise ConfigError(Problem(what, "inference.advance"))
+        fields = self.tracts.fields.to(generator.device)
+        mask = fields.mask
+        for subject in self.tracts.subjects("val"):
+
+            def inside(points: Tensor, subject: int = subject) -> Tensor:
+                of = torch.full((len(points),), subject, device=points.device)
+                return mask.sample(points, of)[:, 0] >= 0.5
+
+            start = self._seeds(mask, subject, seeds, generator)
+            draw = drawing(model, self.model, fields, subject, generator)
+            grown = grow(draw, inside, start, advance=advance, max_points=max_points)
+            lines = [line.cpu().numpy() for line in grown if len(line) > 1]
+            yield self._prediction(subject, seeds, lines)
+
+    def _measured(self, points: Tensor, batch: Batch) -> dict[str, Sum]:
+        inside = self._inside(points, batch)
+        return {
+            "mdf_mm": (mdf(points, batch["points"]).sum(), len(points)),
+            "inside": ((inside >= 0.5).sum(), inside.numel()),
+        }
+
+    def _inside(self, points: Tensor, batch: Batch) -> Tensor:
+        """Return how much points (B, P, 3), in mm from the start, are in the mask (B, P), from 0 to 1."""
+        self._mask = self._mask.to(points.device)
+        at = (points + batch["start"][:, None]).flatten(0, 1)
+        return self._mask.sample(at, batch["subject"].repeat_interleave(points.shape[1])).view(points.shape[:2])
+
+    def _seeds(self, mask: Fields, subject: int, count: int, generator: torch.Generator) -> Tensor:
+        """Return points (N, 3) anywhere in voxels of the mask."""
+        device = generator.device
+        voxels = mask.image(subject)[..., 0].nonzero()
+        chosen = voxels[torch.randint(len(voxels), (count,), generator=generator, device=device)]
+        within = chosen + 0.98 * (torch.rand(count, 3, generator=generator, device=device) - 0.5)
+        affine = torch.as_tensor(self.tracts.affines[subject], dtype=torch.float32, device=device)
+        return within @ affine[:3, :3].T + affine[:3, 3]
+
+    def _prediction(self, subject: int, seeds: int, lines: list[Any]) -> Prediction:
+        name = self.tracts.names[subject]
+        real = [line.numpy() for line in self.tracts.streamlines("val", subject)]
+        shape = self.tracts.fields.shapes[subject].tolist()
+        figures = {
+            "subject": name,
+            "seeds": seeds,
+            "streamlines": len(lines),
+            "mean_length_mm": float(np.mean([length(line) for line in lines])) if lines else 0.0,
+            "real_streamlines": len(real),
+            "real_mean_length_mm": float(np.mean([length(line) for line in real])),
+            "mdf_to_nearest_real_mm": _nearest(lines, real),
+        }
+        files: dict[str, Content] = {
+            f"{name}.trk": trk(lines, self.tracts.affines[subject], shape),
+            f"{name}.json": json.dumps(figures, indent=2) + "\n",
+        }
+        text = (
+            f"{name}: {len(lines)} streamlines from {seeds} seeds, {figures['mean_length_mm']:.1f} mm long in the mean"
+            f" (held-out ones: {figures['real_mean_length_mm']:.1f} mm)"
+        )
+        items = sum(map(len, lines))
+        if importlib.util.find_spec("matplotlib") is None:
+            return Prediction(files, f'{text}\npictures need the extra "plots"', items)
+        from .pictures import side_by_side
+
+        picture = side_by_side({"held out": real, "generated": lines}, f"Streamlines of {name}")
+        return Prediction(files, text, items, {f"{name}.png": picture})
+
+
+def _nearest(lines: list[Any], real: list[Any]) -> float | None:
+    """Return the mean over `lines` of the MDF to the nearest of `real` in mm, 12 points each; None without lines."""
+    if not lines:
+        return None
+    one, other = (torch.from_numpy(np.stack([evenly(line, 12) for line in each])).float() for each in (lines, real))
+    return float(torch.stack([mdf(line, other).min() for line in one]).mean())
+
+
+SHAPES: Mapping[str, Shape] = {
+    "tiny": Shape((256, 256, 128, 128), time=64, hidden=96, head=(64, 32), channels=(16, 32, 64), num_steps=50),
+    "full": Shape(
+        (1024, 2048, 512, 512), 256, hidden=512, head=(512, 256, 64), channels=(512, 1024, 2048), num_steps=200
+    ),
+}
