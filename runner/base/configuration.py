@@ -572,14 +572,14 @@ def _phase(
             problems.append(Problem(what, word, did_you_mean(wanted, known)))
         options[group] = wanted if wanted in known else schema.functions[group]
     keys = phase_keys(declared, options, function_of)
-    for name in declared.settings:
+    for name, value in declared.settings.items():
         group = name.partition(".")[0]
-        if name in keys or any(name.startswith(f"{known}.") and known not in PHASE_GROUPS for known in keys):
-            continue
         where = f"PHASES[{declared.name!r}][{name!r}]"
         if declared.kind == "train" and not is_for(declared, group, options, schema.tuned):
-            notes.append(f"{declared.key(name)} of the task is not used: it is for another {group}")
-        else:
+            if name != group:
+                tuned = declared.settings.get(group, schema.tuned[group])
+                notes.append(f"{declared.key(name)}={_word(value)} of the task is not used: it is for {group}={tuned}")
+        elif name not in keys and not any(name.startswith(f"{known}.") and known not in PHASE_GROUPS for known in keys):
             problems.append(Problem(f"unknown key of a phase of kind {declared.kind}", where, did_you_mean(name, keys)))
     return _Phase(declared, options, keys)
 

@@ -176,6 +176,10 @@ class Task:
         """Return the repeated blocks of the model: units of checkpointing and of regional compilation."""
         return [layer for child in self.model.children() if isinstance(child, nn.ModuleList) for layer in child]
 
+    def example(self) -> tuple[Tensor, ...]:
+        """Return the arguments of one call of the model, a batch of two samples on the CPU: `export` traces them."""
+        raise NotImplementedError(f"{type(self).__name__} must define example() -> tuple of tensors, to be exported")
+
     def predict(self, model: nn.Module, generator: torch.Generator, /, **options: Any) -> Iterator[Prediction]:
         """Yield predictions with the trained model, in eval mode and without gradients.
 

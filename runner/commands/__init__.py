@@ -9,6 +9,7 @@ COMMANDS = {
     "plan": ("plan", "show every derived value with its reason, and stop"),
     "explain": ("explain", "tell which file, profile or override set a value"),
     "status": ("status", "show a run: progress, checkpoints, last error"),
+    "export": ("export", "write the model of a run as safetensors, torch.export program and ONNX, each checked"),
     "new": ("new", "write a one-file task of your own"),
     "completion": ("completion", "print what makes bash, zsh or fish complete these words"),
     "complete": ("complete", ""),

@@ -96,7 +96,7 @@ class RunDirectory:
     def write(self, name: str, data: bytes | str) -> Path:
         """The file `name`, a path inside this directory, holds `data` and is on disk; returns its path.
 
-        Without the lock only `report.html` and what lies in `predictions`, `plots` and `profile` may be written.
+        Without the lock only `report.html`, and what lies in `predictions`, `plots`, `profile` and `export`.
         Raises StorageError.
         """
         parts = name.split("/")
@@ -280,6 +280,6 @@ def _offer(run: str, known: list[Path]) -> str:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SIGNS_OF_A_RUN = ("run.json", "metrics.jsonl", "config.yaml", "checkpoints")
-_MADE_AGAIN = frozenset({"report.html", "predictions", "plots", "profile"})
+_MADE_AGAIN = frozenset({"report.html", "predictions", "plots", "profile", "export"})
 _START_ONE = "start one with: accel-run train"
 _NUM_OFFERED = 10

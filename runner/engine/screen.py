@@ -66,7 +66,8 @@ class Screen:
         self.event("phase", phase=phase, update=done, total=total, samples=order.num_samples)
         epochs = total / order.updates_per_epoch
         self.say(
-            f"{phase}: {total - done} updates of {total} to make ({order.num_samples:,} samples, {epochs:.2g} epochs)"
+            f"{phase}: {total - done} updates of {total} to make ({order.num_samples:,} samples, {epochs:.2g} epochs,"
+            f" {order.global_batch_size} an update)"
         )
         self.progress = make_progress(sys.stdout)
         self.console.speak_through(self.progress.note)

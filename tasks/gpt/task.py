@@ -120,6 +120,10 @@ class GPT(Task):
         figures = bits_per_byte_baselines(self.corpus.text, self.corpus.cache)
         return {"bits_per_byte": figures["bigram"], "bits_per_byte_unigram": figures["unigram"]}
 
+    def example(self) -> tuple[Tensor]:
+        """Return tokens (2, T)."""
+        return (torch.arange(2 * self.shape.block_size).view(2, -1) % self.corpus.tokenizer.num_tokens,)
+
     def predict(  # type: ignore[override]  # the options of the contract, by name
         self,
         model: nn.Module,

@@ -361,13 +361,74 @@ def test_a_fault_in_a_task_file_is_said_without_running_it(text: str, problem: s
 
 
 def test_settings_of_a_task_are_keys_that_exist_and_values_that_fit(tmp_path: Path) -> None:
-    settings = '{"sead": 1, "optimizer": "sgd", "precision.keep_fp32": "head", "optimizer.lr": 0}'
+    settings = '{"sead": 1, "compile": "off", "optimizer": "adma", "precision.keep_fp32": "head", "optimizer.lr": 0}'
     file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
+    only = "a task chooses options of optimizer and scheduler only"
     assert refused(task=file) == [
+        "SETTINGS['optimizer']: unknown optimizer; must be one of adam, adamw, adamw8bit, sgd | did you mean adam?",
+        f"SETTINGS['compile']: {only} | say compile=off on the command line",
         "SETTINGS['precision.keep_fp32']: must be a list of texts, but is \"head\"",
         "SETTINGS['sead']: unknown key | did you mean seed?",
-        "SETTINGS['optimizer']: a task sets keys, it chooses no options | say optimizer=sgd on the command line",
         "optimizer.lr=0: must be a number above 0, but is 0",
+    ]
+
+
+def test_a_task_chooses_the_optimizer_that_it_was_tuned_with_and_the_user_another(tmp_path: Path) -> None:
+    settings = '{"optimizer": "adam", "optimizer.lr": 0.5, "scheduler": "linear", "scheduler.warmup": 7}'
+    file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
+    tuned = composed(task=file)
+    assert (tuned.choices["optimizer"].name, tuned.choices["scheduler"].name) == ("adam", "linear")
+    assert (tuned.flat()["optimizer.lr"], tuned.flat()["scheduler.warmup"]) == (0.5, 7)
+    assert tuned.sources["optimizer"] == "task mine.py"
+    other = composed("optimizer=sgd", task=file)
+    assert (other.choices["optimizer"].name, other.flat()["optimizer.lr"]) == ("sgd", 0.01)
+    assert "optimizer.lr=0.5 of the task is not used: it is for optimizer=adam" in other.notes
+    folder = write(
+        tmp_path / "conf",
+        {"hardware/mine.yaml": "# @package _global_\ndefaults:\n  - override /optimizer: adamw8bit\n"},
+    )
+    small = composed("hardware=mine", task=file, folder=folder)
+    assert small.choices["optimizer"].name == "adamw8bit"
+
+
+PHASED = """
+PHASES = {"a": {"updates": 5, "optimizer": "adam", "optimizer.lr": 0.25}, "b": {"kind": "fit", "micro_batch_size": 4}}
+SETTINGS = {"optimizer.lr": 0.5, "phase.b.global_batch_size": 8, "phase.c.updates": 3}
+SIZES = {"tiny": {"phase.a.max_grad_norm": 3.0}}
+def build(*, size: str = "tiny"): ...
+"""
+
+
+def test_a_phase_takes_what_was_typed_for_it_then_for_all_then_its_own_then_that_of_the_run(tmp_path: Path) -> None:
+    file = write(tmp_path, {"mine.py": PHASED.replace(', "phase.c.updates": 3', "")}) / "mine.py"
+    a, b = composed(task=file).phases
+    assert (a.kind, a.updates, a.optimizer.name, a.optimizer.options["lr"], a.max_grad_norm) == (
+        "train", 5, "adam", 0.25, 3.0,
+    )  # fmt: skip
+    assert a.optimizer.options["weight_decay"] == 0.0  # adam's, not that of the run's adamw
+    assert (b.kind, b.global_batch_size, b.micro_batch_size, b.updates) == ("fit", 8, 4, None)
+    typed = composed("updates=9", "max_grad_norm=1.5", "phase.a.optimizer.lr=0.125", task=file).phases[0]
+    assert (typed.updates, typed.max_grad_norm, typed.optimizer.options["lr"]) == (9, 1.5, 0.125)
+    longer = composed("phase.a.epochs=2", "updates=9", task=file).phases[0]
+    assert (longer.updates, longer.epochs) == (None, 2)
+    swapped = composed("optimizer=sgd", "optimizer.lr=0.0625", task=file).phases[0]
+    assert (swapped.optimizer.name, swapped.optimizer.options["lr"]) == ("sgd", 0.0625)
+
+
+def test_a_task_that_declares_phases_wrongly_is_told_where(tmp_path: Path) -> None:
+    text = """
+PHASES = {"a": {"needs": ["z"], "lr": 1}, "b": {"kind": "fitt"}, "infer": {}, "c": {"kind": "fit", "updates": 3}}
+SETTINGS = {"phase.d.updates": 3}
+def build(): ...
+"""
+    file = write(tmp_path, {"mine.py": text}) / "mine.py"
+    assert refused(task=file) == [
+        "mine.py: PHASES['a']: needs z, which is no phase before it",
+        "mine.py: PHASES['b']: kind must be train or fit, but is fitt",
+        "mine.py: PHASES['infer']: must be a name other than infer, with a mapping of keys to values",
+        "SETTINGS['phase.d.updates']: PHASES has no such phase",
+        "PHASES['a']['lr']: unknown key of a phase of kind train | did you mean optimizer.lr?",
+        "PHASES['c']['updates']: unknown key of a phase of kind fit",
     ]
 
 
@@ -507,7 +568,13 @@ def test_every_group_with_options_is_one_of_the_groups() -> None:
 
 
 def test_the_yaml_of_a_configuration_can_be_read_back() -> None:
-    words = ("phases=[off,'1']", 'data.path="1e-3"', "optimizer.lr_scales={0:0.1}", "optimizer.eps=1e-9", "compile=off")
+    words = (
+        "resume_allow=[off,'1']",
+        'data.path="1e-3"',
+        "optimizer.lr_scales={0:0.1}",
+        "optimizer.eps=1e-9",
+        "compile=off",
+    )
     configuration = composed(*words, "+hardware=t4", "checkpoint.best=null", "run='null'")
     found: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(configuration)))
     for group, choice in configuration.choices.items():
@@ -517,7 +584,7 @@ def test_the_yaml_of_a_configuration_can_be_read_back() -> None:
     assert {name: key for name, key in found.items() if not isinstance(key, dict)} == {
         key: value for key, value in configuration.flat().items() if key in found
     }
-    assert (found["phases"], found["data"]["path"], found["run"]) == (["off", "1"], "1e-3", "null")
+    assert (found["resume_allow"], found["data"]["path"], found["run"]) == (["off", "1"], "1e-3", "null")
 
 
 def test_torch_is_not_needed_to_compose() -> None:

@@ -1,0 +1,186 @@
+"""The model of a run in formats that other programs read, each compared with the model itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.configuration import Request
+from runner.base.errors import AccelRunError, ConfigError, Exit, MissingPackage, Problem
+from runner.base.packages import require
+from runner.base.schema import did_you_mean
+from runner.engine.evaluate import as_in_use
+from runner.engine.tasks import explained
+from runner.engine.trained import Trained, open_trained
+from runner.observe.events import Console
+
+TOLERANCE = 1e-4  # largest difference of an output, relative to the largest output: float32 kernels differ by less
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far an exported model is from the one it was made of, on inputs of two batch sizes.
+
+    largest_difference  of any output, divided by the largest output
+    """
+
+    file: str
+    bytes: int
+    batch_sizes: tuple[int, ...]
+    largest_difference: float
+
+    @property
+    def holds(self) -> bool:
+        """True where the difference is rounding."""
+        return self.largest_difference <= TOLERANCE
+
+
+Outputs = tuple[Tensor, ...]
+Run = Callable[[Outputs], Outputs]
+
+
+def export(request: Request, formats: Sequence[str]) -> Exit:
+    """Write export/ in the run's folder; a format that cannot be made says why, and the others are made.
+
+    Raises ConfigError for an unknown format, or where none could be made.
+    """
+    problems = [
+        Problem(f"must be one of {', '.join(FORMATS)}, but is {name}", "format", did_you_mean(name, FORMATS))
+        for name in formats
+        if name not in FORMATS
+    ]
+    if problems:
+        raise ConfigError(problems)
+    console = Console()
+    made: dict[str, Parity] = {}
+    refused: list[Problem] = []
+    with ExitStack() as stack:
+        trained = open_trained(request, console, stack)
+        with explained(trained.parts.source, "example"):
+            inputs = trained.parts.task.example()
+        model = trained.parts.bare.cpu().float()
+        folder = trained.directory.path / "export"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with as_in_use(model, torch.device("cpu")), torch.no_grad():
+            for name in formats or FORMATS:
+                file = folder / f"model.{FORMATS[name].suffix}"
+                try:
+                    made[name] = _compared(model, inputs, file, FORMATS[name].write(model, inputs, file))
+                except MissingPackage as missing:
+                    refused.append(missing.problems[0])
+                except Exception as error:  # torch.export and ONNX raise what they like for what they cannot trace
+                    if isinstance(error, AccelRunError):
+                        raise
+                    refused.append(Problem(f"cannot be made: {str(error).splitlines()[0]}", f"format={name}"))
+    for problem in refused:
+        console.warning(str(problem))
+    if not made:
+        raise ConfigError(refused)
+    _leave_parity(trained, made)
+    for name, parity in made.items():
+        verdict = "equal but for rounding" if parity.holds else "DIFFERENT"
+        console.info(
+            f"{name:<12} {folder / parity.file}  {parity.bytes / 2**20:.1f} MiB  {verdict}"
+            f" (largest difference {parity.largest_difference:.1e})"
+        )
+    wrong = [name for name, parity in made.items() if not parity.holds]
+    if wrong:
+        raise AccelRunError(f"the exported model gives other outputs: {', '.join(wrong)}", where=str(folder))
+    return Exit.DONE
+
+
+def _leave_parity(trained: Trained, made: Mapping[str, Parity]) -> None:
+    content: dict[str, Any] = {"checkpoint_update": trained.checkpoint.update, "tolerance": TOLERANCE}
+    content |= {name: asdict(parity) for name, parity in made.items()}
+    trained.directory.write("export/parity.json", json.dumps(content, indent=2) + "\n")
+
+
+def _compared(model: nn.Module, inputs: Outputs, file: Path, run: Run) -> Parity:
+    """Run both on the example, and on its first sample alone: a batch size that was fixed by tracing shows there."""
+    largest, sizes = 0.0, (len(inputs[0]), 1)
+    for size in sizes:
+        given = tuple(value[:size] for value in inputs)
+        wanted, found = _flat(model(*given)), run(given)
+        assert len(wanted) == len(found), f"{len(found)} outputs instead of {len(wanted)}"
+        for one, other in zip(wanted, found, strict=True):
+            scale = one.abs().max().clamp(min=1e-6) if one.numel() else torch.tensor(1.0)
+            largest = max(largest, float((one - other).abs().max() / scale))
+    return Parity(file.name, file.stat().st_size, sizes, largest)
+
+
+def _flat(output: Any) -> Outputs:
+    """Return the tensors of a model's output, in order."""
+    leaves = torch.utils._pytree.tree_leaves(output)
+    return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _safetensors(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+    """Write the weights alone; they are read into a copy of the model."""
+    import copy
+
+    from safetensors.torch import load_model, save_model
+
+    save_model(model, str(file))
+    other = copy.deepcopy(model)
+    for value in other.state_dict().values():
+        value.zero_()
+    load_model(other, str(file))
+    return lambda given: _flat(other(*given))
+
+
+def _program(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+    """Write a graph of torch's own operations that runs without the model's code (torch.export.load)."""
+    torch.export.save(_traced(model, inputs), str(file))
+    program = torch.export.load(str(file)).module()
+    return lambda given: _flat(program(*given))
+
+
+def _onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+    """Write an ONNX graph; it is compared as onnxruntime runs it."""
+    require("onnxscript", "onnx")
+    runtime = require("onnxruntime", "onnx")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells of packages that nobody asked for
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(_traced(model, inputs), inputs, dynamo=True, verbose=False, external_data=False)
+    assert program is not None
+    program.save(str(file))
+    session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+
+    def run(given: Outputs) -> Outputs:
+        fed = {name: value.numpy() for name, value in zip(names, given, strict=True)}
+        return tuple(torch.from_numpy(value) for value in session.run(None, fed))
+
+    return run
+
+
+def _traced(model: nn.Module, inputs: Outputs) -> torch.export.ExportedProgram:
+    """Return the model as a graph with a free batch size; math attention, since a graph of a kernel is bound to it."""
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.export.export(model, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file format: the end of its name, and what writes a file and returns how to run it."""
+
+    suffix: str
+    write: Callable[[nn.Module, Outputs, Path], Run]
+
+
+FORMATS: Mapping[str, Format] = {
+    "safetensors": Format("safetensors", _safetensors),
+    "program": Format("pt2", _program),
+    "onnx": Format("onnx", _onnx),
+}

@@ -1,0 +1,89 @@
+"""Exported models give what the model gives, for any batch size, without the runner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runner.durable.checkpoint import load, path_of
+from tests.forkserver import ForkServer
+
+TASK = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from runner import Task
+
+SETTINGS = {"updates": 3}
+
+def build(*, batch_bound: bool = False, example: bool = True, wrong: bool = False):
+    task = Mine(batch_bound)
+    if not example:
+        del Mine.example
+    return task
+
+class Model(nn.Module):
+    def __init__(self, batch_bound):
+        super().__init__()
+        self.layer, self.batch_bound = nn.Linear(4, 2), batch_bound
+    def forward(self, x):
+        return self.layer(x) if not self.batch_bound else self.layer(x) * torch.tensor([[1.0], [2.0]])
+
+class Mine(Task):
+    def __init__(self, batch_bound):
+        self.model = Model(batch_bound)
+    def dataset(self, split):
+        x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+    def loss(self, model, batch):
+        return F.cross_entropy(self.model.layer(batch[0]), batch[1], reduction="sum"), len(batch[1])
+    def example(self):
+        return (torch.ones(2, 4),)
+"""
+
+
+@pytest.fixture
+def folder(server: ForkServer, tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(TASK)
+    done = server.run(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off"], tmp_path)
+    assert done.code == 0, done.err
+    return tmp_path
+
+
+def test_each_format_gives_what_the_model_gives(server: ForkServer, folder: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
+    done = server.run(["export", "first"], folder)
+    assert done.code == 0, done.err
+    run = folder / "outputs" / "first"
+    parity = json.loads((run / "export" / "parity.json").read_text())
+    assert all(parity[name]["largest_difference"] <= 1e-4 for name in ("safetensors", "program", "onnx"))
+    weights = load(path_of(run / "checkpoints", 3)).tensors("model")
+    for name, value in load_file(run / "export" / "model.safetensors").items():
+        assert torch.equal(value, weights[name])
+    x = torch.randn(5, 4)
+    wanted = x @ weights["layer.weight"].T + weights["layer.bias"]
+    program = torch.export.load(str(run / "export" / "model.pt2")).module()
+    assert torch.allclose(program(x), wanted, atol=1e-6)
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(run / "export" / "model.onnx"), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert torch.allclose(torch.from_numpy(found), wanted, atol=1e-6)
+
+
+def test_what_cannot_be_exported_is_said(server: ForkServer, folder: Path) -> None:
+    wrong = server.run(["export", "first", "format=onx"], folder)
+    assert (wrong.code, "did you mean onnx?" in wrong.err) == (78, True)
+    without = server.run(["export", "first", "task.example=false"], folder)
+    assert without.code == 70
+    assert "must define example()" in without.err
+    bound = server.run(["export", "first", "format=program", "task.batch_bound=true"], folder)
+    assert bound.code == 78
+    assert "format=program: cannot be made" in bound.err
+    nothing = server.run(["export", "other"], folder)
+    assert nothing.code == 66
+    assert "Traceback" not in wrong.err + without.err + bound.err + nothing.err
