@@ -1,0 +1,409 @@
+"""A transformer encoder with LoRA adapters for several tasks, a head for each, and a router that mixes the adapters.
+
+Parts, by which a phase names what it trains: base, lm_head, adapters, heads, router.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .data import GENERATION, Batch
+from .text import TASKS
+from .tokenizer import BEGIN, PAD
+
+Routing = Literal["base", "true", "router", "mixed", "uniform"]
+TARGETS = ("q", "k", "v", "o")  # the projections that have adapters
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model; `width` is the residual stream's, lengths are in tokens.
+
+    rank       of each adapter; its output is scaled by alpha / rank with alpha = 2 x rank
+    router     widths of the router's two hidden layers
+    """
+
+    num_layers: int
+    num_heads: int
+    width: int
+    rank: int
+    router: tuple[int, int]
+    decoder_layers: int
+    max_length: int
+    max_target_length: int
+    vocab_size: int
+    num_labels: int
+
+
+class Dynamo(nn.Module):
+    """Tokens to answers of five tasks. See `forward` for what it returns.
+
+    dropout  share of the adapters' inputs that is dropped
+    hard     the router picks one adapter (Gumbel-softmax, straight-through, in training) instead of mixing all
+    """
+
+    def __init__(self, shape: Shape, *, dropout: float = 0.1, hard: bool = True) -> None:
+        super().__init__()
+        self.shape, self.hard = shape, hard
+        self.base = Encoder(shape, dropout)
+        self.lm_head = MaskedHead(shape)
+        self.adapters = nn.ModuleList(
+            nn.ModuleDict({target: LoRA(len(TASKS), shape.width, shape.rank) for target in TARGETS})
+            for _ in range(shape.num_layers)
+        )
+        self.heads = nn.ModuleDict(
+            {
+                "classification": Classifier(shape),
+                "qa": Spans(shape),
+                **{task: Decoder(shape) for task in GENERATION},
+            }
+        )
+        self.router = Router(shape)
+
+    def forward(
+        self,
+        batch: Batch,
+        routing: Routing,
+        *,
+        teacher: float = 0.0,
+        head: str | None = None,
+        write: Collection[str] = (),
+    ) -> dict[str, Tensor]:
+        """Return what the heads say, under the names of their tasks, and how the router weighs the tasks.
+
+        batch    see Rounds, MaskedTexts for routing "base"; `source` alone where only the router is asked
+        routing  base: no adapters, "hidden" (N, M, V) are logits of the hidden tokens; true: the adapter of a record's
+                 task; router: what the router says; mixed: true for a share `teacher` of the records, else router;
+                 uniform: all adapters alike
+        head     only this head, on all records and without answers; a decoder then writes (N, S) tokens by itself
+        write    tasks whose decoders do so too, on their own records: (n, S) tokens under the name "written.<task>"
+        Returns router (N, E), logits over tasks, and temperature, a scalar, where the routing asks for them;
+        classification (n, L), logits; qa (n, 2, T), logits of first and last token; summary, code, translation
+        (n, S, V), log-probabilities.
+        """
+        source = batch["source"]
+        real = source != PAD
+        if routing == "base":
+            return {"hidden": self.lm_head(self.base(source, real), batch["places"], self.base.embedding.weight)}
+        made: dict[str, Tensor] = {}
+        if routing in ("router", "mixed"):
+            made["router"] = self.router(pooled(self.base(source, real), real))
+            made["temperature"] = self.router.temperature
+        if "task" not in batch:
+            return made
+        weights = self._weights(batch["task"], routing, teacher, made)
+        states = self.base(source, real, self.adapters, weights)
+        if head is not None:
+            made[head] = self._head(head, states, source, real, None)
+            return made
+        counts = [len(batch[task]) for task in TASKS]
+        parts = zip(TASKS, *(torch.split(x, counts) for x in (states, source, real)), strict=True)
+        for task, own, tokens, mask in parts:
+            if len(own):
+                made[task] = self._head(task, own, tokens, mask, batch[task])
+                if task in write:
+                    made[f"written.{task}"] = self._head(task, own, tokens, mask, None)
+        return made
+
+    def _weights(self, task: Tensor, routing: Routing, teacher: float, made: Mapping[str, Tensor]) -> Tensor:
+        """Return the weights (N, E) of the adapters for each record."""
+        true = F.one_hot(task, len(TASKS)).float()
+        if routing == "true":
+            return true
+        if routing == "uniform":
+            return torch.full_like(true, 1 / len(TASKS))
+        logits = made["router"]
+        if not self.hard:
+            routed = logits.softmax(dim=-1)
+        elif self.training:
+            routed = F.gumbel_softmax(logits, tau=1.0, hard=True)
+        else:
+            routed = F.one_hot(logits.argmax(dim=-1), len(TASKS)).float()
+        if routing == "router":
+            return routed
+        taught = torch.rand(len(task), 1, device=task.device) < teacher
+        return torch.where(taught, true, routed)
+
+    def _head(self, task: str, states: Tensor, source: Tensor, real: Tensor, answer: Tensor | None) -> Tensor:
+        head = self.heads[task]
+        if not isinstance(head, Decoder):
+            result: Tensor = head(states, real)
+            return result
+        memory = Memory(states, source, real, self.base.embedding.weight)
+        if answer is None:
+            return head.write(memory)
+        # What was written before each token: BEGIN and the answer shifted by one. Behind END nothing is looked at.
+        before = F.pad(answer[:, :-1].clamp_min(PAD), (1, 0), value=BEGIN)
+        written: Tensor = head(before, memory)
+        return written
+
+
+class Encoder(nn.Module):
+    """Tokens (N, T) to states (N, T, C): pre-norm blocks, learned positions; padding is not attended to."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab_size, shape.width)
+        self.positions = nn.Embedding(shape.max_length, shape.width)
+        self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.apply(_draw_weights)
+        for name, weight in self.named_parameters():
+            if name.endswith((".o.weight", ".output.weight")):
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * shape.num_layers))
+
+    def forward(
+        self,
+        source: Tensor,
+        real: Tensor,
+        adapters: Sequence[nn.ModuleDict] | nn.ModuleList | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return the states; `adapters`, one mapping for each block, act with `weights` (N, E)."""
+        x = self.embedding(source) + self.positions.weight[: source.shape[1]]
+        mask = real[:, None, None, :]
+        for i, block in enumerate(self.blocks):
+            x = block(x, mask, None if adapters is None else adapters[i], weights)
+        normed: Tensor = self.norm(x)
+        return normed
+
+
+class Block(nn.Module):
+    """Self-attention and a feed-forward of four times the width, each added to the residual stream."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = shape.num_heads, dropout
+        self.attention_norm = nn.LayerNorm(shape.width)
+        # No bias for keys: it would add the same to all scores of a query.
+        self.q, self.k, self.v, self.o = (nn.Linear(shape.width, shape.width, bias=name != "k") for name in TARGETS)
+        self.mlp_norm = nn.LayerNorm(shape.width)
+        self.mlp = FeedForward(shape.width)
+
+    def forward(
+        self, x: Tensor, mask: Tensor, adapters: Mapping[str, nn.Module] | nn.Module | None, weights: Tensor | None
+    ) -> Tensor:
+        def projected(targets: str, inputs: Tensor) -> list[Tensor]:
+            results: list[Tensor] = [getattr(self, target)(inputs) for target in targets]
+            if adapters is None:
+                return results
+            dropped = F.dropout(inputs, self.dropout, self.training)
+            pairs = zip(results, targets, strict=True)
+            return [result + adapters[target](dropped, weights) for result, target in pairs]  # type: ignore[index]
+
+        B, T, C = x.shape
+        projections = projected("qkv", self.attention_norm(x))
+        q, k, v = (projection.view(B, T, self.num_heads, -1).transpose(1, 2) for projection in projections)
+        y = F.scaled_dot_product_attention(q, k, v, mask)
+        x = x + projected("o", y.transpose(1, 2).reshape(B, T, C))[0]
+        transformed: Tensor = self.mlp(self.mlp_norm(x))
+        return x + transformed
+
+
+class LoRA(nn.Module):
+    """Low-rank additions to a projection for E tasks at once, weighed for each record.
+
+    delta = 2 x sum over e of w[e] B[e] A[e] x, since alpha is 2 x rank; B starts at zero, so nothing is added at first.
+    All A are one matrix product, and so are all B: a batch may mix tasks, and weights may be soft.
+    Source: Hu et al., LoRA, ICLR 2022, section 4.1.
+    """
+
+    def __init__(self, num_tasks: int, width: int, rank: int) -> None:
+        super().__init__()
+        self.A = nn.Parameter(torch.empty(num_tasks, rank, width))
+        self.B = nn.Parameter(torch.zeros(num_tasks, width, rank))
+        self.scale = 2.0
+        for matrix in self.A:
+            nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))  # as nn.Linear
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Return what is added to the projection of x (N, T, C), for weights (N, E)."""
+        tasks, rank, width = self.A.shape
+        inner = F.linear(x, self.A.reshape(tasks * rank, width))
+        inner = inner * (self.scale * weights).to(inner.dtype).repeat_interleave(rank, dim=1)[:, None, :]
+        return F.linear(inner, self.B.transpose(0, 1).reshape(width, tasks * rank))
+
+
+class Router(nn.Module):
+    """Pooled states (N, C) to logits over tasks (N, E), divided by a learned temperature of at least 0.1."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        wide, narrow = shape.router
+        self.layers = nn.Sequential(
+            nn.LayerNorm(shape.width),
+            nn.Linear(shape.width, wide),
+            nn.GELU(),
+            nn.Linear(wide, narrow),
+            nn.GELU(),
+            nn.Linear(narrow, len(TASKS)),
+        )
+        self.raw_temperature = nn.Parameter(torch.tensor(math.log(math.expm1(0.9))))  # a temperature of 1
+
+    @property
+    def temperature(self) -> Tensor:
+        """The temperature, a scalar with a gradient."""
+        return 0.1 + F.softplus(self.raw_temperature)
+
+    def forward(self, states: Tensor) -> Tensor:
+        logits: Tensor = self.layers(states)
+        return logits.float() / self.temperature
+
+
+class MaskedHead(nn.Module):
+    """States to logits of the tokens at `places`, with the embedding as the output projection."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.transform = nn.Sequential(nn.Linear(shape.width, shape.width), nn.GELU(), nn.LayerNorm(shape.width))
+        self.bias = nn.Parameter(torch.zeros(shape.vocab_size))
+        self.apply(_draw_weights)
+
+    def forward(self, states: Tensor, places: Tensor, embedding: Tensor) -> Tensor:
+        chosen = states.gather(1, places[:, :, None].expand(-1, -1, states.shape[-1]))
+        return F.linear(self.transform(chosen), embedding, self.bias)
+
+
+class Classifier(nn.Module):
+    """States (N, T, C) to logits of the labels (N, L), from their mean over the text."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(shape.width, shape.width),
+            nn.GELU(),
+            nn.Linear(shape.width, shape.num_labels),
+        )
+
+    def forward(self, states: Tensor, real: Tensor) -> Tensor:
+        logits: Tensor = self.layers(pooled(states, real))
+        return logits
+
+
+class Spans(nn.Module):
+    """States (N, T, C) to logits (N, 2, T) of where the answer starts and of where it ends; none on padding."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(shape.width, shape.width), nn.GELU(), nn.Linear(shape.width, 2, bias=False)
+        )
+
+    def forward(self, states: Tensor, real: Tensor) -> Tensor:
+        logits: Tensor = self.layers(states).float().transpose(1, 2)
+        return logits.masked_fill(~real[:, None], float("-inf"))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a decoder reads: states (N, T, C), the tokens they belong to (N, T), which are real, and the embedding."""
+
+    states: Tensor
+    source: Tensor
+    real: Tensor
+    embedding: Tensor
+
+
+class Decoder(nn.Module):
+    """Writes tokens one after the other, each from the vocabulary or copied from the source.
+
+    Source: See et al., Get To The Point, ACL 2017, section 2.2 (the pointer-generator); blocks as in the encoder, with
+    attention to its states.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.length = shape.max_target_length
+        self.positions = nn.Embedding(shape.max_target_length, shape.width)
+        self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.decoder_layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.transform = nn.Linear(shape.width, shape.width)
+        self.bias = nn.Parameter(torch.zeros(shape.vocab_size))
+        self.pointer = nn.Linear(shape.width, shape.width)
+        self.pointed = nn.Linear(shape.width, shape.width, bias=False)  # a bias would move all scores alike
+        self.gate = nn.Linear(shape.width, 1)
+        self.apply(_draw_weights)
+
+    def forward(self, before: Tensor, memory: Memory) -> Tensor:
+        """Return log-probabilities (N, S, V) of the token after each of `before` (N, S), which starts with BEGIN."""
+        x = F.embedding(before, memory.embedding) + self.positions.weight[: before.shape[1]]
+        for block in self.blocks:
+            x = block(x, memory.states, memory.real[:, None, None, :])
+        x = self.norm(x)
+        words = F.linear(self.transform(x), memory.embedding, self.bias).float().softmax(dim=-1)
+        scores = self.pointer(x) @ self.pointed(memory.states).transpose(1, 2) / math.sqrt(x.shape[-1])
+        attention = scores.float().masked_fill(~memory.real[:, None], float("-inf")).softmax(dim=-1)
+        own = self.gate(x).float().sigmoid()
+        copies = memory.source[:, None].expand(-1, x.shape[1], -1)
+        probabilities: Tensor = (own * words).scatter_add(2, copies, (1 - own) * attention)
+        return probabilities.clamp_min(1e-9).log()
+
+    def write(self, memory: Memory) -> Tensor:
+        """Return the likeliest tokens (N, S), one chosen after the other; what comes behind END means nothing."""
+        written = torch.full((len(memory.source), 1), BEGIN, device=memory.source.device)
+        for _ in range(self.length):
+            written = torch.cat([written, self(written, memory)[:, -1:].argmax(dim=-1)], dim=1)
+        return written[:, 1:]
+
+
+class DecoderBlock(nn.Module):
+    """Causal self-attention, attention to the encoder's states and a feed-forward, each added to what came in."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.norms = nn.ModuleList(nn.LayerNorm(shape.width) for _ in range(3))
+        self.qkv = nn.Linear(shape.width, 3 * shape.width)
+        self.o = nn.Linear(shape.width, shape.width)
+        self.cross_q = nn.Linear(shape.width, shape.width)
+        self.cross_kv = nn.Linear(shape.width, 2 * shape.width)
+        self.cross_o = nn.Linear(shape.width, shape.width)
+        self.mlp = FeedForward(shape.width)
+
+    def forward(self, x: Tensor, states: Tensor, mask: Tensor) -> Tensor:
+        normed = self.norms[0](x)
+        q, k, v = self.qkv(normed).chunk(3, dim=-1)
+        x = x + self.o(self._attend(q, k, v, None))
+        normed = self.norms[1](x)
+        k, v = self.cross_kv(states).chunk(2, dim=-1)
+        x = x + self.cross_o(self._attend(self.cross_q(normed), k, v, mask))
+        transformed: Tensor = self.mlp(self.norms[2](x))
+        return x + transformed
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (x.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        return y.transpose(1, 2).flatten(2)
+
+
+class FeedForward(nn.Module):
+    """Two projections with a GELU between them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(width, 4 * width)
+        self.output = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        transformed: Tensor = self.output(F.gelu(self.input(x), approximate="tanh"))
+        return transformed
+
+
+def pooled(states: Tensor, real: Tensor) -> Tensor:
+    """Return the mean (N, C) of the states (N, T, C) that are `real` (N, T)."""
+    share = real / real.sum(dim=1, keepdim=True)
+    return torch.einsum("ntc,nt->nc", states, share.to(states.dtype))
+
+
+def _draw_weights(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,286 @@
+"""Five tasks out of the sources of Python's standard library, written as the JSON files that the task reads.
+
+The files of the library are split by the hash of their name, so no text is both trained on and evaluated; what still
+occurs in both, such as a docstring that was copied, is left out of validation and test.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.tasks.gpt.data import Document, standard_library
+
+Record = dict[str, Any]
+SPLITS = {"train": "train", "val": "validation", "test": "test"}  # split -> name of its file
+HELD_OUT = 0.12  # share of the files in each of val and test
+LARGEST_FILE = 60_000  # bytes; larger ones cost most of the time and are few
+LONGEST_TEXT = 120  # characters of docstring or source in a record
+LONGEST_TARGET = 48  # characters
+MOST_RECORDS = {"train": 3000, "val": 150, "test": 150}  # of each task
+
+# How the tasks are asked for. Of each ten, two are kept for validation and two for test, so that a router
+# which has learned wordings by heart is found out.
+REQUESTS: Mapping[str, Sequence[str]] = {
+    "classification": (
+        "Function or class?",
+        "Is this a class or a function?",
+        "What is documented here, a function or a class?",
+        "Tell whether this describes a class or a function.",
+        "Which is it, class or function?",
+        "Decide: is it a function, or is it a class?",
+        "Say if a function or a class is described.",
+        "Class or function, which one is this?",
+        "Does this text belong to a function or to a class?",
+        "Is a class or a function meant here?",
+    ),
+    "qa": (
+        "What is the default of {name}?",
+        "Which value does {name} have by default?",
+        "What does {name} default to?",
+        "Find the default value of {name}.",
+        "By default, what is {name}?",
+        "If {name} is not given, what is its default?",
+        "Give the default of {name}.",
+        "Which default does {name} have?",
+        "What value is the default of {name}?",
+        "Tell the default value of {name}.",
+    ),
+    "summary": (
+        "Summarize:",
+        "Write a summary of this text.",
+        "Give the summary in one line.",
+        "What is the summary of this?",
+        "Summarize this text in one line.",
+        "Say in one line what this text is about, a summary.",
+        "Write one line: the summary.",
+        "Give a summary.",
+        "Summarize what this says.",
+        "What would be a one line summary?",
+    ),
+    "code": (
+        "Write the signature.",
+        "Give the signature of this function.",
+        "What is the signature of this function?",
+        "Write the def line, the signature.",
+        "Which signature does this function have?",
+        "Signature:",
+        "Write the signature that this text documents.",
+        "Find the signature.",
+        "What would the signature be?",
+        "Give the signature that belongs to this text.",
+    ),
+    "translation": (
+        "Postfix:",
+        "Write this expression in postfix.",
+        "What is this in postfix notation?",
+        "Translate the expression to postfix.",
+        "Give the postfix form.",
+        "Turn this into postfix notation.",
+        "In postfix, please.",
+        "What is the postfix form of this?",
+        "Translate to postfix notation.",
+        "Write the expression as postfix.",
+    ),
+}
+TASKS = tuple(REQUESTS)
+
+
+def write_standard_library(folder: Path) -> None:
+    """Write data/<task>/{train,validation,test}.json below `folder`."""
+    for split, tasks in standard_library_records().items():
+        for task, records in tasks.items():
+            path = folder / "data" / task / f"{SPLITS[split]}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n", encoding="utf-8")
+
+
+def standard_library_records() -> dict[str, dict[str, list[Record]]]:
+    """Return split -> task -> records, the same for the same Python."""
+    documents = [document for document in standard_library() if document.path.stat().st_size <= LARGEST_FILE]
+    found: dict[str, dict[str, list[Record]]] = {split: {task: [] for task in TASKS} for split in SPLITS}
+    for document in sorted(documents, key=lambda document: (document.hash, document.name)):
+        records = found[_split(document)]
+        for task, record in records_of(document.path.read_text(encoding="utf-8")):
+            records[task].append(record)
+    return {split: {task: _chosen(task, split, found) for task in TASKS} for split in SPLITS}
+
+
+def records_of(source: str) -> Iterator[tuple[str, Record]]:
+    """Yield (task, record) for all that a Python file holds, still without requests."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            text = ast.get_docstring(node)
+            if text and text.isascii():
+                yield from _of_docstring(node, text)
+        if isinstance(node, ast.FunctionDef):
+            yield from _of_defaults(node, lines)
+        if isinstance(node, ast.BinOp | ast.BoolOp | ast.Compare):
+            words = postfix(node)
+            if words is not None and len(words) < 16:
+                expression = ast.unparse(node)
+                if len(expression) <= LONGEST_TARGET and expression.isascii():
+                    yield "translation", {"source": expression, "target": " ".join(words)}
+
+
+def postfix(node: ast.expr) -> list[str] | None:
+    """Return operands and operators in postfix order; None if there is more than names, numbers and operators.
+
+    A name may have dots: os.sep is one operand.
+    """
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        words = postfix(node.value)
+        return [f"{words[0]}.{node.attr}"] if words is not None and len(words) == 1 else None
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool, type(None)):
+        return [ast.unparse(node)]
+    if isinstance(node, ast.BinOp):
+        return _joined([node.left, node.right], OPERATORS[type(node.op)])
+    if isinstance(node, ast.BoolOp):
+        return _joined(node.values, OPERATORS[type(node.op)])
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return _joined([node.left, *node.comparators], OPERATORS[type(node.ops[0])])
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+        operand = postfix(node.operand)
+        return None if operand is None else [*operand, OPERATORS[type(node.op)]]
+    return None
+
+
+def without_giveaways(text: str, name: str) -> str:
+    """Return the text without the name of what it documents and without words that say which kind that is."""
+    if name.strip("_"):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "it", text)
+    return KIND_WORDS.sub("it", text)
+
+
+def _of_docstring(node: ast.FunctionDef | ast.ClassDef, text: str) -> Iterator[tuple[str, Record]]:
+    is_class = isinstance(node, ast.ClassDef)
+    plain = shortened(without_giveaways(text, node.name))
+    if len(plain) >= 20:
+        yield "classification", {"text": plain, "label": "class" if is_class else "function"}
+    first, _, rest = text.partition("\n\n")
+    if rest and "\n" not in first and 10 <= len(first) <= LONGEST_TARGET and len(rest) >= 40:
+        yield "summary", {"source": shortened(rest.strip()), "target": first}
+    if isinstance(node, ast.FunctionDef):
+        signature = f"def {node.name}({_arguments(node.args)}):"
+        if len(signature) <= LONGEST_TARGET and len(text) >= 20:
+            yield "code", {"source": shortened(text), "target": signature}
+
+
+def _of_defaults(node: ast.FunctionDef, lines: Sequence[str]) -> Iterator[tuple[str, Record]]:
+    """Yield one question per parameter with a default, for functions in which at least two defaults differ."""
+    positional = [*node.args.posonlyargs, *node.args.args]
+    defaults = list(zip(positional[len(positional) - len(node.args.defaults) :], node.args.defaults, strict=True))
+    keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    defaults += [(argument, default) for argument, default in keywords if default is not None]
+    if len({ast.dump(default) for _, default in defaults}) < 2:
+        return
+    indent, first = " " * node.col_offset, node.lineno - 1
+    own = [line.removeprefix(indent) for line in lines[first : node.end_lineno]]
+    context = shortened("".join(own))
+    if not context.isascii():
+        return
+    for argument, default in defaults:
+        before = own[: default.lineno - 1 - first]
+        start = sum(map(len, before)) + default.col_offset - len(indent)
+        answer = ast.unparse(default)
+        if (
+            context.startswith(answer, start) and len(answer) <= LONGEST_TARGET
+        ):  # written as it is unparsed, on one line
+            yield "qa", {"question": argument.arg, "context": context, "answer": answer, "start": start}
+
+
+def shortened(text: str) -> str:
+    """Return the text, cut behind the last word that fits into LONGEST_TEXT characters."""
+    return text if len(text) <= LONGEST_TEXT else re.sub(r"\s+\S*$", "", text[: LONGEST_TEXT + 1])
+
+
+def _joined(operands: Sequence[ast.expr], operator: str) -> list[str] | None:
+    """Return the operands, with the operator behind each but the first."""
+    words: list[str] = []
+    for i, operand in enumerate(operands):
+        part = postfix(operand)
+        if part is None:
+            return None
+        words += [*part, operator] if i else part
+    return words
+
+
+def _arguments(arguments: ast.arguments) -> str:
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return ast.unparse(arguments)
+
+
+def _split(document: Document) -> str:
+    share = document.hash / 2**64
+    return "val" if share < HELD_OUT else "test" if share < 2 * HELD_OUT else "train"
+
+
+def _chosen(task: str, split: str, found: Mapping[str, Mapping[str, Sequence[Record]]]) -> list[Record]:
+    """Return records of one task, each text once and none of the training data, shuffled and with requests."""
+    key = "context" if task == "qa" else "text" if task == "classification" else "source"
+    seen = set() if split == "train" else {record[key] for record in found["train"][task]}
+    records = []
+    for record in found[split][task]:
+        identity = (record[key], record["question"]) if task == "qa" else record[key]
+        if record[key] not in seen and identity not in seen:
+            seen.add(identity)
+            records.append(record)
+    generator = random.Random(f"{task} {split}")
+    generator.shuffle(records)
+    if task == "classification":  # as many of each kind, so that the majority says nothing
+        kinds = [[record for record in records if record["label"] == label] for label in ("class", "function")]
+        records = [record for pair in zip(*kinds, strict=False) for record in pair]
+    return [_asked(task, split, record, generator) for record in records[: MOST_RECORDS[split]]]
+
+
+def _asked(task: str, split: str, record: Record, generator: random.Random) -> Record:
+    """Return the record with a request that belongs to its split."""
+    wordings = REQUESTS[task]
+    request = generator.choice({"train": wordings[:-4], "val": wordings[-4:-2], "test": wordings[-2:]}[split])
+    if task == "qa":
+        return {**record, "question": request.format(name=record["question"])}
+    key = "text" if task == "classification" else "source"
+    return {**record, key: f"{request}\n{record[key]}"}
+
+
+KIND_WORDS = re.compile(r"(?i)(?<![a-z])(sub)?(class(es)?|function(s|al)?|method(s)?|instance(s)?|object(s)?)(?![a-z])")
+OPERATORS: Mapping[type[ast.AST], str] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.FloorDiv: "//",
+    ast.Mod: "%",
+    ast.Pow: "**",
+    ast.MatMult: "@",
+    ast.LShift: "<<",
+    ast.RShift: ">>",
+    ast.BitAnd: "&",
+    ast.BitOr: "|",
+    ast.BitXor: "^",
+    ast.And: "and",
+    ast.Or: "or",
+    ast.Not: "not",
+    ast.USub: "neg",
+    ast.Invert: "~",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Is: "is",
+    ast.IsNot: "is not",
+    ast.In: "in",
+    ast.NotIn: "not in",
+}
