@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from runner.base.choice import make
 from runner.base.configuration import Request
 from runner.base.errors import Exit, TaskFault
+from runner.base.phases import INFERENCE
 from runner.observe.events import Console
+from runner.observe.memory import host_peak_gib, restart_host_peak
+from runner.observe.monitor import MONITORS
 
 if TYPE_CHECKING:
     from runner.base.task import Content
@@ -38,6 +42,12 @@ def infer(request: Request) -> Exit:
         generator = torch.Generator(parts.world.device).manual_seed(int(plan.inference["seed"]))
         if parts.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(parts.world.device)
+        restart_host_peak()
+        watch, seen_by = plan.choices["monitor"], [plan.device_uuid] if plan.device_uuid else None
+        directory.predictions.mkdir(mode=0o700, exist_ok=True)
+        monitor = make(MONITORS, watch.function, directory.predictions / "gpu.csv", seen_by, **watch.options)
+        monitor.enter_phase(INFERENCE)
+        stack.enter_context(monitor)
         latencies, items = [], 0
         with as_in_use(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
             with explained(parts.source, "predict"):
@@ -60,6 +70,7 @@ def infer(request: Request) -> Exit:
         if not latencies:
             raise TaskFault("predict yielded nothing", where=str(parts.source))
         summary = _summary(latencies, items, parts.task.item, checkpoint.update)
+        summary["peak_host_gib"] = host_peak_gib()
         if parts.world.device.type == "cuda":
             summary["peak_memory_gib"] = torch.cuda.max_memory_allocated(parts.world.device) / 2**30
     directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
