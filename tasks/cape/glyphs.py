@@ -37,9 +37,10 @@ FONTS = [
 ]
 LEAST_FONTS = 4  # that draw a letter with the same points
 KEYPOINTS = (5, 12)  # fewest and most of a letter; plain bars and blocks have fewer
+LEAST_INSIDE = 0.75  # share of the keypoints in the picture, else another pose is drawn
 HELD_OUT = {"val": 0.2, "test": 0.1}  # share of the letters
 MOVE, LINE, CURVE, END = 1, 2, 3, 79  # path codes of matplotlib
-SUPERSAMPLING = 3  # pixels drawn along each side of a pixel
+SUPERSAMPLING = 2  # pixels drawn along each side of a pixel
 Array = np.ndarray[Any, Any]
 
 
@@ -61,63 +62,48 @@ class Letter:
 
 
 @dataclass(frozen=True)
-class Pose:
-    """Where and how a letter is drawn: pixel = matrix @ point + offset, and how often a pose was refused before it."""
+class Drawing:
+    """A letter in a picture.
 
-    matrix: Array
-    offset: Array
+    picture    (S, S, 3) uint8
+    keypoints  (K, 3): x and y in pixels, visibility 2; all 0 outside the picture
+    box        x, y, width and height in pixels
+    redrawn    poses that were refused before this one
+    """
+
+    picture: Array
+    keypoints: Array
+    box: Array
     redrawn: int
 
 
-def write_glyphs(folder: Path, *, image_size: int, seed: int = 0) -> None:
-    """Fill `folder` with images/ and annotations/{train,val,test}.json.
+def write_glyphs(folder: Path, splits: Mapping[str, Sequence[Letter]], *, image_size: int, seed: int = 0) -> None:
+    """Fill `folder` with images/ and annotations/{train,val,test}.json: each letter once in each of its fonts.
 
+    splits      the letters of each split, as of `letters_by_split`
     image_size  side of the square pictures in pixels
-    Raises MissingPackage without matplotlib.
     """
+    pillow = require("PIL.Image", "cape")
     (folder / "images").mkdir(parents=True, exist_ok=True)
     (folder / "annotations").mkdir(exist_ok=True)
     numbers = itertools.count(1)
-    for split, letters in letters_by_split().items():
-        rows = [
-            (category, letter, font, next(numbers))
-            for category, letter in enumerate(letters, 1)
-            for font in letter.outlines
-        ]
-        drawn = [_draw(letter, font, image_size, seed, number) for _, letter, font, number in rows]
-        images, annotations = [], []
-        for (category, letter, font, number), (picture, keypoints, box, _) in zip(rows, drawn, strict=True):
-            file_name = f"{ord(letter.name):04x}-{font.removesuffix('.ttf')}.png"
-            picture.save(folder / "images" / file_name, compress_level=1)
-            images.append({"id": number, "file_name": file_name, "width": image_size, "height": image_size})
-            annotations.append(
-                {
-                    "id": number,
-                    "image_id": number,
-                    "category_id": category,
-                    "keypoints": [float(value) for value in keypoints.reshape(-1)],
-                    "num_keypoints": int((keypoints[:, 2] > 0).sum()),
-                    "bbox": [float(value) for value in box],
-                    "area": float(box[2] * box[3]),
-                    "iscrowd": 0,
-                }
-            )
-        categories = [
-            {
-                "id": category,
-                "name": letter.name,
-                "supercategory": unicodedata.name(letter.name).split()[0].lower(),
-                "keypoints": [f"point {point}" for point in range(1, len(letter.keypoints) + 1)],
-                "skeleton": [[start + 1, end + 1] for start, end in letter.skeleton],
-            }
-            for category, letter in enumerate(letters, 1)
-        ]
+    for split, letters in splits.items():
+        images, annotations, drawings = [], [], []
+        for category, letter in enumerate(letters, 1):
+            for font, number in zip(letter.outlines, numbers, strict=False):
+                drawing = draw(letter, font, image_size=image_size, rng=sample_rng(seed, 0, number))
+                file_name = f"{ord(letter.name):04x}-{font.removesuffix('.ttf')}.png"
+                pillow.fromarray(drawing.picture).save(folder / "images" / file_name, compress_level=1)
+                images.append({"id": number, "file_name": file_name, "width": image_size, "height": image_size})
+                annotations.append({"id": number, "image_id": number, "category_id": category, **_coco(drawing)})
+                drawings.append(drawing)
         # What a pose pushed out of the picture is written down, not lost.
         info = {
             "description": f"letters of the DejaVu fonts, version {VERSION}",
-            "keypoints_outside": sum(int((keypoints[:, 2] == 0).sum()) for _, keypoints, _, _ in drawn),
-            "poses_redrawn": sum(redrawn for _, _, _, redrawn in drawn),
+            "keypoints_outside": sum(int((drawing.keypoints[:, 2] == 0).sum()) for drawing in drawings),
+            "poses_redrawn": sum(drawing.redrawn for drawing in drawings),
         }
+        categories = [_category(number, letter) for number, letter in enumerate(letters, 1)]
         content = {"info": info, "images": images, "categories": categories, "annotations": annotations}
         (folder / "annotations" / f"{split}.json").write_text(json.dumps(content), encoding="utf-8")
 
@@ -129,7 +115,7 @@ def prepared_glyphs(cache: Path, *, image_size: int, seed: int = 0) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
         try:
-            write_glyphs(draft, image_size=image_size, seed=seed)
+            write_glyphs(draft, letters_by_split(), image_size=image_size, seed=seed)
             draft.replace(folder)
         except OSError:  # another process was faster
             if not folder.exists():
@@ -300,44 +286,38 @@ def _kin(letters: Sequence[Letter]) -> Iterator[tuple[str, str]]:
 # Drawing
 
 
-def _draw(letter: Letter, font: str, image_size: int, seed: int, number: int) -> tuple[Any, Array, Array, int]:
-    """Return a picture, its keypoints (K, 3) as x, y, visibility, the box x, y, width, height, and refused poses."""
-    rng = sample_rng(seed, 0, number)
-    shape = letter.outlines[font]
-    pose = _pose(rng, shape, list(letter.keypoints), image_size)
-    pixels = shape @ pose.matrix.T + pose.offset
+def draw(letter: Letter, font: str, *, image_size: int, rng: np.random.Generator) -> Drawing:
+    """Return the letter of that font in a random pose, colour and background."""
+    shape, chosen = letter.outlines[font], list(letter.keypoints)
+    redrawn, pixels = 0, _posed(rng, shape, image_size)
+    while (visible := _inside(pixels[chosen], image_size)).mean() < LEAST_INSIDE:
+        redrawn, pixels = redrawn + 1, _posed(rng, shape, image_size)
     picture = _paint(rng, letter.codes, pixels, image_size)
-    points = pixels[list(letter.keypoints)]
-    visible = _inside(points, image_size)
-    keypoints = np.concatenate([points.round(2), np.full((len(points), 1), 2.0)], axis=1)
-    keypoints[~visible] = 0.0
+    keypoints = np.where(visible[:, None], np.insert(pixels[chosen].round(2), 2, 2.0, axis=1), 0.0)
     low, high = pixels.min(axis=0).clip(0, image_size), pixels.max(axis=0).clip(0, image_size)
-    return picture, keypoints, np.concatenate([low, high - low]).round(2), pose.redrawn
+    return Drawing(picture, keypoints, np.concatenate([low, high - low]).round(2), redrawn)
 
 
-def _pose(rng: np.random.Generator, shape: Array, keypoints: list[int], image_size: int) -> Pose:
-    """Draw rotation, size, shear and place until at least three quarters of the keypoints are in the picture."""
-    for redrawn in itertools.count():
-        angle, shear = rng.uniform(-math.pi / 4, math.pi / 4), rng.uniform(-0.25, 0.25)
-        stretch = math.exp(rng.uniform(-0.2, 0.2))
-        size = image_size * rng.uniform(0.42, 0.8)
-        turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-        up_is_down = np.array([[1.0, 0.0], [0.0, -1.0]])  # rows of pixels go downwards
-        matrix = size * turn @ np.array([[stretch, shear], [0.0, 1 / stretch]]) @ up_is_down
-        extent = np.abs(shape @ matrix.T).max(axis=0)
-        room = np.maximum(image_size / 2 - 0.9 * extent, 0.0)
-        pose = Pose(matrix, image_size / 2 + rng.uniform(-room, room), redrawn)
-        if _inside(shape[keypoints] @ matrix.T + pose.offset, image_size).mean() >= 0.75:
-            return pose
-    raise AssertionError("unreachable")
+def _posed(rng: np.random.Generator, shape: Array, image_size: int) -> Array:
+    """Return the points in pixels, at a random angle, size, shear, stretch and place."""
+    angle, shear = rng.uniform(-math.pi / 4, math.pi / 4), rng.uniform(-0.25, 0.25)
+    stretch = math.exp(rng.uniform(-0.2, 0.2))
+    size = image_size * rng.uniform(0.42, 0.8)
+    turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    up_is_down = np.diag([1.0, -1.0])  # rows of pixels go downwards
+    matrix = size * turn @ np.array([[stretch, shear], [0.0, 1 / stretch]]) @ up_is_down
+    extent = np.abs(shape @ matrix.T).max(axis=0)
+    room = np.maximum(image_size / 2 - 0.9 * extent, 0.0)
+    pixels: Array = shape @ matrix.T + image_size / 2 + rng.uniform(-room, room)
+    return pixels
 
 
 def _inside(points: Array, image_size: int) -> Array:
     return np.all((points >= 0) & (points < image_size), axis=1)  # type: ignore[no-any-return]
 
 
-def _paint(rng: np.random.Generator, codes: Sequence[int], pixels: Array, image_size: int) -> Any:
-    """Return the letter in one colour on a gradient with blotches, as a PIL image."""
+def _paint(rng: np.random.Generator, codes: Sequence[int], pixels: Array, image_size: int) -> Array:
+    """Return the letter in one colour on soft blotches: (S, S, 3) uint8."""
     images, draws = require("PIL.Image", "cape"), require("PIL.ImageDraw", "cape")
     path = require("matplotlib.path", "cape").Path
     fine = image_size * SUPERSAMPLING
@@ -354,4 +334,26 @@ def _paint(rng: np.random.Generator, codes: Sequence[int], pixels: Array, image_
     blotches = images.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8))
     background = light + 0.3 * (np.asarray(blotches.resize((image_size, image_size), images.BICUBIC)) / 255.0 - 0.5)
     picture = background * (1 - cover) + dark * cover + rng.normal(0.0, 0.03, (image_size, image_size, 3))
-    return images.fromarray((picture.clip(0.0, 1.0) * 255).round().astype(np.uint8))
+    painted: Array = (picture.clip(0.0, 1.0) * 255).round().astype(np.uint8)
+    return painted
+
+
+def _coco(drawing: Drawing) -> dict[str, Any]:
+    x, y, width, height = drawing.box.tolist()
+    return {
+        "keypoints": drawing.keypoints.reshape(-1).tolist(),
+        "num_keypoints": int((drawing.keypoints[:, 2] > 0).sum()),
+        "bbox": [x, y, width, height],
+        "area": width * height,
+        "iscrowd": 0,
+    }
+
+
+def _category(number: int, letter: Letter) -> dict[str, Any]:
+    return {
+        "id": number,
+        "name": letter.name,
+        "supercategory": unicodedata.name(letter.name).split()[0].lower(),
+        "keypoints": [f"point {point}" for point in range(1, len(letter.keypoints) + 1)],
+        "skeleton": [[start + 1, end + 1] for start, end in letter.skeleton],
+    }

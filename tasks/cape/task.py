@@ -42,7 +42,6 @@ SIZES = {
         "optimizer.lr": 0.001,
         "scheduler.warmup": 0.05,
         "evaluate.every": 200,
-        "evaluate.samples": 160,
     },
     "full": {
         "updates": 60000,
