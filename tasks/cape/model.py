@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -124,8 +124,8 @@ class PoseTransformer(nn.Module):
         steps, proposals = self.steps(query, tokens, present)
         if self.training and self.forget:
             seen = seen & (torch.rand(seen.shape, device=seen.device) >= self.forget)
-        before = self.before(given, seen)
-        return self._through_layers(steps + before, proposals, self._caches(query, tokens, present))
+        looking = Surroundings(tokens, present[:, None, None], query)
+        return self._through_layers(steps + self.before(given, seen), proposals, looking)
 
     def decode(self, query: Maps, tokens: Tensor, present: Tensor, *, cached: bool = True) -> Guess:
         """Return the Guess where the keypoints before each are those guessed; all queries go forward together.
@@ -133,22 +133,18 @@ class PoseTransformer(nn.Module):
         cached  keep the decoder's keys and values; without, every step reads all tokens again
         """
         steps, proposals = self.steps(query, tokens, present)
-        caches = self._caches(query, tokens, present)
+        looking = Surroundings(tokens, present[:, None, None], query)
+        caches = [DecoderCache() for _ in self.decoder] if cached else None
         inputs, guesses = self.begin.expand(len(steps), 1, -1), []
         for step in range(steps.shape[1]):
-            if cached:
-                now = slice(step, step + 1)
-                guess = self._through_layers(steps[:, now] + inputs, proposals[:, now], caches, cached=True)
-                guesses.append(guess)
-            else:
-                guess = self._through_layers(steps[:, : step + 1] + inputs, proposals[:, : step + 1], caches)
-            made = guess.xy[-1, :, -1:]
-            token = self.coordinates(made)
-            inputs = token if cached else torch.cat([inputs, token], dim=1)
+            now = slice(step if cached else 0, step + 1)
+            guess = self._through_layers(steps[:, now] + inputs, proposals[:, now], looking, caches)
+            guesses.append(guess)
+            made = self.coordinates(guess.xy[-1, :, -1:])
+            inputs = made if cached else torch.cat([inputs, made], dim=1)
         if not cached:
-            return guess
-        parts = zip(*guesses, strict=True)
-        return Guess(*(torch.cat(part, dim=-2) for part in parts))
+            return guesses[-1]
+        return Guess(*(torch.cat(parts, dim=-2) for parts in zip(*guesses, strict=True)))
 
     def steps(self, query: Maps, tokens: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
         """Return what each token is asked for (N, T, C), and where it is likely to be (N, T, 2).
@@ -170,20 +166,14 @@ class PoseTransformer(nn.Module):
         tokens = torch.where(seen, tokens, self.unknown)
         return torch.cat([self.begin.expand(len(tokens), 1, -1), tokens], dim=1)
 
-    def _caches(self, query: Maps, tokens: Tensor, present: Tensor) -> list[DecoderCache]:
-        mask = present[:, None, None]
-        layers: Any = self.decoder
-        return [
-            DecoderCache(layer.support.prepare(tokens, tokens), mask, layer.query.prepare(query)) for layer in layers
-        ]
-
     def _through_layers(
-        self, x: Tensor, proposals: Tensor, caches: list[DecoderCache], *, cached: bool = False
+        self, x: Tensor, proposals: Tensor, looking: Surroundings, caches: Sequence[DecoderCache] | None = None
     ) -> Guess:
         places, types = [proposals], []
-        for layer, cache in zip(self.decoder, caches, strict=True):
+        kept: Sequence[DecoderCache | None] = caches or [None] * len(self.decoder)
+        for layer, cache in zip(self.decoder, kept, strict=True):
             # As in Deformable DETR, a layer learns to mend the place it is given, not to choose it.
-            x, moved, kinds = layer(x, places[-1].detach(), cache, cached=cached)
+            x, moved, kinds = layer(x, places[-1].detach(), looking, cache)
             places.append(moved)
             types.append(kinds)
         return Guess(proposals, torch.stack(places[1:]), torch.stack(types))
@@ -226,7 +216,8 @@ class EncoderLayer(nn.Module):
         x = maps.tokens
         normed = Maps(first(x), maps.shapes, maps.positions)
         places = maps.positions.expand(len(x), -1, -1)
-        x = x + self.attention(normed.tokens, places, self.attention.prepare(normed))
+        attended: Tensor = self.attention(normed.tokens, places, self.attention.prepare(normed))
+        x = x + attended
         transformed: Tensor = self.feed_forward(second(x))
         return x + transformed
 
@@ -248,11 +239,20 @@ class SupportLayer(nn.Module):
         return x + transformed
 
 
-class DecoderCache:
-    """Keys and values of a decoder layer: of the support and of the query, and of the tokens up to now."""
+class Surroundings(NamedTuple):
+    """What every decoder layer looks at: support tokens (N, K, C), which are there (N, 1, 1, K), and the query."""
 
-    def __init__(self, support: tuple[Tensor, Tensor], mask: Tensor, query: tuple[Tensor, ...]) -> None:
-        self.support, self.mask, self.query = support, mask, query
+    tokens: Tensor
+    mask: Tensor
+    query: Maps
+
+
+class DecoderCache:
+    """Keys and values of a decoder layer that decodes one token at a time: of the surroundings, and of the past."""
+
+    def __init__(self) -> None:
+        self.support: tuple[Tensor, Tensor] | None = None
+        self.query: tuple[Tensor, ...] | None = None
         self.past: tuple[Tensor, Tensor] | None = None
 
     def extend(self, prepared: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -280,19 +280,23 @@ class DecoderLayer(nn.Module):
         nn.init.normal_(last.weight, std=0.01)
         nn.init.zeros_(last.bias)
 
-    def forward(self, x: Tensor, places: Tensor, cache: DecoderCache, *, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, places: Tensor, looking: Surroundings, cache: DecoderCache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens (N, T, C), their moved places (N, T, 2) and the logits of their types (N, T, 2).
 
-        cached  x is one token after those in the cache
+        cache  filled at the first token; x is then the one token after those in it
         """
         of_past, of_support, of_query, of_feed_forward, of_heads = self.norms
+        support = cache.support if cache and cache.support else self.support.prepare(looking.tokens, looking.tokens)
+        query = cache.query if cache and cache.query else self.query.prepare(looking.query)
         normed = of_past(x)
-        prepared = self.past.prepare(normed, normed)
-        if cached:
-            prepared = cache.extend(prepared)
-        x = x + self.past(normed, prepared, is_causal=x.shape[1] > 1)
-        x = x + self.support(of_support(x), cache.support, mask=cache.mask)
-        x = x + self.query(of_query(x), places, cache.query)
+        past = self.past.prepare(normed, normed)
+        if cache is not None:
+            cache.support, cache.query, past = support, query, cache.extend(past)
+        x = x + self.past(normed, past, is_causal=x.shape[1] > 1)
+        x = x + self.support(of_support(x), support, mask=looking.mask)
+        x = x + self.query(of_query(x), places, query)
         x = x + self.feed_forward(of_feed_forward(x))
         normed = of_heads(x)
         moved = (torch.logit(places.float(), eps=1e-3) + self.move(normed).float()).sigmoid()

@@ -100,12 +100,12 @@ def _bones(axis: Any, xy: Tensor, shown: Tensor, category: Category, color: str)
 
 def _points(axis: Any, xy: Tensor, shown: Tensor, color: str, *, label: str | None) -> None:
     x, y = xy[shown].T.tolist() if shown.any() else ([], [])
-    axis.scatter(x, y, s=34, color=color, edgecolors="white", linewidths=0.8, zorder=3, label=label)
+    axis.scatter(x, y, s=52, color=color, edgecolors="white", linewidths=0.8, zorder=3, label=label)
     for number in shown.nonzero().flatten().tolist():
         place = (float(xy[number, 0]), float(xy[number, 1]))
-        axis.annotate(str(number + 1), place, fontsize=4.5, color="white", ha="center", va="center_baseline", zorder=4)
+        axis.annotate(str(number + 1), place, fontsize=6, color="white", ha="center", va="center_baseline", zorder=4)
 
 
 def _rings(axis: Any, xy: Tensor, shown: Tensor, *, label: str | None) -> None:
     x, y = xy[shown].T.tolist() if shown.any() else ([], [])
-    axis.scatter(x, y, s=60, facecolors="none", edgecolors=TRUE, linewidths=1.6, zorder=2, label=label)
+    axis.scatter(x, y, s=90, facecolors="none", edgecolors=TRUE, linewidths=1.6, zorder=2, label=label)
