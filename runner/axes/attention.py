@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.base.errors import ConfigError, Problem
@@ -34,6 +35,32 @@ class Attention:
     def context(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass; enter a new one each time (24 us, nothing for auto)."""
         return sdpa_kernel(list(self.kernels), set_priority=True) if self.kernels else _NOTHING
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of scaled dot product attention.
+
+    kind      as in observed_calls: "bfloat16, 128 queries, 128 keys"
+    shape     of the queries: (batch, heads, length, head size)
+    num_keys  length of the keys
+    dtype     of what the kernel is given, after autocast
+    masked    an explicit mask was given; causal: is_causal=True was
+    training  gradients were wanted
+    kernel    that ran, as in observed_backends; "unseen" where torch hides it
+    refusals  each other kernel -> why it did not run
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    num_keys: int
+    dtype: torch.dtype
+    masked: bool
+    causal: bool
+    dropout: float
+    training: bool
+    kernel: str
+    refusals: Mapping[str, str]
 
 
 def auto(device: torch.device) -> Attention:
@@ -97,6 +124,18 @@ def observed_calls(model_call: Callable[[], object]) -> dict[tuple[str, str], in
     with _eager(), counting:
         model_call()
     return dict(counting.calls)
+
+
+def attention_calls(model_call: Callable[[], object]) -> tuple[AttentionCall, ...]:
+    """Run `model_call` once and return its attention calls, in order: what each asked for, and what it was given.
+
+    Only calls of F.scaled_dot_product_attention are seen, and those of torch's own modules that lead there. Compiled
+    code runs eagerly for this call.
+    """
+    watching = _WatchAttention()
+    with _eager(), watching:
+        model_call()
+    return tuple(watching.calls)
 
 
 def why_not(
@@ -258,15 +297,62 @@ class _CountAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.name().removeprefix("aten::")
         if name in _OPERATIONS:
             query, key = args[0], args[1]
-            self.calls[_kind(query, query.shape[-2], key.shape[-2]), _OPERATIONS[name]] += 1
+            self.calls[_kind(query.dtype, query.shape[-2], key.shape[-2]), _OPERATIONS[name]] += 1
         elif name == "_safe_softmax":  # torch calls it in the math kernel and nowhere else
             scores = args[0]
-            self.calls[_kind(scores, scores.shape[-2], scores.shape[-1]), "math"] += 1
+            self.calls[_kind(scores.dtype, scores.shape[-2], scores.shape[-1]), "math"] += 1
         return func(*args, **(kwargs or {}))
 
 
-def _kind(tensor: Tensor, num_queries: int, num_keys: int) -> str:
-    return f"{_name(tensor.dtype)}, {num_queries} queries, {num_keys} keys"
+class _WatchAttention(TorchFunctionMode):
+    """Notes each call of scaled dot product attention while it is active: here masks are seen, below it kernels are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[AttentionCall] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        counting = _CountAttention()
+        with counting:
+            answer = func(*args, **kwargs)
+        kernel = next((kernel for _, kernel in counting.calls), "unseen")
+        self.calls.append(_noted(kernel, *args, **kwargs))
+        return answer
+
+
+def _noted(
+    kernel: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **others: Any,
+) -> AttentionCall:
+    """Return what is known of a call that this kernel computed."""
+    device = query.device
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else query.dtype
+    training = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    masked = attn_mask is not None
+    refusals = {}
+    for name, enabled in _ENABLED.items():
+        if kernel in (name, f"{name}_for_cpu"):
+            continue
+        reason = why_not(name, query.shape, dtype, device, masked=masked, dropout=dropout_p, training=training)
+        off = "" if enabled() else "switched off by the choice of attention"
+        refusals[name] = reason or off or f"nothing speaks against it, but torch took {kernel} first"
+    kind = _kind(dtype, query.shape[-2], key.shape[-2])
+    return AttentionCall(
+        kind, tuple(query.shape), key.shape[-2], dtype, masked, is_causal, dropout_p, training, kernel, refusals
+    )
+
+
+def _kind(dtype: torch.dtype, num_queries: int, num_keys: int) -> str:
+    return f"{_name(dtype)}, {num_queries} queries, {num_keys} keys"
 
 
 def _eager() -> AbstractContextManager[Any]:
@@ -275,6 +361,12 @@ def _eager() -> AbstractContextManager[Any]:
 
 
 _NEXT_BEST = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # math can do any call
+_ENABLED: Mapping[str, Callable[[], bool]] = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
 _OPERATIONS: Mapping[str, str] = {
     "_scaled_dot_product_flash_attention": "flash",
     "_scaled_dot_product_flash_attention_for_cpu": "flash_for_cpu",

@@ -26,7 +26,7 @@ def run(words: list[str]) -> int:
     inventory, whose = inventory_for(configuration)
     plan = make_plan(configuration, inventory)
     print(f"plan for {whose}: {plan.device_name}")
-    print(f"{plan.batch}\n")
+    print("\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch), end="\n\n")
     print(table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()]))
     for note in plan.notes:
         print(f"note: {note}")

@@ -81,16 +81,19 @@ def _is_alive(record: dict[str, Any]) -> bool:
 def _phases(directory: Any) -> None:
     plan = read_object(directory.plan)
     reached: dict[str, dict[str, Any]] = {}
-    losses: dict[str, float] = {}
+    losses: dict[str, dict[str, float]] = {}
+    ended = read_object(directory.run_json).get("phases") or {}
     for row in _rows(directory.metrics):
         phase = str(row.get("phase"))
         reached[phase] = row
-        losses |= {key: value for key, value in row.items() if key.endswith("loss") and value is not None}
+        seen = losses.setdefault(phase, {})
+        seen |= {key: value for key, value in row.items() if key.endswith("loss") and value is not None}
     totals = {row.get("phase"): row.get("total") for row in _rows(directory.events) if row.get("kind") == "phase"}
     for phase, row in reached.items():
         total = totals.get(phase) or plan.get("updates") or "?"
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in losses.items())
-        print(f"  phase       {phase}: update {row.get('update')} of {total}   {shown}")
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in losses[phase].items())
+        early = ", finished" if ended.get(phase, {}).get("finished") and row.get("update") != total else ""
+        print(f"  phase       {phase}: update {row.get('update')} of {total}{early}   {shown}")
     if not reached:
         print("  phase       no update reported yet")
 

@@ -131,6 +131,7 @@ class Screen:
                 world_size=plan.batch.world_size,
                 run_dir=str(self.directory.path),
                 notes=(*plan.notes, *parts.notes),
+                phases=tuple(map(str, plan.selected)) if plan.own_keys else (),
             ),
             ascii_only=self._ascii,
         )

@@ -22,7 +22,6 @@ from runner.base.batch import MicroBatch
 from runner.base.choice import make
 from runner.base.errors import DataError, Exit, IncompatibleResume, InputMissing
 from runner.base.order import Indices, Order, evenly_spread
-from runner.base.phases import LENGTHS
 from runner.base.schema import did_you_mean
 from runner.base.task import Progress
 from runner.durable import checkpoint as checkpoints
@@ -628,20 +627,12 @@ def check_resume(plan: Plan, start: Loaded, say: Callable[[str], None]) -> None:
     current = start.state["phase"]
     goes_on = current if current in [phase.name for phase in plan.selected] else None
     before, now = (
-        {key: value for key, value in values.items() if _counts(key, values, goes_on)}
+        {key: value for key, value in values.items() if not key.startswith("phase.") or key.split(".", 2)[1] == goes_on}
         for values in (start.state["values"], json.loads(json.dumps(plan.values())))
     )
     for difference in compare(before, now, plan.settings.resume_allow):
         if difference.key not in _UNSAID:
             say(f"differs from the checkpoint: {difference}")
-
-
-def _counts(key: str, values: Mapping[str, Any], phase: str | None) -> bool:
-    """Tell whether a key is mathematics that goes on: of a phase, or of the run where phases do not have their own."""
-    if key.startswith("phase."):
-        return key.split(".", 2)[1] == phase
-    has_own = any(other.startswith("phase.") and other.endswith(f".{key}") for other in values)
-    return not has_own and not (phase is None and key.partition(".")[0] in ("optimizer", "scheduler", *LENGTHS))
 
 
 def _shown(value: float | None) -> str:

@@ -26,6 +26,7 @@ class StartOfRun:
     software           name -> version: torch, CUDA, cuDNN, driver
     batch_per_rank     samples of one update on each rank, where they are not all micro_batch_size x accumulation_steps
     notes              lines to add: resumed from where, where the tracker writes
+    phases             a line for each phase to run, where the task declares them; they have batches of their own
     """
 
     run_name: str
@@ -42,6 +43,7 @@ class StartOfRun:
     run_dir: str
     batch_per_rank: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def start_report(start: StartOfRun, *, ascii_only: bool = False) -> str:
         ("software", ", ".join(f"{name} {version}" for name, version in start.software.items())),
         *_repeat("technique", (_technique(technique) for technique in off_last)),
         ("parameters", f"{_count(start.num_parameters)} total, {_count(start.num_trainable)} trainable"),
-        ("batch", _batch(start)),
+        *(_repeat("phase", start.phases) or [("batch", _batch(start))]),
         ("directory", start.run_dir),
         *_repeat("note", start.notes),
     ]

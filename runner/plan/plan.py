@@ -17,6 +17,7 @@ from runner.axes.memory import allocator_environment
 from runner.base.configuration import Choice, Configuration, PhaseSettings, function_of, shipped_options
 from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Problem
+from runner.base.phases import GROUPS as PHASE_GROUPS
 from runner.base.schema import defaults
 from runner.base.settings import DataSettings, EarlyStoppingSettings, EvaluateSettings, Settings
 from runner.plan.inventory import Device, Inventory, inventory_of_profile, read_cpu, take_inventory
@@ -44,6 +45,21 @@ class PhasePlan:
     early_stopping: EarlyStoppingSettings
     optimizer: Choice
     scheduler: Choice
+
+    def __str__(self) -> str:
+        """Return the phase in one line, as people read it."""
+        words = [f"{self.name} ({self.kind})"]
+        if self.kind == "train":
+            length = f"{self.updates} updates" if self.updates is not None else f"{self.epochs:g} epochs"
+            words += [length, f"{self.optimizer.name}, {self.scheduler.name}"]
+        else:
+            words.append("one pass over the training data")
+        batch = self.batch
+        product = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.world_size}"
+        words.append(f"{batch.global_batch_size} samples an update ({product})")
+        words += [f"trains {', '.join(self.trains)}"] if self.trains is not None else []
+        words += [f"needs {', '.join(self.needs)}"] if self.needs else []
+        return "; ".join(words)
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,10 @@ class Plan:
         return next((phase for phase in self.phases if phase.name == name), None)
 
     def values(self) -> dict[str, Any]:
-        """Return every decided key with its value, in the order in which people read them."""
+        """Return every decided key with its value, in the order in which people read them.
+
+        Where the task declares phases, what these have of their own is theirs and not the run's.
+        """
         found: dict[str, Any] = {"device": self.device}
         found |= {"updates": self.updates} if self.updates is not None else {"epochs": self.epochs}
         found |= {
@@ -106,7 +125,11 @@ class Plan:
                 found[key] = value
         for name, inner in nested.items():
             found |= {f"{name}.{key}": value for key, value in inner.items()}
-        return found
+        of_phases = {key.split(".", 2)[2] for key in self.own_keys}
+        groups = PHASE_GROUPS if self.own_keys else ()
+        return {
+            key: value for key, value in found.items() if key not in of_phases and key.partition(".")[0] not in groups
+        }
 
     def reason(self, key: str) -> str:
         """Return why `key` has its value."""

@@ -111,7 +111,7 @@ def test_the_summary_holds_what_it_took(server: ForkServer, folder: Path) -> Non
     assert server.run("inference inference.samples=7", folder).code == 0
     found = summary(folder / "outputs" / "second")
     assert found.keys() == {
-        "checkpoint_update", "predictions", "items", "item", "seconds", "items_per_s", "latency_ms",
+        "checkpoint_update", "predictions", "items", "item", "seconds", "items_per_s", "latency_ms", "peak_host_gib",
     }  # fmt: skip
     assert (found["checkpoint_update"], found["predictions"], found["items"], found["item"]) == (30, 7, 7, "sample")
     latency = found["latency_ms"]
