@@ -64,23 +64,25 @@ class Pieces:
     """Sample i is 16 consecutive points of a streamline, relative to the point before them, and what is known there.
 
     Each place of a streamline gives two samples, one in each sense. For training, one sample in five forgets a random
-    part of its history, half of these all of it: so a seed, from which no step is known yet, is nothing new.
+    part of its history, half of these all of it: so a seed, from which no step is known yet, is nothing new. And such
+    a piece may run over the end of its streamline, straight on: so what grows later finds its way out of the mask.
+    Held-out pieces are real in all their points, and always know a direction.
     """
 
     def __init__(self, folder: Path, split: str, seed: int = 0) -> None:
         self.folder, self.split, self.seed = folder, split, seed
         self.tracts = read(folder)
-        forgets = split == "train"
+        trains = split == "train"
         lengths = self.tracts.ends.diff(prepend=self.tracts.ends.new_zeros(1))
         firsts = self.tracts.ends - lengths
         wanted = self.tracts.split == SPLITS.index(split)
-        # held-out samples always know a direction, without which there is no straight line to compare with
-        skipped = 0 if forgets else 1
-        counts = (lengths - NUM_POINTS - skipped).clamp(min=0) * wanted
+        skipped, needed = (0, 1) if trains else (1, NUM_POINTS)  # points before the start and after it
+        counts = (lengths - needed - skipped).clamp(min=0) * wanted
         line = torch.arange(len(lengths)).repeat_interleave(counts)
         number = torch.arange(len(line)) - (counts.cumsum(0) - counts)[line] + skipped
         self._line = line.repeat(2)
         self._known = number.repeat(2)  # points before the start
+        self._left = (lengths[line] - 1 - number).repeat(2)  # and after it
         self._sense = torch.tensor([1, -1]).repeat_interleave(len(line))
         self._start = torch.cat([firsts[line] + number, self.tracts.ends[line] - 1 - number])
         self.set_epoch(0)
@@ -108,7 +110,10 @@ class Pieces:
         back = torch.minimum(torch.arange(NUM_DIRECTIONS, -1, -1)[None], known[:, None])
         points, subject = self.tracts.points, self.tracts.subject[line]
         before = points[start[:, None] - back * sense[:, None]]
-        after = points[start[:, None] + torch.arange(1, NUM_POINTS + 1) * sense[:, None]]
+        left, ahead = self._left[at, None], torch.arange(1, NUM_POINTS + 1)
+        end = start[:, None] + left * sense[:, None]
+        beyond = (ahead - left).clamp(min=0)[..., None] * (points[end] - points[end - sense[:, None]])
+        after = points[start[:, None] + torch.minimum(ahead, left) * sense[:, None]] + beyond
         origin = points[start]
         return {
             "condition": self.tracts.fields.condition(origin, directions_of(before), subject),

@@ -26,21 +26,24 @@ def pieces(
     return bare.scale * bare.schedule.sample(predict, (len(condition), NUM_POINTS, 3), generator)
 
 
-def drawing(
-    model: nn.Module, bare: StreamlineDiffusion, fields: Fields, subject: int, generator: torch.Generator
-) -> Draw:
-    """Return what draws the next 16 points (B, 16, 3) after the last 9 ones (B, 9, 3), all in mm.
+class Drawing:
+    """Draw the next 16 points (B, 16, 3) after the last 9 ones (B, 9, 3), all in mm, and count the pieces.
 
     Where fewer than 9 points are known the first of them is repeated: those directions are zero, as in training.
     """
 
-    def draw(tail: Tensor) -> Tensor:
-        last = tail[:, -1]
-        of = torch.full(last.shape[:1], subject, device=last.device)
-        condition = fields.condition(last, directions_of(tail), of)
-        return last[:, None] + pieces(model, bare, condition, generator)
+    def __init__(
+        self, model: nn.Module, bare: StreamlineDiffusion, fields: Fields, subject: int, generator: torch.Generator
+    ) -> None:
+        self.model, self.bare, self.fields, self.subject, self.generator = model, bare, fields, subject, generator
+        self.count = 0
 
-    return draw
+    def __call__(self, tails: Tensor) -> Tensor:
+        self.count += len(tails)
+        last = tails[:, -1]
+        of = torch.full(last.shape[:1], self.subject, device=last.device)
+        condition = self.fields.condition(last, directions_of(tails), of)
+        return last[:, None] + pieces(self.model, self.bare, condition, self.generator)
 
 
 def grow(

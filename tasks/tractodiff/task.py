@@ -21,7 +21,7 @@ from runner.base.values import Positive, PositiveInt
 
 from .data import Batch, Pieces, Tracts, prepare
 from .fields import Fields
-from .growing import drawing, grow, pieces
+from .growing import Drawing, grow, pieces
 from .lines import evenly, length, mdf, trk
 from .model import NUM_POINTS, Shape, StreamlineDiffusion
 
@@ -102,7 +102,7 @@ class TractoDiff(Task):
         """Return 20 MDF + 10 collision, summed over the pieces, MDF in units of the model's scale.
 
         Every second piece is shown once more, at the least noisy twentieth of the steps: there the model's points are
-        nearly those it will draw, and their share outside the mask is the collision.
+        nearly those it will draw, and the collision is their share that leaves the mask where the real points do not.
         """
         schedule, points, condition = self.model.schedule, batch["points"] / self.model.scale, batch["condition"]
         again = points[::2]
@@ -112,8 +112,9 @@ class TractoDiff(Task):
         step[count:] = torch.randint(max(1, schedule.num_steps // 20), (len(again),), device=device)
         predicted = model(schedule.noised(x0, step, torch.randn_like(x0)), step, known).float()
         distance = mdf(predicted[:count], points).sum()
-        inside = self._inside(predicted[count:] * self.model.scale, {name: part[::2] for name, part in batch.items()})
-        collision = (1 - inside).mean(dim=1).sum() * (count / len(again))
+        half = {name: part[::2] for name, part in batch.items()}
+        leaves = self._inside(half["points"], half) - self._inside(predicted[count:] * self.model.scale, half)
+        collision = leaves.relu().mean(dim=1).sum() * (count / len(again))
         return 20 * distance + 10 * collision, count
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
@@ -155,10 +156,10 @@ class TractoDiff(Task):
                 return mask.sample(points, of)[:, 0] >= 0.5
 
             start = self._seeds(mask, subject, seeds, generator)
-            draw = drawing(model, self.model, fields, subject, generator)
+            draw = Drawing(model, self.model, fields, subject, generator)
             grown = grow(draw, inside, start, advance=advance, max_points=max_points)
             lines = [line.cpu().numpy() for line in grown if len(line) > 1]
-            yield self._prediction(subject, seeds, lines)
+            yield self._prediction(subject, seeds, lines, draw.count)
 
     def _measured(self, points: Tensor, batch: Batch) -> dict[str, Sum]:
         inside = self._inside(points, batch)
@@ -182,7 +183,7 @@ class TractoDiff(Task):
         affine = torch.as_tensor(self.tracts.affines[subject], dtype=torch.float32, device=device)
         return within @ affine[:3, :3].T + affine[:3, 3]
 
-    def _prediction(self, subject: int, seeds: int, lines: list[Any]) -> Prediction:
+    def _prediction(self, subject: int, seeds: int, lines: list[Any], items: int) -> Prediction:
         name = self.tracts.names[subject]
         real = [line.numpy() for line in self.tracts.streamlines("val", subject)]
         shape = self.tracts.fields.shapes[subject].tolist()
@@ -203,7 +204,6 @@ class TractoDiff(Task):
             f"{name}: {len(lines)} streamlines from {seeds} seeds, {figures['mean_length_mm']:.1f} mm long in the mean"
             f" (held-out ones: {figures['real_mean_length_mm']:.1f} mm)"
         )
-        items = sum(map(len, lines))
         if importlib.util.find_spec("matplotlib") is None:
             return Prediction(files, f'{text}\npictures need the extra "plots"', items)
         from .pictures import side_by_side
