@@ -1,0 +1,1 @@
+"""An encoder-decoder transformer: from a description of a function to its signature."""

@@ -1,0 +1,153 @@
+"""The attention calls of a training pass: what each asks for, which kernel computed it, and why no other did."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.axes.attention import AttentionCall, attention_calls, why_not
+from runner.base.picture import new_figure, png
+from runner.base.task import Task
+
+from .data import Batch
+from .model import Rows
+
+
+@dataclass(frozen=True)
+class NamedCall:
+    """An attention call and its place in the model, such as "decoder 1 cross".
+
+    flash_on_gpu  why the flash kernel would refuse it in bfloat16 on a GPU of capability 8.0, or empty
+    """
+
+    name: str
+    call: AttentionCall
+    flash_on_gpu: str
+
+
+def calls_of_training(
+    task: Task, model: nn.Module, batch: Batch, *, num_layers: int, device: torch.device
+) -> list[NamedCall]:
+    """Return the attention calls of one training pass over a batch; the model is left in the mode it was in."""
+    moved = Batch(_moved(batch.source, device), _moved(batch.target, device), batch.labels.to(device))
+    was_training = model.training
+    model.train()
+    try:
+        with torch.enable_grad():
+            calls = attention_calls(lambda: task.loss(model, moved))
+    finally:
+        model.train(was_training)
+    numbers = range(1, num_layers + 1)
+    names = [f"encoder {number} self" for number in numbers]
+    names += [f"decoder {number} {kind}" for number in numbers for kind in ("self", "cross")]
+    return [NamedCall(name, call, _flash_on_gpu(call)) for name, call in zip(names, calls, strict=True)]
+
+
+def as_json(calls: Sequence[NamedCall], *, packed: bool) -> str:
+    """Return the calls as a JSON object."""
+    rows = [
+        {"name": each.name, **asdict(each.call), "dtype": _name(each.call), "flash_on_gpu": each.flash_on_gpu}
+        for each in calls
+    ]
+    masked = sum(each.call.masked for each in calls)
+    return json.dumps({"packed": packed, "calls": len(calls), "with_mask": masked, "rows": rows}, indent=1) + "\n"
+
+
+def in_words(calls: Sequence[NamedCall]) -> str:
+    """Return in one line how many calls carry a mask, and what ran."""
+    kernels = ", ".join(sorted({each.call.kernel for each in calls}))
+    masked = sum(each.call.masked for each in calls)
+    open_to_flash = sum(not each.flash_on_gpu for each in calls)
+    return (
+        f"attention in training: {masked} of {len(calls)} calls carry a mask; {kernels} ran here;"
+        f" flash could do {open_to_flash} on a GPU in bfloat16"
+    )
+
+
+def picture(calls: Sequence[NamedCall], *, packed: bool) -> bytes:
+    """Return a table of the calls as PNG. Raises MissingPackage where matplotlib is missing."""
+    figure = new_figure(15.0, 1.4 + 0.5 * len(calls))
+    axes = figure.subplots()
+    axes.axis("off")
+    axes.set_xlim(0, sum(COLUMNS.values()))
+    axes.set_ylim(len(calls) + 0.6, -1.0)
+    form = "packed rows, no padding mask" if packed else "padded rows"
+    axes.set_title(f"{form} — {in_words(calls)}", loc="left", fontsize=11)
+    _draw_row(axes, -1, [(name, WHITE) for name in COLUMNS], fontsize=9.0, weight="bold")
+    for number, each in enumerate(calls):
+        _draw_row(axes, number, _cells(each), fontsize=8.0)
+    axes.text(0.05, len(calls) + 0.35, KEY, fontsize=8, color="#555555", va="center")
+    return png(figure)
+
+
+def _cells(each: NamedCall) -> list[tuple[str, str]]:
+    """Return text and colour of each column."""
+    call = each.call
+    mask = ("given", ORANGE) if call.masked else ("none", GREEN)
+    on_gpu = (each.flash_on_gpu, ORANGE) if each.flash_on_gpu else ("can run", GREEN)
+    facts = [
+        each.name,
+        " x ".join(map(str, call.shape)),
+        str(call.num_keys),
+        _name(call),
+        "yes" if call.causal else "no",
+        f"{call.dropout:g}",
+    ]
+    kernels = [(call.refusals.get(name, f"ran ({call.kernel})"), name in call.refusals) for name in KERNELS]
+    return [
+        *((fact, WHITE) for fact in facts),
+        mask,
+        *((text, GREY if refused else GREEN) for text, refused in kernels),
+        on_gpu,
+    ]
+
+
+def _draw_row(axes: Any, row: int, cells: Sequence[tuple[str, str]], **font: Any) -> None:
+    left = 0.0
+    for (text, colour), width in zip(cells, COLUMNS.values(), strict=True):
+        axes.barh(row, width - 0.03, left=left, height=0.94, color=colour)
+        axes.text(left + 0.06, row, textwrap.fill(text, int(13 * width)), va="center", linespacing=1.1, **font)
+        left += width
+
+
+def _flash_on_gpu(call: AttentionCall) -> str:
+    return why_not(
+        "flash",
+        call.shape,
+        torch.bfloat16,
+        torch.device("cuda"),
+        masked=call.masked,
+        dropout=call.dropout,
+        capability=(8, 0),
+    )
+
+
+def _moved(rows: Rows, device: torch.device) -> Rows:
+    return Rows(*(field.to(device) for field in rows))
+
+
+def _name(call: AttentionCall) -> str:
+    return str(call.dtype).removeprefix("torch.")
+
+
+WHITE, GREEN, ORANGE, GREY = "#ffffff", "#cdebd0", "#fbd5ae", "#ececec"
+KEY = "green: ran, can run, or no mask     orange: a mask is given, or flash refuses     grey: did not run, and why"
+KERNELS = ("flash", "efficient", "cudnn", "math")
+# title -> width; one is about 13 characters
+COLUMNS = {
+    "call": 1.3,
+    "queries (batch x heads x length x size)": 1.5,
+    "keys": 0.5,
+    "numbers": 0.7,
+    "causal": 0.65,
+    "dropout": 0.75,
+    "mask": 0.6,
+    **dict.fromkeys(KERNELS, 1.9),
+    "flash on a GPU in bfloat16": 1.9,
+}

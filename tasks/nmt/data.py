@@ -1,0 +1,450 @@
+"""Pairs of texts as tokens: descriptions and signatures of the standard library, the user's pairs, or random numbers.
+
+The standard library is split by file, so that what is held out comes from modules that were never read in training.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sysconfig
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.base.errors import ConfigError, DataError, InputMissing, Problem
+
+from .model import MOST_SEGMENTS, Rows
+from .vocabulary import BEGIN, END, FIRST_ORDINARY, Numbers, Pieces, Vocabulary
+
+Array = np.ndarray[Any, np.dtype[np.int64]]
+Texts = list[tuple[str, str]]
+SPLITS = ("train", "val", "test")
+
+
+class Batch(NamedTuple):
+    """Rows of sources (R, S) and of targets (R, T); `labels` (R, T) is the token after each target token, 0 if none."""
+
+    source: Rows
+    target: Rows
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Many sequences in one array; sequence i is tokens[starts[i] : starts[i + 1]]."""
+
+    tokens: Array
+    starts: Array
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[int]]) -> Sequences:
+        starts = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+        return cls(np.fromiter((token for each in lists for token in each), np.int64, count=int(starts[-1])), starts)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> Array:
+        return self.tokens[self.starts[index] : self.starts[index + 1]]
+
+    @property
+    def lengths(self) -> Array:
+        return np.diff(self.starts)
+
+    def cut(self, longest: int) -> Sequences:
+        """Return the beginnings of the sequences, of at most `longest` tokens."""
+        lengths = np.minimum(self.lengths, longest)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        return Sequences(self.tokens[_runs(self.starts[:-1], lengths)], starts)
+
+
+class PairData:
+    """Pairs as tokens, the source cut to S tokens, the target with its end to T; a batch has one pair per row.
+
+    sources, targets  uncut, the targets without an end
+    """
+
+    def __init__(self, sources: Sequences, targets: Sequences, source_length: int, target_length: int) -> None:
+        self.whole_sources, self.whole_targets = sources, targets
+        self.sources = sources.cut(source_length)
+        ends = np.insert(targets.tokens, targets.starts[1:], END)
+        self.labels = Sequences(ends, targets.starts + np.arange(len(targets.starts))).cut(target_length)
+        self.source_length, self.target_length = source_length, target_length
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, index: int) -> Batch:
+        source, target, labels = self.__getitems__([index])
+        return Batch(Rows(*(field[0] for field in source)), Rows(*(field[0] for field in target)), labels[0])
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """Return the batch itself, one row for each pair: S and T are the longest lengths whatever is in it."""
+        rows = np.arange(len(indices))
+        places = Places(rows, np.zeros_like(rows), np.zeros_like(rows), np.ones_like(rows), len(rows))
+        return _laid(self, np.asarray(indices), places, self.source_length, self.target_length)
+
+
+class PackedData(PairData):
+    """The same pairs with several in a row, so that little of a batch is padding; its number of rows varies.
+
+    A row has room for MOST_SEGMENTS pairs of average length.
+    """
+
+    def __init__(self, sources: Sequences, targets: Sequences, source_length: int, target_length: int) -> None:
+        super().__init__(sources, targets, source_length, target_length)
+        self.source_room = max(source_length, _multiple_of_8(MOST_SEGMENTS * self.sources.lengths.mean()))
+        self.target_room = max(target_length, _multiple_of_8(MOST_SEGMENTS * self.labels.lengths.mean()))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing; but rows belong to a batch, so samples cannot be kept by `dataloader.cache`, which asks this."""
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """Return the batch itself, in as few rows as fit."""
+        pairs = np.asarray(indices)
+        places = packed(
+            self.sources.lengths[pairs], self.labels.lengths[pairs], self.source_room, self.target_room, MOST_SEGMENTS
+        )
+        return _laid(self, pairs, places, self.source_room, self.target_room)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each pair of a batch lies: its row, where its source and target start in it, and its number from 1."""
+
+    rows: Array
+    source_starts: Array
+    target_starts: Array
+    segments: Array
+    num_rows: int
+
+
+def packed(sources: Array, targets: Array, source_room: int, target_room: int, most: int) -> Places:
+    """Return places for pairs of these lengths: the longest first, each in the first row that has room."""
+    filled = [(0, 0, 0)]  # of each row: tokens of sources, tokens of targets, pairs; the last row is empty
+    places = np.empty((4, len(sources)), dtype=np.int64)
+    for pair in np.argsort(-sources, kind="stable").tolist():
+        source, target = int(sources[pair]), int(targets[pair])
+        row, (s, t, n) = next(
+            (row, (s, t, n))
+            for row, (s, t, n) in enumerate(filled)
+            if row == len(filled) - 1 or (s + source <= source_room and t + target <= target_room and n < most)
+        )
+        places[:, pair] = row, s, t, n + 1
+        if n == 0:
+            filled.append((0, 0, 0))
+        filled[row] = (s + source, t + target, n + 1)
+    return Places(places[0], places[1], places[2], places[3], len(filled) - 1)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Pairs of each split as tokens, uncut and targets without an end, and the vocabulary that reads them."""
+
+    sources: Mapping[str, Sequences]
+    targets: Mapping[str, Sequences]
+    vocabulary: Vocabulary
+
+    def data(self, split: str, source_length: int, target_length: int, *, packed: bool = False) -> PairData:
+        """Return the samples of a split. Raises InputMissing if there is no such split."""
+        if split not in self.sources:
+            known = ", ".join(self.sources)
+            raise InputMissing(f"there is no split {split!r}, only {known}", where="data.path", fix=FORMATS)
+        kind = PackedData if packed else PairData
+        return kind(self.sources[split], self.targets[split], source_length, target_length)
+
+
+def open_pairs(data_path: Path | None, cache: Path, *, vocab_size: int) -> Corpus:
+    """Return the pairs of `data_path`, or of the standard library; prepare them if this is the first time.
+
+    The vocabulary has at most `vocab_size` tokens and is learned from the training part alone.
+    Raises InputMissing if the path does not exist, DataError if it holds something else, ConfigError if the
+    vocabulary is too small.
+    """
+    files = standard_library() if data_path is None else user_files(data_path)
+    key = f"{_fingerprint(files, data_path)}-{vocab_size}"
+
+    def make(folder: Path) -> None:
+        pairs = library_pairs(files) if data_path is None else user_pairs(data_path, files)
+        if not all(pairs.values()):
+            empty = ", ".join(split for split, found in pairs.items() if not found)
+            raise DataError(f"there are too few pairs: none is left for {empty}", where="data.path", fix=FORMATS)
+        vocabulary = Pieces.learned((text for pair in pairs["train"] for text in pair), vocab_size)
+        arrays = {}
+        for split, found in pairs.items():
+            for side, name in enumerate(("sources", "targets")):
+                sequences = Sequences.of([vocabulary.encode(pair[side]) for pair in found])
+                arrays[f"{split}.{name}.tokens"] = sequences.tokens
+                arrays[f"{split}.{name}.starts"] = sequences.starts
+        np.savez(folder / "tokens.npz", **arrays)  # type: ignore[arg-type]
+        (folder / "pieces.json").write_text(json.dumps(vocabulary.pieces), encoding="utf-8")
+
+    name = f"python-{platform.python_version()}" if data_path is None else data_path.resolve().name
+    folder = prepared(cache / f"{name}-{key}", make)
+    try:
+        with np.load(folder / "tokens.npz") as arrays:
+            read = {key: arrays[key] for key in arrays.files}
+        pieces = json.loads((folder / "pieces.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} is damaged: {error}", fix="delete it; it is prepared again") from error
+    splits = [split for split in SPLITS if f"{split}.sources.tokens" in read]
+    sides = [
+        {split: Sequences(read[f"{split}.{side}.tokens"], read[f"{split}.{side}.starts"]) for split in splits}
+        for side in ("sources", "targets")
+    ]
+    return Corpus(sides[0], sides[1], Pieces(pieces))
+
+
+def random_pairs(seed: int, *, vocab_size: int, source_length: int, target_length: int) -> Corpus:
+    """Return pairs of random tokens, for measuring speed: there is nothing to learn in them.
+
+    Lengths are drawn evenly from half of the longest one up to it, so a quarter of a padded batch is padding.
+    """
+    rng = np.random.Generator(np.random.Philox(seed))
+    sides: list[dict[str, Sequences]] = []
+    for longest in (source_length, target_length - 1):  # a target is followed by its end
+        side = {}
+        for split, num_pairs in RANDOM_PAIRS.items():
+            lengths = rng.integers((longest + 1) // 2, longest + 1, num_pairs)
+            tokens = rng.integers(FIRST_ORDINARY, vocab_size, int(lengths.sum()))
+            side[split] = Sequences(tokens, np.cumsum(np.insert(lengths, 0, 0)))
+        sides.append(side)
+    return Corpus(sides[0], sides[1], Numbers(vocab_size))
+
+
+def standard_library() -> list[Path]:
+    """Return the Python sources of the standard library without its tests: 537 files in Python 3.11.
+
+    Left out are installed packages, character tables (encodings), a second copy of the grammar tools (lib2to3) and
+    files that depend on how Python was built. Raises InputMissing where Python came without sources.
+    """
+    root = _library_root()
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in LEFT_OUT and not name.startswith(".")]
+        files += [Path(folder) / name for name in names if name.endswith(".py") and not name.startswith(BUILT)]
+    if len(files) < 100:
+        what = f"this Python has no sources of its standard library in {root}"
+        raise InputMissing(what, where="data.path", fix=FORMATS)
+    return sorted(files)
+
+
+def library_pairs(files: Sequence[Path]) -> dict[str, Texts]:
+    """Return the pairs of each split, by file; a held-out pair whose description is also in training is left out."""
+    root = _library_root()
+    pairs: dict[str, Texts] = {split: [] for split in SPLITS}
+    for file in files:
+        name = file.relative_to(root).as_posix()
+        pairs[_split_of(name)] += described_functions(file.read_bytes(), str(file))
+    seen = {source for source, _ in pairs["train"]}
+    held_out = {split: [pair for pair in pairs[split] if pair[0] not in seen] for split in SPLITS[1:]}
+    return {"train": pairs["train"], **held_out}
+
+
+def described_functions(code: bytes, name: str) -> Iterator[tuple[str, str]]:
+    """Yield, for each function that has a docstring, its first paragraph in one line and `function(parameters)`.
+
+    The description does not give the function's name. A file that is no Python of this version has none.
+    """
+    try:
+        tree = ast.parse(code, name)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
+            if source := " ".join(paragraph.split()):
+                yield source, " ".join(f"{node.name}({ast.unparse(node.args)})".split())
+
+
+def user_files(path: Path) -> list[Path]:
+    """Return the files of the user's pairs: one .tsv, or those of each split in a folder. See FORMATS."""
+    if not path.exists():
+        raise InputMissing(f"{path} does not exist", where="data.path", fix=FORMATS)
+    if path.is_file():
+        return [path]
+    files = []
+    for split in SPLITS:
+        whole, sides = path / f"{split}.tsv", [path / f"{split}.src", path / f"{split}.tgt"]
+        found = [whole] if whole.is_file() else [side for side in sides if side.is_file()]
+        if len(found) == 1 and found != [whole]:
+            missing = next(side for side in sides if side not in found)
+            raise InputMissing(f"{found[0]} is there, but {missing} is not", where="data.path", fix=FORMATS)
+        if not found and split != "test":
+            raise InputMissing(f"{path} has no pairs for {split}", where="data.path", fix=FORMATS)
+        files += found
+    return files
+
+
+def user_pairs(path: Path, files: Sequence[Path]) -> dict[str, Texts]:
+    """Return the pairs of each split; those of a single file are split by their source, so that none is in two."""
+    pairs: dict[str, Texts] = {split: [] for split in SPLITS}
+    if path.is_file():
+        for pair in _read_table(path):
+            pairs[_split_of(pair[0])].append(pair)
+        return {split: found for split, found in pairs.items() if found or split != "test"}
+    for split in SPLITS:
+        mine = [file for file in files if file.stem == split]
+        if len(mine) == 1:
+            pairs[split] = list(_read_table(mine[0]))
+        elif mine:
+            pairs[split] = list(_read_columns(*mine))
+        else:
+            del pairs[split]
+    return pairs
+
+
+def baselines(corpus: Corpus, source_length: int, target_length: int) -> dict[str, float]:
+    """Return what counting in the training part achieves on the validation part.
+
+    loss            in nats per token, from how often each token occurs (counts start at one)
+    token_accuracy  of always predicting the most frequent token
+    exact_match     of always predicting the most frequent target
+    """
+    train, val = (corpus.data(split, source_length, target_length) for split in ("train", "val"))
+    counts = 1.0 + np.bincount(train.labels.tokens, minlength=corpus.vocabulary.num_tokens)
+    tokens = val.labels.tokens
+    known = Counter(train.labels[index].tobytes() for index in range(len(train)))
+    likeliest = known.most_common(1)[0][0]
+    whole = likeliest.endswith(np.int64(END).tobytes())
+    same = sum(val.labels[index].tobytes() == likeliest for index in range(len(val)))
+    return {
+        "loss": float(-np.log(counts / counts.sum())[tokens].mean()),
+        "token_accuracy": float((tokens == counts.argmax()).mean()),
+        "exact_match": same / len(val) if whole else 0.0,
+    }
+
+
+def prepared(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Return `folder`, filled by `make` if it was not there yet, whole or not at all.
+
+    Processes that do this at the same time each fill a draft; the first to rename it wins, the others use that one.
+    """
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        make(draft)
+        draft.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(_lines(path), start=1):
+        fields = line.split("\t")
+        if len(fields) != 2 or not all(field.strip() for field in fields):
+            what = f"must be source<TAB>target, both not empty, but has {len(fields)} columns: {_shortened(line)}"
+            raise DataError(what, where=f"{path}, line {number}", fix=FORMATS)
+        yield fields[0].strip(), fields[1].strip()
+
+
+def _read_columns(sources: Path, targets: Path) -> Iterator[tuple[str, str]]:
+    sides = _lines(sources), _lines(targets)
+    if len(sides[0]) != len(sides[1]):
+        what = f"must have as many lines as {sources.name}, {len(sides[0])}, but has {len(sides[1])}"
+        raise DataError(what, where=str(targets), fix=FORMATS)
+    for number, pair in enumerate(zip(*sides, strict=True), start=1):
+        for path, line in zip((sources, targets), pair, strict=True):
+            if not line.strip():
+                raise DataError("must not be empty", where=f"{path}, line {number}", fix=FORMATS)
+        yield pair[0].strip(), pair[1].strip()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        number = error.object[: error.start].count(b"\n") + 1
+        raise DataError("must be UTF-8, but is not", where=f"{path}, line {number}", fix=FORMATS) from error
+
+
+def _shortened(line: str) -> str:
+    return repr(line if len(line) <= 60 else f"{line[:57]}...")
+
+
+def _laid(data: PairData, pairs: Array, places: Places, source_room: int, target_room: int) -> Batch:
+    """Return the pairs in their places."""
+    source, _ = _rows(data.sources, pairs, places, places.source_starts, source_room, shifted=False)
+    target, labels = _rows(data.labels, pairs, places, places.target_starts, target_room, shifted=True)
+    return Batch(source, target, labels)
+
+
+def _rows(
+    sequences: Sequences, pairs: Array, places: Places, starts: Array, room: int, *, shifted: bool
+) -> tuple[Rows, Tensor]:
+    """Return rows of sequences, and their tokens; `shifted`: the rows have the token before each, or the begin."""
+    lengths = sequences.lengths[pairs]
+    where = _runs(places.rows * room + starts, lengths)
+    within = _runs(np.zeros_like(lengths), lengths)
+    tokens = sequences.tokens[_runs(sequences.starts[pairs], lengths)]
+    before = np.where(within == 0, BEGIN, np.roll(tokens, 1)) if shifted else tokens
+    fields = np.zeros((4, places.num_rows * room), dtype=np.int64)
+    for field, values in zip(fields, (before, np.repeat(places.segments, lengths), within, tokens), strict=True):
+        field[where] = values
+    laid = [torch.from_numpy(field.reshape(places.num_rows, room)) for field in fields]
+    return Rows(*laid[:3]), laid[3]
+
+
+def _runs(starts: Array, lengths: Array) -> Array:
+    """Return the numbers from each start on, as many as its length, one run after the other."""
+    ends = np.cumsum(lengths)
+    runs: Array = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+    return runs
+
+
+def _multiple_of_8(length: float) -> int:
+    return -int(-length // 8) * 8
+
+
+def _split_of(name: str) -> str:
+    share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    return "val" if share < HELD_OUT else "test" if share < 2 * HELD_OUT else "train"
+
+
+def _library_root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _fingerprint(files: Sequence[Path], data_path: Path | None) -> str:
+    """Return what changes when a file is added, removed or written, or when this file prepares differently."""
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    content = json.dumps([FORMAT_VERSION, str(data_path), stats])
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def refuse_path(data_path: Path | None) -> None:
+    """Raise ConfigError where a path was given that will not be read."""
+    if data_path is not None:
+        what = f"task.data=random makes its pairs, so {data_path} would not be read"
+        raise ConfigError(Problem(what, "data.path", "leave it out, or say task.data=pairs"))
+
+
+FORMAT_VERSION = 1  # of the prepared files; a change of their content makes it one higher
+HELD_OUT = 0.1  # share of the files in each of val and test
+RANDOM_PAIRS: Mapping[str, int] = {"train": 25600, "val": 1024, "test": 1024}
+FORMATS = (
+    "data.path takes a .tsv file with source<TAB>target in each line, or a folder with train.tsv and val.tsv, "
+    "or with train.src, train.tgt, val.src and val.tgt, a line for each text; UTF-8"
+)
+LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "lib2to3"}
+)
+BUILT = ("_sysconfigdata", "config-")

@@ -1,0 +1,224 @@
+"""An encoder-decoder transformer that writes a function's signature from its description.
+
+Items are target tokens. The metrics are token accuracy, with the true tokens before each, and exact match of what is
+decoded; the baselines predict what is most frequent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.base.errors import MissingPackage
+from runner.base.task import Context, Prediction, Sum, Task
+from runner.base.values import Factor, PositiveInt
+
+from .attention import as_json, calls_of_training, in_words, picture
+from .data import Batch, Corpus, PairData, Sequences, baselines, open_pairs, random_pairs, refuse_path
+from .decoding import translations
+from .model import Rows, Shape, Transformer
+from .vocabulary import END, PAD
+
+# The mathematics that goes with each size; the command line comes after it.
+SIZES = {
+    "tiny": {
+        "updates": 1000,
+        "global_batch_size": 64,
+        "optimizer.lr": 0.002,
+        "scheduler.warmup": 0.1,
+        "evaluate.every": 250,
+        "evaluate.samples": 512,
+    },
+    "full": {
+        "updates": 2000,
+        "global_batch_size": 256,
+        "optimizer": "adamw",
+        "optimizer.lr": 0.0003,
+        "scheduler.warmup": 0.05,
+        "evaluate.every": 200,
+        "evaluate.samples": 512,
+    },
+}
+
+
+def build(
+    context: Context,
+    *,
+    size: Literal["tiny", "full"] = "tiny",
+    data: Literal["pairs", "random"] = "pairs",
+    packed: bool = True,
+    vocab_size: PositiveInt | None = None,
+    source_length: PositiveInt = 50,
+    target_length: PositiveInt = 20,
+    dropout: Factor | None = None,
+) -> Task:
+    """A transformer that writes a function's signature from its description.
+
+    size           tiny: 2 + 2 layers of width 128, for two CPU cores; full: 3 + 3 layers of width 512
+    data           pairs: of the standard library, or of data.path; random: numbers, for measuring speed
+    packed         true: several pairs in a row, no masks; false: one padded pair in a row, with masks
+    vocab_size     tokens in the vocabulary of both sides; null: the published 5000, in tiny 2000
+    source_length  tokens of a source that are read, the rest is cut
+    target_length  tokens of a target that are read and written, with its end; the rest is cut
+    dropout        share of activations dropped after the embedding, also in attention; null: the published 0.1,
+                   in tiny 0, since the CPU's fast attention has none
+    """
+    shape = replace(
+        SHAPES[size],
+        vocab_size=vocab_size or SHAPES[size].vocab_size,
+        source_length=source_length,
+        target_length=target_length,
+    )
+    if data == "random":
+        refuse_path(context.data_path)
+        corpus = random_pairs(
+            context.seed, vocab_size=shape.vocab_size, source_length=source_length, target_length=target_length
+        )
+    else:
+        corpus = open_pairs(context.data_path, context.cache / "nmt", vocab_size=shape.vocab_size)
+    if dropout is None:
+        dropout = 0.0 if size == "tiny" else 0.1
+    return Translation(corpus, shape, dropout=dropout, packed=packed)
+
+
+class Translation(Task):
+    """Target tokens from source tokens, on the pairs of a corpus."""
+
+    item = "token"
+
+    def __init__(self, corpus: Corpus, shape: Shape, *, dropout: float = 0.0, packed: bool = False) -> None:
+        self.corpus, self.shape, self.packed = corpus, shape, packed
+        self.model = Transformer(shape, dropout=dropout, packed=packed)
+        self.items_per_sample = float(self._data("train").labels.lengths.mean())
+
+    def dataset(self, split: str) -> PairData:
+        """Return the samples; those of training are packed if that was asked for, others have one pair per row."""
+        return self._data(split, packed=self.packed and split == "train")
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sum:
+        """Return the cross-entropy in nats summed over the target tokens, in float32 whatever the model runs in."""
+        return _cross_entropy(model(batch.source, batch.target), batch.labels), (batch.labels != PAD).sum()
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
+        """Return the loss and accuracy per token, and the share of targets that greedy decoding writes exactly.
+
+        A target that was cut has no end, and none of its decodings is exact.
+        """
+        logits = model(batch.source, batch.target)
+        real = batch.labels != PAD
+        right = (logits.argmax(dim=-1) == batch.labels) & real
+        exact = (translations(model, self.shape, batch.source) == batch.labels).all(dim=-1)
+        whole = (batch.labels == END).any(dim=-1)
+        return {
+            "loss": (_cross_entropy(logits, batch.labels), real.sum()),
+            "token_accuracy": (right.sum(), real.sum()),
+            "exact_match": ((exact & whole).sum(), len(exact)),
+        }
+
+    def baselines(self) -> Mapping[str, float]:
+        """Return what the most frequent token, the most frequent target, and counts of tokens achieve."""
+        return baselines(self.corpus, self.shape.source_length, self.shape.target_length)
+
+    def blocks(self) -> Sequence[nn.Module]:
+        return [*self.model.encoder, *self.model.decoder]  # type: ignore[misc]  # both are ModuleLists
+
+    def predict(  # type: ignore[override]  # the options of the contract, by name
+        self,
+        model: nn.Module,
+        generator: torch.Generator,
+        *,
+        source: str = "",
+        split: Literal["val", "test"] = "val",
+        samples: PositiveInt = 32,
+        beam: PositiveInt = 1,
+        batch_size: PositiveInt = 32,
+    ) -> Iterator[Prediction]:
+        """Yield translations, then a report on the attention calls of training.
+
+        source      text to translate; empty: held-out pairs
+        split       which pairs, where source is empty
+        samples     how many of them
+        beam        candidates kept while decoding; 1: greedy
+        batch_size  sources decoded at once
+        """
+        device = generator.device
+        data = self._given(source) if source.strip() else self._data(split)
+        table, report, num_exact, num_tokens, seconds = "source\treference\toutput\n", "", 0, 0, 0.0
+        for indices in torch.split(torch.arange(min(samples, len(data))), batch_size):
+            began = time.perf_counter()
+            rows = Rows(*(field.to(device) for field in data.__getitems__(indices.tolist()).source))
+            made = translations(model, self.shape, rows, beam=beam).tolist()  # waits for the device
+            seconds += time.perf_counter() - began
+            text = ""
+            for index, tokens in zip(indices.tolist(), made, strict=True):
+                given, reference, output = (
+                    " ".join(self.corpus.vocabulary.decode(each).split())
+                    for each in (data.whole_sources[index].tolist(), data.whole_targets[index].tolist(), tokens)
+                )
+                table += f"{given}\t{reference}\t{output}\n"
+                text += (
+                    f"source     {given}\n" + f"reference  {reference}\n" * bool(reference) + f"output     {output}\n\n"
+                )
+                num_exact += output == reference
+            items = sum(token != PAD for tokens in made for token in tokens)
+            num_tokens, report = num_tokens + items, report + text
+            yield Prediction({"translations.tsv": table, "translations.txt": report}, text, items=items)
+        found = f"{num_tokens / seconds:.0f} tokens/s in decoding"
+        if not source.strip():
+            found += f"; {num_exact} of {min(samples, len(data))} are exactly the reference"
+        yield self._attention_report(model, device, found)
+
+    def _attention_report(self, model: nn.Module, device: torch.device, found: str) -> Prediction:
+        """Return the attention calls of training, and in words that and what was found before."""
+        data = self.dataset("train")
+        batch = data.__getitems__(range(min(OBSERVED_PAIRS, len(data))))
+        calls = calls_of_training(self, model, batch, num_layers=self.shape.num_layers, device=device)
+        plots, words = {}, f"{found}\n{in_words(calls)}"
+        try:
+            plots["attention.png"] = picture(calls, packed=self.packed)
+        except MissingPackage as missing:
+            words += f"\nno picture of it: {missing}"
+        return Prediction({"attention.json": as_json(calls, packed=self.packed)}, words, items=0, plots=plots)
+
+    def _data(self, split: str, *, packed: bool = False) -> PairData:
+        return self.corpus.data(split, self.shape.source_length, self.shape.target_length, packed=packed)
+
+    def _given(self, source: str) -> PairData:
+        """Return the pair of a text without a reference."""
+        sides = (Sequences.of([self.corpus.vocabulary.encode(source.strip())]), Sequences.of([[]]))
+        return PairData(*sides, self.shape.source_length, self.shape.target_length)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=PAD, reduction="sum")
+
+
+OBSERVED_PAIRS = 64  # of the training data, in the report on attention
+SHAPES: Mapping[str, Shape] = {
+    "tiny": Shape(
+        num_layers=2,
+        num_heads=4,
+        width=128,
+        feed_forward=512,
+        vocab_size=2000,
+        source_length=50,
+        target_length=20,
+        initial_std=0.08,
+    ),
+    "full": Shape(
+        num_layers=3,
+        num_heads=8,
+        width=512,
+        feed_forward=2048,
+        vocab_size=5000,
+        source_length=50,
+        target_length=20,
+        initial_std=0.02,
+    ),
+}

@@ -1,0 +1,364 @@
+"""Padding and neighbours in a row change nothing, masks or not; the cache gives what decoding without it gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runner.tasks.nmt.data import Batch, Corpus, PairData, Sequences, random_pairs
+from runner.tasks.nmt.decoding import translations
+from runner.tasks.nmt.model import Cache, Rows, Shape, Transformer
+from runner.tasks.nmt.task import SHAPES, Translation, build
+from runner.tasks.nmt.vocabulary import BEGIN, END, PAD
+from torch import Tensor, nn
+
+from runner.axes.attention import AttentionCall, attention_calls
+from runner.base.task import Context
+
+SMALL = Shape(
+    num_layers=3,
+    num_heads=2,
+    width=16,
+    feed_forward=32,
+    vocab_size=40,
+    source_length=10,
+    target_length=6,
+    initial_std=0.02,
+)
+
+
+def small_corpus() -> Corpus:
+    return random_pairs(0, vocab_size=SMALL.vocab_size, source_length=10, target_length=6)
+
+
+def make_task(*, packed: bool, dropout: float = 0.0, far: bool = True) -> Translation:
+    torch.manual_seed(0)
+    task = Translation(small_corpus(), SMALL, dropout=dropout, packed=packed)
+    if far:  # from the small start, so that differences show
+        for weight in task.model.parameters():
+            nn.init.normal_(weight, std=0.3)
+    return task
+
+
+def batch_of(task: Translation, count: int = 12, split: str = "train") -> Batch:
+    return task.dataset(split).__getitems__(range(count))
+
+
+def change(rows: Rows, where: Tensor) -> Rows:
+    """Return the rows with other tokens where `where` is true."""
+    return rows._replace(tokens=torch.where(where, (rows.tokens + 7) % (SMALL.vocab_size - 3) + 3, rows.tokens))
+
+
+def calls_of(task: Translation, count: int = 12) -> tuple[AttentionCall, ...]:
+    batch = batch_of(task, count)
+    return attention_calls(lambda: task.loss(task.model, batch))
+
+
+@pytest.fixture(params=[False, True], ids=["padded", "packed"])
+def task(request: pytest.FixtureRequest) -> Translation:
+    return make_task(packed=request.param)
+
+
+# The published model, and what was wrong with its attention
+
+
+def test_the_published_shape_has_25_million_parameters() -> None:
+    with torch.device("meta"):
+        model = Transformer(SHAPES["full"])
+    embedding, positions = 5000 * 512, (50 + 20) * 512
+    attention, norm, feed_forward = 4 * (512 * 512 + 512), 2 * 512, 2 * 512 * 2048 + 2048 + 512
+    layers = 3 * (attention + feed_forward + 2 * norm) + 3 * (2 * attention + feed_forward + 3 * norm)
+    count = sum(weight.numel() for weight in model.parameters())
+    assert count == embedding + positions + layers + 2 * norm == 24_667_136
+
+
+def test_six_of_nine_calls_carry_a_mask_in_padded_rows_and_none_in_packed_ones() -> None:
+    padded, packed = calls_of(make_task(packed=False)), calls_of(make_task(packed=True))
+    assert [call.masked for call in padded] == [True] * 3 + [False, True] * 3
+    assert [call.masked for call in packed] == [False] * 9
+    for calls in (padded, packed):
+        assert [call.causal for call in calls] == [False] * 3 + [True, False] * 3
+
+
+def test_weights_start_as_published() -> None:
+    torch.manual_seed(0)
+    model = Transformer(replace(SHAPES["tiny"], num_layers=1))
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            assert weight.std().item() == pytest.approx(model.shape.initial_std, rel=0.05), name
+        elif name.endswith("bias"):
+            assert not weight.any(), name
+    assert SHAPES["full"].initial_std == 0.02
+
+
+def test_both_sides_and_the_output_share_one_embedding() -> None:
+    model = make_task(packed=False).model
+    tables = [name for name, weight in model.named_parameters() if SMALL.vocab_size in weight.shape]
+    assert tables == ["embedding.weight"]
+
+
+# The laws of the model
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_every_parameter_gets_a_gradient(task: Translation, dropout: float) -> None:
+    task = make_task(packed=task.packed, dropout=dropout, far=False)
+    task.loss(task.model, batch_of(task, 64))[0].backward()
+    for name, weight in task.model.named_parameters():
+        assert weight.grad is not None, name
+        assert (weight.grad != 0).any(), name
+
+
+def test_the_source_changes_the_output(task: Translation) -> None:
+    source, target, _ = batch_of(task)
+    other = change(source, source.segments == 1)
+    before, after = task.model(source, target), task.model(other, target)
+    assert not torch.isclose(before, after)[(target.segments == 1)].any(dim=-1).all()
+
+
+def test_padding_does_not_change_the_output(task: Translation) -> None:
+    source, target, _ = batch_of(task)
+    assert (source.segments == 0).any()
+    assert (target.segments == 0).any()
+    expected = task.model(source, target)
+    found = task.model(change(source, source.segments == 0), change(target, target.segments == 0))
+    real = target.segments != 0
+    assert torch.equal(found[real], expected[real])
+
+
+def test_no_token_sees_a_later_one(task: Translation) -> None:
+    source, target, _ = batch_of(task)
+    before = task.model(source, target)
+    for position in range(1, SMALL.target_length):
+        after = task.model(source, change(target, target.positions >= position))
+        past = (target.positions < position) & (target.segments != 0)
+        assert torch.equal(before[past], after[past])
+        here = (target.positions == position) & (target.segments != 0)
+        assert not torch.isclose(before[here], after[here]).all(dim=-1).any()
+
+
+def test_pairs_in_a_row_do_not_see_each_other() -> None:
+    task = make_task(packed=True)
+    source, target, _ = batch_of(task)
+    assert source.segments.max() > 2
+    before = task.model(source, target)
+    after = task.model(change(source, source.segments == 2), change(target, target.segments == 2))
+    assert torch.equal(before[target.segments == 1], after[target.segments == 1])
+    assert torch.equal(before[target.segments == 3], after[target.segments == 3])
+    assert not torch.isclose(before, after)[target.segments == 2].all(dim=-1).any()
+
+
+@pytest.mark.parametrize("count", [1, 5, 64])
+def test_packing_changes_neither_loss_nor_gradient(count: int) -> None:
+    found = []
+    for packed in (False, True):
+        task = make_task(packed=packed)
+        loss, items = task.loss(task.model, batch_of(task, count))
+        loss.backward()
+        found.append((loss / items, items, {name: weight.grad for name, weight in task.model.named_parameters()}))
+    assert found[0][1] == found[1][1]
+    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=1e-5)
+    for name, gradient in found[0][2].items():
+        torch.testing.assert_close(
+            gradient, found[1][2][name], atol=1e-5 * float(gradient.abs().max()) + 1e-6, rtol=1e-4
+        )
+
+
+def test_packed_and_padded_models_answer_each_pair_alike() -> None:
+    logits = []
+    for packed in (False, True):
+        task = make_task(packed=packed)
+        source, target, labels = batch_of(task)
+        found = task.model(source, target)
+        whose = torch.stack([labels.flatten(), target.positions.flatten()], dim=1)  # an order that both forms have
+        real = labels.flatten() != PAD
+        order = sorted(
+            range(int(real.sum())),
+            key=lambda row: (*whose[real][row].tolist(), found.flatten(0, 1)[real][row].sum().item()),
+        )
+        logits.append(found.flatten(0, 1)[real][order])
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_hold_in_half_precision(dtype: torch.dtype) -> None:
+    task = make_task(packed=True)
+    source, target, _ = batch_of(task)
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        before = task.model(source, target)
+        after = task.model(change(source, source.segments != 1), change(target, target.segments != 1))
+    assert before.isfinite().all()
+    assert torch.equal(before[target.segments == 1], after[target.segments == 1])
+
+
+def test_dropout_acts_in_training_only() -> None:
+    task = make_task(packed=False, dropout=0.5)
+    source, target, _ = batch_of(task)
+    assert not torch.equal(task.model(source, target), task.model(source, target))
+    task.model.eval()
+    assert torch.equal(task.model(source, target), task.model(source, target))
+
+
+# Decoding
+
+
+def greedy_without_cache(task: Translation, source: Rows) -> Tensor:
+    made = torch.full((len(source.tokens), SMALL.target_length), PAD)
+    given = torch.full((len(source.tokens), 1), BEGIN)
+    for position in range(SMALL.target_length):
+        positions = torch.arange(position + 1).expand(len(given), -1)
+        logits = task.model(source, Rows(given, torch.ones_like(given), positions))[:, -1]
+        logits[:, [PAD, BEGIN]] = float("-inf")
+        made[:, position] = logits.argmax(dim=-1)
+        given = torch.cat([given, made[:, position : position + 1]], dim=1)
+    ended = (made == END).cumsum(dim=1) - (made == END).long() > 0
+    return made.masked_fill(ended, PAD)
+
+
+def test_greedy_decoding_with_a_cache_is_that_without(task: Translation) -> None:
+    source = batch_of(task, 40, "val").source
+    with torch.no_grad():
+        task.model.embedding.weight[END] *= 3  # so that some end early
+        assert torch.equal(translations(task.model, SMALL, source), greedy_without_cache(task, source))
+
+
+def test_the_logits_of_cached_steps_are_those_of_one_pass(task: Translation) -> None:
+    source, target, _ = batch_of(task, 5, "val")
+    expected, cache = task.model(source, target), Cache(SMALL)
+    for position in range(SMALL.target_length):
+        step = Rows(*(field[:, position : position + 1] for field in target))
+        step = step._replace(
+            segments=torch.ones_like(step.segments), positions=torch.full_like(step.positions, position)
+        )
+        found = task.model(source, step, cache)[:, 0]
+        real = target.segments[:, position] != 0
+        torch.testing.assert_close(found[real], expected[real, position], atol=1e-5, rtol=1e-5)
+
+
+def score(task: Translation, source: Rows, made: Tensor) -> Tensor:
+    """Return the mean log probability (B,) of decoded targets."""
+    given = torch.cat([torch.full((len(made), 1), BEGIN), made[:, :-1]], dim=1)
+    target = Rows(given, torch.ones_like(given), torch.arange(made.shape[1]).expand_as(made))
+    logits = task.model(source, target)
+    logits[..., [PAD, BEGIN]] = float("-inf")
+    chosen = logits.log_softmax(-1).gather(-1, made[..., None])[..., 0].masked_fill(made == PAD, 0)
+    return chosen.sum(dim=1) / (made != PAD).sum(dim=1)
+
+
+def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_of_two_tokens(task: Translation) -> None:
+    shape = replace(SMALL, target_length=2)
+    source = batch_of(task, 6, "val").source
+    ordinary = [token for token in range(SMALL.vocab_size) if token not in (PAD, BEGIN)]
+    all_targets = torch.tensor(
+        [[END, PAD]] + [[first, second] for first in ordinary if first != END for second in ordinary]
+    )
+    with torch.no_grad():
+        found = translations(task.model, shape, source, beam=SMALL.vocab_size)
+        for row in range(6):
+            one = Rows(*(field[row : row + 1].expand(len(all_targets), -1) for field in source))
+            best = score(task, one, all_targets).max()
+            alone = Rows(*(field[row : row + 1] for field in source))
+            torch.testing.assert_close(score(task, alone, found[row : row + 1])[0], best)
+
+
+def test_a_wider_beam_is_decoded_for_each_source_alone(task: Translation) -> None:
+    source = batch_of(task, 9, "val").source
+    with torch.no_grad():
+        together = translations(task.model, SMALL, source, beam=3)
+        alone = [
+            translations(task.model, SMALL, Rows(*(field[row : row + 1] for field in source)), beam=3)
+            for row in range(9)
+        ]
+    assert torch.equal(together, torch.cat(alone))
+
+
+# The task
+
+
+def test_metrics_do_not_depend_on_the_batch(task: Translation) -> None:
+    data = task.dataset("val")
+    with torch.no_grad():
+        whole = task.evaluate(task.model, data.__getitems__(range(8)))
+        parts = [task.evaluate(task.model, data.__getitems__([index])) for index in range(8)]
+    for name, (total, count) in whole.items():
+        torch.testing.assert_close(total.float(), sum(part[name][0] for part in parts).float())
+        assert count == sum(part[name][1] for part in parts)
+
+
+def test_a_batch_learned_by_heart_is_decoded_exactly() -> None:
+    task = make_task(packed=True, far=False)
+    batch, held = batch_of(task, 4), PairData(*sides(task, 4), SMALL.source_length, SMALL.target_length)
+    optimizer = torch.optim.AdamW(task.model.parameters(), lr=2e-2)
+    for _ in range(80):
+        loss, items = task.loss(task.model, batch)
+        optimizer.zero_grad()
+        (loss / items).backward()
+        optimizer.step()
+    with torch.no_grad():
+        metrics = task.evaluate(task.model, held.__getitems__(range(4)))
+    assert metrics["exact_match"][0] == 4
+    assert metrics["token_accuracy"][0] == metrics["token_accuracy"][1]
+
+
+def sides(task: Translation, count: int) -> tuple[Sequences, Sequences]:
+    train = task.dataset("train")
+    return tuple(  # type: ignore[return-value]
+        Sequences.of([side[index].tolist() for index in range(count)])
+        for side in (train.whole_sources, train.whole_targets)
+    )
+
+
+def test_a_target_that_was_cut_is_never_exact() -> None:
+    task = make_task(packed=False)
+    data = PairData(Sequences.of([[5, 6]]), Sequences.of([list(range(5, 15))]), 10, 6)
+    batch = data.__getitems__([0])
+    assert not (batch.labels == END).any()
+    with torch.no_grad():
+        task.model.embedding.weight.zero_()
+        assert task.evaluate(task.model, batch)["exact_match"][0] == 0
+
+
+def test_the_loss_is_float32_under_autocast(task: Translation) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert task.loss(task.model, batch_of(task))[0].dtype == torch.float32
+
+
+def test_inference_writes_pairs_and_a_report_on_attention(task: Translation) -> None:
+    with torch.no_grad():
+        made = list(task.predict(task.model.eval(), torch.Generator(), samples=5, batch_size=2, beam=2))
+    table = made[2].files["translations.tsv"]
+    assert isinstance(table, str)
+    lines = table.splitlines()
+    assert lines[0] == "source\treference\toutput"
+    assert [line.count("\t") for line in lines] == [2] * 6
+    assert sum(each.items for each in made) >= 5
+    assert made[3].plots["attention.png"].startswith(b"\x89PNG")
+    assert f'"with_mask": {0 if task.packed else 6}' in str(made[3].files["attention.json"])
+    assert not task.model.training
+
+
+def test_a_text_of_the_user_is_translated(task: Translation) -> None:
+    with torch.no_grad():
+        made = list(task.predict(task.model.eval(), torch.Generator(), source=" 5 6 7 "))
+    assert len(made) == 2
+    assert str(made[0].files["translations.txt"]).startswith("source     5 6 7\noutput ")
+
+
+def test_pictures_are_left_out_in_words_where_matplotlib_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    task = make_task(packed=False)
+    with torch.no_grad():
+        *_, last = task.predict(task.model.eval(), torch.Generator(), samples=1)
+    assert not last.plots
+    assert "plots" in last.text
+    assert "attention.json" in last.files
+
+
+def test_the_task_is_built_at_both_data(tmp_path: Path) -> None:
+    built: Any = build(Context(0, None, tmp_path), data="random", vocab_size=100)
+    assert built.shape.vocab_size == 100
+    assert len(built.blocks()) == 2 * built.shape.num_layers
+    assert set(built.baselines()) == set(built.evaluate(built.model.eval(), batch_of(built, 2, "val")))
