@@ -4,7 +4,7 @@ set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 
-modes=(train inference both plan explain status new completion)
+modes=(train inference both plan explain status export new completion)
 declare -A meaning=(
     [train]="train a task; the same command with the same run=NAME resumes"
     [inference]="predict with the newest checkpoint of a run (short: infer)"
@@ -12,6 +12,7 @@ declare -A meaning=(
     [plan]="show every derived value with its reason, and stop"
     [explain]="tell which file, profile or override set a value"
     [status]="show a run: progress, checkpoints, last error"
+    [export]="write the model of a run as safetensors, torch.export program and ONNX, each checked"
     [completion]="print what makes the shell complete accel-run's words"
     [new]="write a one-file task of your own"
 )
@@ -79,5 +80,13 @@ case ${1:-} in
     ;;
 esac
 
-set_up --quiet
+# What the task's data lies in is an extra of the same name.
+extras=()
+for word in "$@"; do
+    if [[ $word =~ ^task=([a-z0-9_]+)$ ]] && grep -q "^${BASH_REMATCH[1]} = \[" "$root/pyproject.toml"; then
+        extras+=("${BASH_REMATCH[1]}")
+    fi
+done
+
+set_up --quiet "${extras[@]}"
 exec "$venv/bin/accel-run" "$mode" "$@"

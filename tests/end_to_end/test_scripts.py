@@ -17,7 +17,12 @@ import pytest
 from runner.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / "scripts" / "check", ROOT / ".ci" / "run"]
+SCRIPTS = [
+    *sorted((ROOT / "scripts").glob("*.sh")),
+    ROOT / "scripts" / "check",
+    ROOT / "scripts" / "task_table",
+    ROOT / ".ci" / "run",
+]
 
 # Stands in for Python: makes an "environment" that holds itself and accel-run, and writes down what pip is asked for.
 # A file named `break`, `hang` or `slow` beside it changes what pip does.
@@ -132,6 +137,14 @@ def test_extras_are_added_to_those_that_are_there(checkout: Checkout) -> None:
     assert checkout.calls() == ["pip torch", f"pip {checkout.root}[dev,plots]"]
     checkout.run("setup.sh", "dev")
     checkout.run("setup.sh")
+    assert checkout.calls() == []
+
+
+def test_run_installs_what_the_data_of_the_task_lies_in(checkout: Checkout) -> None:
+    assert checkout.run("run.sh", "train", "task=cape", "updates=1").returncode == 0
+    assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[cape]"]
+    for word in ("task=gpt", "task=c.pe", "updates=2"):
+        assert checkout.run("run.sh", "train", word).returncode == 0
     assert checkout.calls() == []
 
 
