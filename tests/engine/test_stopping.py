@@ -1,0 +1,43 @@
+"""Early stopping counts evaluations without improvement, and is the same after a resumption."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from runner.base.settings import EarlyStoppingSettings
+from runner.engine.stopping import EarlyStopping
+
+
+def stops_at(values: list[float], **settings: Any) -> int | None:
+    """Return the number of the evaluation that stops the phase, from 1."""
+    stopping = EarlyStopping(EarlyStoppingSettings(**settings))
+    for number, value in enumerate(values, 1):
+        stopping.observe({"val/loss": value})
+        again = EarlyStopping(stopping.settings)
+        again.load(stopping.state())
+        assert again.is_due == stopping.is_due
+        stopping = again
+        if stopping.is_due:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "expected"),
+    [
+        ([3, 2, 1, 1, 1], {"patience": 2}, 5),
+        ([3, 2, 1, 1, 0.5, 1, 1], {"patience": 2}, 7),
+        ([1, 1, 1, 1], {"patience": None}, None),
+        ([1, 2, 3, 3, 3], {"patience": 2, "best_is": "max"}, 5),
+        ([3.0, 2.95, 2.9, 2.85], {"patience": 3, "min_delta": 0.2}, 4),
+        ([3.0, 2.95, 2.7, 2.65], {"patience": 2, "min_delta": 0.2}, None),
+        ([math.nan, math.nan], {"patience": 2}, 2),
+        ([2, math.nan, 1, math.nan], {"patience": 2}, None),
+        ([5, 5, 5], {"patience": 1, "metric": "val/other"}, None),
+    ],
+)
+def test_when_a_phase_stops(values: list[float], settings: dict[str, Any], expected: int | None) -> None:
+    assert stops_at(values, **settings) == expected

@@ -1,0 +1,71 @@
+"""An evaluation counts each sample once, and leaves no trace in the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.precision import fp32
+from runner.base.batch import MicroBatch
+from runner.base.task import Sum, Task
+from runner.base.world import World
+from runner.engine.evaluate import evaluate
+
+WORLD = World(torch.device("cpu"))
+
+
+class Sampling(Task):
+    """Metrics with a count that differs from sample to sample, and one that draws random numbers."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(1, 1, dtype=torch.float64), nn.Dropout(0.5))
+        self.modes: list[bool] = []
+
+    def evaluate(self, model: nn.Module, batch: Tensor) -> Mapping[str, Sum]:
+        self.modes.append(model.training)
+        counted = batch > 3
+        drawn = torch.rand(len(batch), dtype=torch.float64)
+        return {"mean": (batch[counted].sum(), counted.sum()), "drawn": (drawn.sum(), len(batch))}
+
+
+def measured(task: Sampling, batch_size: int, seed: int = 0) -> dict[str, float]:
+    samples = [torch.tensor(float(number)) for number in range(11)]
+    loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))  # type: ignore[arg-type]
+
+    def as_it_is(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        return batches
+
+    found = evaluate(
+        task, task.model, loader, as_it_is, fp32(WORLD, task.model), WORLD, list(range(11)), batch_size, seed
+    )
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 11, 100])
+def test_each_item_counts_once_whatever_the_batches(batch_size: int) -> None:
+    assert measured(Sampling(), batch_size)["mean"] == pytest.approx(sum(range(4, 11)) / 7, rel=1e-12)
+
+
+def test_the_model_is_back_in_train_mode_and_the_generator_where_it_was() -> None:
+    task = Sampling()
+    task.model.train()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    measured(task, 4)
+    assert task.modes == [False] * 3
+    assert all(module.training for module in task.model.modules())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_metric_that_samples_draws_the_same_each_time_and_other_numbers_with_another_seed() -> None:
+    task = Sampling()
+    torch.manual_seed(1)
+    first = measured(task, 4)["drawn"]
+    torch.manual_seed(2)
+    assert measured(task, 4)["drawn"] == first
+    assert measured(task, 4, seed=1)["drawn"] != first
