@@ -170,9 +170,10 @@ class TrainableRX(Detector):
 
     def explained(self, cubes: Tensor) -> Sum:
         """Return the squares of the selected pixels inside the span of the components, and all of them."""
-        selected = self.selected(cubes)
-        basis = torch.linalg.qr(self.components.T).Q
-        return (selected @ basis).square().sum(), selected.square().sum()
+        with torch.autocast(cubes.device.type, enabled=False):
+            selected = self.selected(cubes)
+            basis = torch.linalg.qr(self.components.T).Q
+            return (selected @ basis).square().sum(), selected.square().sum()
 
     def set_head(self, covariance: Tensor, sample: Tensor) -> Mapping[str, float]:
         logarithms = covariance.diagonal().clamp(min=1e-12).log()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.base.errors import InputMissing
+from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.packages import require
 from runner.base.task import sample_rng
 
@@ -144,8 +144,19 @@ def implant(cube: Array, mask: np.ndarray[Any, np.dtype[np.uint8]], rng: np.rand
 
 
 def photograph_scenes(cache: Path, split: str, num_cubes: int, height: int, width: int, channels: int) -> Scenes:
-    """Return crops of the photographs of a split. Raises InputMissing where scikit-image came without them."""
+    """Return crops of the photographs of a split.
+
+    Raises InputMissing where scikit-image came without them, ConfigError where crops are larger than a photograph.
+    """
     files = [_prepared(cache, name) for name in PHOTOGRAPHS[split]]
+    smallest = np.min([np.load(file, mmap_mode="r").shape[:2] for file in files], axis=0)
+    problems = [
+        Problem(f"must be at most {most}, the size of the smallest photograph, but is {wanted}", f"task.{name}")
+        for name, wanted, most in zip(("height", "width"), (height, width), smallest, strict=True)
+        if wanted > most
+    ]
+    if problems:
+        raise ConfigError(problems)
     return PhotographScenes(files, split, num_cubes, height, width, channels)
 
 

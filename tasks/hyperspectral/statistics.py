@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from runner.base.errors import DataError
 from runner.base.task import Fit, State
 
+from .metrics import UNKNOWN
+
 SAMPLE_SIZE = 8192  # pixels kept; the sigma of a score is then known to about 2 %, see sigma_of_rx
 CANDIDATES = 128  # pixels of each cube that may enter the sample
-ROWS = {"cpu": 4096}  # pixels at once: float64 of 50 channels fit the second-level cache
+ROWS = {"cpu": 2048}  # pixels at once: 50 channels of them fit the second-level cache
 ROWS_ELSEWHERE = 2**20
 NEVER = torch.iinfo(torch.int64).max  # key of an empty place of the sample
 
@@ -28,11 +30,12 @@ class PixelStatistics(Fit):
     nothing of bounded size holds exactly. Each cube offers pixels at places that follow from its index, each with a
     key that follows from index and place (a bijective hash, so no two are alike); the sample is the pixels of the
     smallest keys. The smallest of a union are the smallest of the smallest, so any split and merge gives the same.
-    Source: Chan, Golub, LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+
+    dtype  of the products within a block of pixels, see `moments`
     """
 
-    def __init__(self, channels: int) -> None:
-        self.channels = channels
+    def __init__(self, channels: int, dtype: torch.dtype = torch.float32) -> None:
+        self.channels, self.dtype = channels, dtype
 
     def start(self) -> State:
         zero = torch.zeros((), dtype=torch.float64)
@@ -50,28 +53,20 @@ class PixelStatistics(Fit):
 
     def add(self, model: nn.Module, state: State, batch: Mapping[str, Tensor]) -> tuple[State, int]:
         """Return the state with this batch: cube (B, H, W, C) float32, mask (B, H, W), index (B,)."""
-        cubes, mask = batch["cube"], batch["mask"]
-        pixels = cubes.reshape(-1, self.channels)
-        keys, sample = candidates(cubes.flatten(1, 2), batch["index"])
-        part = moments(pixels) | {
-            "known": (mask < 2).sum().double(),
+        cubes, mask = batch["cube"].flatten(1, 2), batch["mask"]
+        keys, sample = candidates(cubes, batch["index"])
+        part = moments(cubes, self.dtype) | {
+            "known": (mask != UNKNOWN).sum().double(),
             "targets": (mask == 1).sum().double(),
             "keys": keys,
             "sample": sample,
         }
-        return self.merge(state, part), len(pixels)
+        return self.merge(state, part), cubes.shape[0] * cubes.shape[1]
 
     def merge(self, one: State, other: State) -> State:
-        count = one["count"] + other["count"]
-        share = other["count"] / count.clamp(min=1.0)
-        apart = other["mean"] - one["mean"]
         keys, order = torch.cat([one["keys"], other["keys"]]).sort()
-        return {
-            "count": count,
-            "mean": one["mean"] + share * apart,
-            "comoment": one["comoment"] + other["comoment"] + one["count"] * share * torch.outer(apart, apart),
-            "low": torch.minimum(one["low"], other["low"]),
-            "high": torch.maximum(one["high"], other["high"]),
+        return merged(one, other, one["count"], other["count"]) | {
+            "count": one["count"] + other["count"],
             "known": one["known"] + other["known"],
             "targets": one["targets"] + other["targets"],
             "keys": keys[:SAMPLE_SIZE],
@@ -92,26 +87,40 @@ class PixelStatistics(Fit):
         return figures
 
 
-def moments(pixels: Tensor) -> State:
-    """Return count, mean, co-moment, low and high of `pixels` (N, C), float64.
+def moments(cubes: Tensor, dtype: torch.dtype) -> State:
+    """Return count, mean, co-moment, low and high of the pixels of cubes (B, N, C), float64.
 
-    Values are taken relative to the mean of the first rows, so that nothing is lost where the mean is far from zero.
+    dtype  of the differences from about the mean of the cube, and of their products in a block of rows
+
+    The blocks and what is subtracted depend on the cube alone. So even float32, whose products have 7 digits, gives
+    the same whatever cubes are read together; from there on all is float64.
     """
-    rows = ROWS.get(pixels.device.type, ROWS_ELSEWHERE)
-    shift = pixels[:rows].mean(0).double()
-    total = torch.zeros_like(shift)
-    products = torch.zeros(len(shift), len(shift), dtype=torch.float64, device=pixels.device)
+    num_cubes, num_pixels, channels = cubes.shape
+    rows = min(ROWS.get(cubes.device.type, ROWS_ELSEWHERE), num_pixels)
+    room = torch.empty(rows, channels, dtype=dtype, device=cubes.device)
+    parts = [_moments_of_one(cube, room) for cube in cubes]
+    count = torch.tensor(float(num_pixels), dtype=torch.float64, device=cubes.device)
+    total = parts[0]
+    for number, part in enumerate(parts[1:], start=1):
+        total = merged(total, part, count * number, count)
+    return total | {"count": count * num_cubes}
+
+
+def _moments_of_one(pixels: Tensor, room: Tensor) -> State:
+    """Return mean, co-moment, low and high of pixels (N, C); `room` (rows, C) is written over."""
+    shift = pixels[:: max(1, len(pixels) // 256)].mean(0).to(room.dtype)
+    total = torch.zeros(len(shift), dtype=torch.float64, device=pixels.device)
+    products = torch.outer(total, total)
     lows, highs = [], []
-    for part in torch.split(pixels, rows):
-        away = part.double().sub_(shift)
-        total += away.sum(0)
+    for part in torch.split(pixels, len(room)):
+        away = torch.sub(part, shift, out=room[: len(part)])
+        fold = math.gcd(len(part), 64)  # long rows: numpy and torch start once per row
+        total += away.view(-1, fold * len(shift)).sum(0).view(fold, -1).sum(0)
         products += gram(away)
-        fold = math.gcd(len(part), 64)  # long rows: the extremes of 50 channels at once cost more to start than to find
-        wide = part.reshape(-1, fold * len(shift))
+        wide = part.view(-1, fold * len(shift))
         lows.append(wide.amin(0).view(fold, -1).amin(0))
         highs.append(wide.amax(0).view(fold, -1).amax(0))
     return {
-        "count": torch.tensor(float(len(pixels)), dtype=torch.float64, device=pixels.device),
         "mean": shift + total / len(pixels),
         "comoment": products - torch.outer(total, total) / len(pixels),
         "low": torch.stack(lows).amin(0).double(),
@@ -119,16 +128,32 @@ def moments(pixels: Tensor) -> State:
     }
 
 
-def gram(rows: Tensor) -> Tensor:
-    """Return rows^T rows (C, C).
+def merged(one: State, other: State, first: Tensor, second: Tensor) -> State:
+    """Return mean, co-moment, low and high of the pixels of both, of which there are `first` and `second`.
 
-    On a CPU numpy knows that the result is symmetric (syrk) and takes 0.6 of torch's time; see
-    scripts/measure/statistics_pass.py.
+    Source: Chan, Golub, LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+    """
+    share = second / (first + second).clamp(min=1.0)
+    apart = other["mean"] - one["mean"]
+    return {
+        "mean": one["mean"] + share * apart,
+        "comoment": one["comoment"] + other["comoment"] + first * share * torch.outer(apart, apart),
+        "low": torch.minimum(one["low"], other["low"]),
+        "high": torch.maximum(one["high"], other["high"]),
+    }
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Return rows^T rows (C, C) in the precision of the rows, elsewhere than on a CPU in float64.
+
+    On a CPU numpy sees that the result is symmetric (syrk) and takes 0.6 of torch's time for 50 channels. On a GPU
+    float32 could become TF32 or, under autocast, a half precision, which leave three digits.
     """
     if rows.device.type == "cpu":
         array = rows.numpy()
         return torch.from_numpy(array.T @ array)
-    return rows.T @ rows
+    wide = rows.double()
+    return wide.T @ wide
 
 
 def candidates(pixels: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,281 @@
+"""Cubes and masks of hyperspectral: exact, repeatable, split by photograph, and read from files with clear answers."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runner.tasks.hyperspectral import envi, scenes
+from runner.tasks.hyperspectral.data import open_folder
+from runner.tasks.hyperspectral.metrics import UNKNOWN
+from runner.tasks.hyperspectral.scenes import PHOTOGRAPHS, SyntheticScenes, photograph_scenes
+from runner.tasks.hyperspectral.statistics import PixelStatistics
+from runner.tasks.hyperspectral.task import AnomalyTask, build
+
+from runner.base.errors import ConfigError, DataError, InputMissing
+from runner.base.task import Context
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def make(kind: str, cache: Path, split: str = "train", num_cubes: int = 6, channels: int = 24) -> Any:
+    if kind == "synthetic":
+        return SyntheticScenes(split, num_cubes, 40, 48, channels)
+    pytest.importorskip("skimage")
+    return photograph_scenes(cache, split, num_cubes, 40, 48, channels)
+
+
+@pytest.mark.parametrize("kind", ["photographs", "synthetic"])
+def test_a_sample_is_the_same_each_time_alone_or_in_a_batch(kind: str, cache: Path) -> None:
+    data = make(kind, cache)
+    batch = data.__getitems__([3, 1])
+    assert batch["cube"].shape == (2, 40, 48, 24)
+    assert batch["cube"].dtype == torch.float32
+    assert batch["cube"].is_contiguous()
+    assert batch["index"].tolist() == [3, 1]
+    again = make(kind, cache)[1]
+    for name in ("cube", "mask"):
+        assert torch.equal(batch[name][1], again[name])
+    assert not torch.equal(batch["cube"][0], batch["cube"][1])
+    assert not torch.equal(make(kind, cache, "val")[1]["cube"], again["cube"])
+    assert len(pickle.dumps(data)) < 10_000, "data workers get names, not pixels"
+
+
+@pytest.mark.parametrize("kind", ["photographs", "synthetic"])
+def test_a_mask_covers_its_targets_exactly(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make(kind, cache)
+    monkeypatch.setattr(scenes, "NOISE", 0.0)
+    monkeypatch.setattr(scenes, "_decoy_lines", lambda rng: [(-9.0, 1.0), (-9.0, 1.0)])  # decoys absorb nothing
+    whole = data.__getitems__(list(range(6)))
+    monkeypatch.setattr(scenes, "implant", lambda cube, mask, rng: None)
+    bare = data.__getitems__(list(range(6)))
+    changed = (whole["cube"] - bare["cube"]).abs().amax(-1) > 0
+    assert torch.equal(changed, whole["mask"] == 1)
+    assert 0.005 < changed.float().mean() < 0.2
+
+
+def test_targets_always_absorb_at_the_same_wavelengths_and_decoys_elsewhere(cache: Path) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        for at, _ in scenes._decoy_lines(rng):
+            assert all(abs(at - line) > 2 * scenes.LINE_WIDTH for line, _ in scenes.LINES)
+
+
+def test_a_photograph_is_in_one_split_only(cache: Path) -> None:
+    names = [name for split in PHOTOGRAPHS.values() for name in split]
+    assert len(names) == len(set(names)) == 8
+    for split in ("train", "val", "test"):
+        data = make("photographs", cache, split, num_cubes=12)
+        assert {file.stem for file in data.files} == {Path(name).stem for name in PHOTOGRAPHS[split]}
+
+
+def test_photographs_come_from_the_package_and_are_never_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("skimage")
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    monkeypatch.setattr("skimage.data._fetchers._fetch", lambda *_: pytest.fail("asked to fetch"))
+    assert make("photographs", tmp_path)[0]["cube"].isfinite().all()
+    monkeypatch.setitem(scenes.PHOTOGRAPHS, "val", ("no_such.png",))
+    with pytest.raises(InputMissing, match=r"no_such\.png"):
+        make("photographs", tmp_path, "val")
+
+
+def test_filters_are_a_bank_of_smooth_colours(cache: Path) -> None:
+    bank = make("photographs", cache, channels=100).filters()
+    assert bank.shape == (12, 100)
+    np.testing.assert_allclose(bank.sum(0), 1, rtol=1e-5)
+    assert np.abs(np.diff(bank, axis=1)).max() < 0.05
+
+
+def test_cubes_are_made_and_added_up_without_a_loop_over_pixels() -> None:
+    data, fit = SyntheticScenes("train", 10, 128, 128, 50), PixelStatistics(50)
+    data[0]
+    num_calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    sys.setprofile(count)
+    try:
+        fit.add(torch.nn.Identity(), fit.start(), data.__getitems__([1, 2]))
+    finally:
+        sys.setprofile(None)
+    assert num_calls < 128 * 128
+
+
+# Files
+
+
+def write_cubes(folder: Path, count: int = 6, shape: tuple[int, int, int] = (8, 9, 5)) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        np.save(folder / f"cube-{number}.npy", rng.random(shape, dtype=np.float32))
+        np.save(folder / f"cube-{number}_mask.npy", rng.random(shape[:2]) < 0.1)
+    return sorted(folder.glob("cube-?.npy"))
+
+
+def test_a_folder_is_split_by_file(tmp_path: Path) -> None:
+    files = write_cubes(tmp_path, 10)
+    splits = open_folder(tmp_path, None)
+    assert sorted(file for split in splits.values() for file in split.files) == files
+    assert {split: len(data) for split, data in splits.items()} == {"train": 6, "val": 2, "test": 2}
+    sample = splits["val"][1]
+    file = splits["val"].files[1]
+    assert np.array_equal(sample["cube"].numpy(), np.load(file))
+    assert np.array_equal(sample["mask"].numpy(), np.load(file.with_name(f"{file.stem}_mask.npy")))
+
+
+def test_subfolders_are_splits_and_a_cube_without_a_mask_is_unknown(tmp_path: Path) -> None:
+    for split in ("train", "val", "test"):
+        write_cubes(tmp_path / split, 2)
+    (tmp_path / "train" / "cube-1_mask.npy").unlink()
+    splits = open_folder(tmp_path, 5)
+    assert {len(data) for data in splits.values()} == {2}
+    assert splits["train"].has_masks
+    assert (splits["train"][1]["mask"] == UNKNOWN).all()
+
+
+@pytest.mark.parametrize("interleave", ["bsq", "bil", "bip"])
+@pytest.mark.parametrize(("code", "kind"), [(4, "<f4"), (12, ">u2"), (2, "<i2")])
+def test_envi_is_read_in_any_interleave(tmp_path: Path, interleave: str, code: int, kind: str) -> None:
+    cube = np.random.default_rng(0).integers(0, 1000, (4, 5, 6)).astype(kind)
+    axes = {"bsq": (2, 0, 1), "bil": (0, 2, 1), "bip": (0, 1, 2)}[interleave]
+    (tmp_path / "scene.raw").write_bytes(b"head" + cube.transpose(axes).tobytes())
+    (tmp_path / "scene.hdr").write_text(
+        "ENVI\ndescription = {a = b\n over two lines}\nsamples = 5\nlines = 4\nbands   = 6\nheader offset = 4\n"
+        f"data type = {code}\ninterleave = {interleave.upper()}\nbyte order = {int(kind[0] == '>')}\n"
+        "wavelength = {400.0, 500.0,\n 600.0}\n"
+    )
+    assert np.array_equal(envi.open_cube(tmp_path / "scene.hdr"), cube)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "words"),
+    [
+        ("a.npy", b"not an array", DataError, r"a\.npy: is no array"),
+        ("a.npy", None, DataError, r"a\.npy: must be a cube \(H, W, C\).*\(8, 9\)"),
+        ("a.hdr", b"nothing", DataError, r"a\.hdr: is no ENVI header"),
+        ("a.hdr", b"ENVI\nsamples = 3\n", DataError, r"a\.hdr: needs lines"),
+        (
+            "a.hdr",
+            b"ENVI\nsamples=3\nlines=2\nbands=4\ndata type=4\ninterleave=bsq\n",
+            InputMissing,
+            r"a\.hdr has no data beside it",
+        ),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_expected(
+    tmp_path: Path, name: str, content: bytes | None, error: type[Exception], words: str
+) -> None:
+    if content is None:
+        np.save(tmp_path / name, np.zeros((8, 9), dtype=np.float32))
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=words):
+        envi.open_cube(tmp_path / name)
+
+
+def test_envi_data_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.hdr").write_text("ENVI\nsamples=3\nlines=2\nbands=4\ndata type=4\ninterleave=bsq\n")
+    (tmp_path / "a.img").write_bytes(bytes(95))
+    with pytest.raises(DataError, match=r"a\.img: must have 96 bytes for 2 x 3 x 4 float32, but has 95"):
+        envi.open_cube(tmp_path / "a.hdr")
+
+
+def test_cubes_and_masks_of_another_shape_are_refused(tmp_path: Path) -> None:
+    files = write_cubes(tmp_path)
+    with pytest.raises(DataError, match=r"must have 6 channels \(task.channels\), but has 5"):
+        open_folder(tmp_path, 6)
+    splits = open_folder(tmp_path, None)
+    mask = tmp_path / f"{splits['val'].files[0].stem}_mask.npy"
+    np.save(mask, np.zeros((9, 8), dtype=np.uint8))
+    with pytest.raises(DataError, match=r"_mask\.npy: must be a mask \(8, 9\)"):
+        splits["val"][0]
+    np.save(mask, np.full((8, 9), 7, dtype=np.uint8))
+    with pytest.raises(DataError, match="holds 7 to 7"):
+        splits["val"][0]
+    np.save(files[3], np.zeros((8, 9, 4), dtype=np.float32))
+    with pytest.raises(DataError, match=r"\(8, 9, [45]\) as the others, but is \(8, 9, [45]\)"):
+        open_folder(tmp_path, None)
+
+
+def test_a_folder_without_cubes_for_each_split_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputMissing, match="is not a folder"):
+        open_folder(tmp_path / "nowhere", None)
+    write_cubes(tmp_path, 2)
+    with pytest.raises(InputMissing, match="three are the least"):
+        open_folder(tmp_path, None)
+
+
+# The task
+
+
+def fitted(task: AnomalyTask) -> AnomalyTask:
+    fit = task.fits["fit"]
+    train = task.dataset("train")
+    state, _ = fit.add(task.model, fit.start(), train.__getitems__(list(range(len(train)))))
+    fit.finish(task.model, state)
+    return task
+
+
+def test_cubes_without_masks_can_be_scored_but_not_learned_from(tmp_path: Path) -> None:
+    write_cubes(tmp_path)
+    for mask in tmp_path.glob("*_mask.npy"):
+        mask.unlink()
+    task = build(Context(0, tmp_path, tmp_path / "cache"))
+    assert isinstance(task, AnomalyTask)
+    fitted(task).begin_phase("fit")
+    with pytest.raises(InputMissing, match="epochs=0"):
+        task.begin_phase("train")
+    assert task.baselines() == {}
+    with torch.no_grad():
+        assert set(task.evaluate(task.model, task.dataset("val").__getitems__([0]))) == {"explained_variance"}
+        (prediction,) = task.predict(task.model, torch.Generator())
+    assert "of the pixels are above 0" in prediction.text
+    other = build(Context(0, tmp_path, tmp_path / "cache"), head="svdd")
+    other.begin_phase("train")
+
+
+def test_settings_of_made_cubes_are_refused_beside_a_path(tmp_path: Path) -> None:
+    write_cubes(tmp_path)
+    with pytest.raises(ConfigError, match=r"task\.height"):
+        build(Context(0, tmp_path, tmp_path), height=5)
+
+
+@pytest.mark.parametrize("pictures", [True, False])
+def test_inference_writes_maps_of_test_cubes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pictures: bool) -> None:
+    if pictures:
+        pytest.importorskip("matplotlib")
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    task = build(Context(0, None, tmp_path), data="synthetic", num_cubes=8, height=20, width=24, channels=12)
+    assert isinstance(task, AnomalyTask)
+    fitted(task)
+    with torch.no_grad():
+        first, last = task.predict(task.model, torch.Generator(), samples=2)
+        expected = task.model(task.dataset("test")[1]["cube"])[0]
+    score = last.files["score-0001.npy"]
+    assert isinstance(score, np.ndarray)
+    np.testing.assert_allclose(score, expected.numpy(), rtol=1e-5, atol=1e-5)
+    assert first.items == 480
+    assert "auroc" in first.text
+    if pictures:
+        assert str(last.files["score-0001.png"])[2:8] == "\\x89PN"
+        assert list(last.plots) == ["maps.png"]
+        assert not first.plots
+    else:
+        assert "extra plots" in first.text
+        assert "extra plots" not in last.text
+        assert list(last.files) == ["score-0001.npy"]

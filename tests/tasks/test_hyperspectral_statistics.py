@@ -1,0 +1,222 @@
+"""Phase 1 of hyperspectral: one pass, mergeable, of bounded memory, and equal to what numpy finds with all pixels."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runner.tasks.hyperspectral.model import DeepSVDD, TrainableRX, principal
+from runner.tasks.hyperspectral.statistics import CANDIDATES, NEVER, SAMPLE_SIZE, PixelStatistics, mixed
+from torch import Tensor
+
+from runner.base.errors import DataError
+from runner.base.task import State
+
+CHANNELS = 7
+
+
+def make_batch(num_cubes: int = 10, height: int = 9, width: int = 11, offset: float = 0.0) -> dict[str, Tensor]:
+    """Return correlated spectra of very different spread per channel."""
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.randn(CHANNELS, CHANNELS, generator=generator) * torch.logspace(0, -2, CHANNELS)
+    cube = torch.randn(num_cubes, height, width, CHANNELS, generator=generator) @ basis + offset
+    mask = (torch.rand(num_cubes, height, width, generator=generator) < 0.1).to(torch.uint8)
+    mask[:, 0] = 255
+    return {"cube": cube, "mask": mask, "index": torch.arange(num_cubes)}
+
+
+def rows_of(batch: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
+    return {name: values[rows] for name, values in batch.items()}
+
+
+def gathered(fit: PixelStatistics, *batches: dict[str, Tensor]) -> State:
+    state = fit.start()
+    for batch in batches:
+        state, items = fit.add(torch.nn.Identity(), state, batch)
+        assert items == batch["mask"].numel()
+    return state
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_parts_merged_in_any_order_give_the_statistics_of_one_pass(
+    num_parts: int, offset: float, dtype: torch.dtype
+) -> None:
+    batch, fit = make_batch(offset=offset), PixelStatistics(CHANNELS, dtype)
+    whole = gathered(fit, batch)
+    rows = list(range(len(batch["cube"])))
+    parts = [gathered(fit, *(rows_of(batch, [row]) for row in rows[part::num_parts])) for part in range(num_parts)]
+    for order in itertools.islice(itertools.permutations(parts), 0, None, 7):
+        state = fit.start()
+        for part in order:
+            state = fit.merge(state, part)
+        for name in ("count", "known", "targets", "low", "high", "keys", "sample"):
+            assert torch.equal(state[name], whole[name]), name
+        for name in ("mean", "comoment"):
+            torch.testing.assert_close(
+                state[name], whole[name], rtol=1e-12, atol=1e-12 * float(whole[name].abs().max())
+            )
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_the_pass_finds_what_numpy_finds_with_all_pixels_at_once(dtype: torch.dtype, digits: float) -> None:
+    batch = make_batch(offset=3.0)
+    state = gathered(PixelStatistics(CHANNELS, dtype), rows_of(batch, [4, 1, 0]), rows_of(batch, [2, 3, 5, 6, 7, 8, 9]))
+    pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
+    covariance = np.cov(pixels.T, bias=True)
+    assert state["count"] == len(pixels)
+    np.testing.assert_allclose(state["mean"], pixels.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(state["comoment"] / state["count"], covariance, rtol=0, atol=digits * covariance.max())
+    np.testing.assert_array_equal(state["low"], pixels.min(0))
+    np.testing.assert_array_equal(state["high"], pixels.max(0))
+    assert state["known"] == (batch["mask"] != 255).sum()
+    assert state["targets"] == (batch["mask"] == 1).sum()
+
+
+def test_the_state_does_not_grow_and_no_array_of_all_pixels_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit, largest = PixelStatistics(CHANNELS), 0
+    join = torch.cat
+
+    def watched(parts: Any, *more: Any, **options: Any) -> Tensor:
+        nonlocal largest
+        found = join(parts, *more, **options)
+        largest = max(largest, len(found))
+        return found
+
+    monkeypatch.setattr(torch, "cat", watched)
+    sizes = set()
+    for num_cubes in (1, 10, 100):
+        state = gathered(fit, *(rows_of(make_batch(num_cubes), [row]) for row in range(num_cubes)))
+        sizes.add(sum(value.numel() for value in state.values()))
+    assert len(sizes) == 1
+    assert largest == SAMPLE_SIZE + CANDIDATES < 100 * 99
+
+
+def test_every_pixel_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.tasks.hyperspectral import statistics
+
+    seen = []
+    gram = statistics.gram
+
+    def watched(rows: Tensor) -> Tensor:
+        seen.append(len(rows))
+        return gram(rows)
+
+    monkeypatch.setattr(statistics, "gram", watched)
+    batch = make_batch(height=50, width=90)  # 4500 pixels: two whole blocks and a part
+    state = gathered(PixelStatistics(CHANNELS), batch)
+    assert sum(seen) == batch["mask"].numel() == state["count"]
+    assert len(seen) == 30, "blocks, not pixels"
+
+
+def test_the_sample_is_pixels_of_the_data_spread_over_the_cubes() -> None:
+    batch = make_batch(num_cubes=100)
+    batch["cube"][..., 0] = batch["index"][:, None, None].float()
+    state = gathered(PixelStatistics(CHANNELS), batch)
+    assert (state["keys"] < NEVER).all()
+    assert (state["keys"].diff() > 0).all()
+    per_cube = torch.bincount(state["sample"][:, 0].long(), minlength=100)
+    assert per_cube.min() > 40
+    assert per_cube.max() <= CANDIDATES
+
+
+def test_the_hash_has_no_two_alike_and_spreads() -> None:
+    keys = mixed(torch.arange(100_000))
+    assert len(keys.unique()) == 100_000
+    assert (keys > 0).double().mean().item() == pytest.approx(0.5, abs=0.01)
+    # splitmix64 of seed 0: published first value
+    assert mixed(torch.tensor([0])).item() == 0xE220A8397B1DCDAF - 2**64
+
+
+def fitted(model: Any, batch: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Any:
+    fit = PixelStatistics(CHANNELS, dtype)
+    fit.finish(model, gathered(fit, batch))
+    return model
+
+
+def test_the_components_are_the_eigenvectors_that_numpy_finds() -> None:
+    batch = make_batch()
+    model = fitted(TrainableRX(CHANNELS, 3), batch)
+    pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
+    normal = (pixels - pixels.min(0)) / np.ptp(pixels, axis=0)
+    gate = CHANNELS * model.selection().detach().double().numpy()
+    values, vectors = np.linalg.eig(np.cov((normal * gate).T, bias=True))
+    order = np.argsort(values)[::-1][:3]
+    cosines = np.abs((model.components.detach().numpy() * vectors[:, order].T).sum(1))
+    np.testing.assert_allclose(cosines, 1, atol=1e-5)
+    np.testing.assert_allclose(model.scale.numpy() ** -2.0, values[order], rtol=1e-4)
+    with torch.no_grad():
+        explained, whole = model.explained(batch["cube"])
+    assert float(explained / whole) == pytest.approx(values[order].sum() / values.sum(), rel=1e-5)
+
+
+def test_rx_is_the_squared_mahalanobis_distance_of_numpy() -> None:
+    batch = make_batch(offset=2.0)
+    model = fitted(TrainableRX(CHANNELS, 3), batch)
+    pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
+    away = pixels - pixels.mean(0)
+    expected = np.einsum("nc,cd,nd->n", away, np.linalg.inv(np.cov(pixels.T, bias=True)), away)
+    found = model.rx(batch["cube"]).reshape(-1).numpy()
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
+    assert expected.mean() == pytest.approx(CHANNELS)
+    # 1280 sampled pixels: the error of a standard deviation is about 3 % there
+    assert float(model.sigma) == pytest.approx(expected.std(), rel=0.1)
+    assert float(model.threshold) == pytest.approx(CHANNELS + 2 * float(model.sigma))
+
+
+def test_after_phase_1_the_model_is_rx() -> None:
+    batch = make_batch()
+    model = fitted(TrainableRX(CHANNELS, 3), batch)
+    logits, _ = model(batch["cube"])
+    torch.testing.assert_close(logits, model.rx_logit(batch["cube"]), rtol=1e-3, atol=1e-3)
+    found = (logits > 0).float().mean().item()
+    assert 0 < found < 0.1
+
+
+def test_the_selector_starts_from_the_variances_and_pos_weight_from_the_masks() -> None:
+    batch = make_batch()
+    model = fitted(TrainableRX(CHANNELS, 3), batch)
+    pixels = batch["cube"].reshape(-1, CHANNELS)
+    variances = (pixels / (pixels.amax(0) - pixels.amin(0))).var(0)
+    assert torch.equal(model.selector.argsort(), variances.argsort())
+    targets, background = (batch["mask"] == 1).sum(), (batch["mask"] == 0).sum()
+    assert float(model.pos_weight) == pytest.approx(float(background / targets))
+
+
+def test_deep_svdd_starts_with_its_share_of_pixels_outside_the_sphere() -> None:
+    torch.manual_seed(0)
+    batch = make_batch()
+    model = fitted(DeepSVDD(CHANNELS), batch)
+    logits, _ = model(batch["cube"])
+    assert (logits > 0).float().mean().item() == pytest.approx(0.05, abs=0.02)
+
+
+def test_a_dead_channel_and_a_repeated_one_do_no_harm() -> None:
+    batch = make_batch()
+    batch["cube"][..., 2] = 5.0
+    batch["cube"][..., 3] = batch["cube"][..., 4]
+    model = fitted(TrainableRX(CHANNELS, 3), batch)
+    logits, penalties = model(batch["cube"])
+    assert torch.isfinite(logits).all()
+    assert torch.isfinite(penalties).all()
+
+
+def test_variances_come_largest_first() -> None:
+    values, vectors = principal(torch.diag(torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64)))
+    assert values.tolist() == pytest.approx([3.0, 1.0, 3e-9])
+    assert vectors.abs().argmax(0).tolist() == [1, 0, 2]
+
+
+def test_too_few_pixels_and_infinite_values_are_refused() -> None:
+    fit, batch = PixelStatistics(CHANNELS), make_batch()
+    few = {name: values[:1, ..., :2, :2] if name == "mask" else values[:1] for name, values in batch.items()}
+    few["cube"] = batch["cube"][:1, :2, :2]
+    with pytest.raises(DataError, match="more than 7 pixels, but holds 4"):
+        fit.finish(TrainableRX(CHANNELS, 3), gathered(fit, few))
+    batch["cube"][3, 2, 1, 0] = float("nan")
+    with pytest.raises(DataError, match="finite"):
+        fit.finish(TrainableRX(CHANNELS, 3), gathered(fit, batch))
