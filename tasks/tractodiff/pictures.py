@@ -11,29 +11,42 @@ from runner.base.packages import require
 from runner.base.picture import new_figure, png
 
 Array = np.ndarray[Any, Any]
-VIEWS = {"from the left and front": (18, 150), "from above": (90, -90)}  # elevation and azimuth in degrees
+# name -> elevation and azimuth in degrees, and whether the upward axis is seen end on
+VIEWS = {"from the right and front": (20, 35, False), "from above": (90, -90, True)}
 MOST = 400  # streamlines in one view; more hide each other
 
 
 def side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
     """Return a PNG: one column per set of lines (n, 3) in RAS mm, one row per view, all in the same box."""
-    collection = require("mpl_toolkits.mplot3d.art3d", "plots").Line3DCollection
-    require("mpl_toolkits.mplot3d", "plots")  # makes the projection known
-    figure = new_figure(4.8 * len(sets), 9.2)
+    collection = require("mpl_toolkits.mplot3d.art3d", "plots").Line3DCollection  # importing it registers "3d"
+    figure = new_figure(4.9 * len(sets), 9.0)
     points = np.concatenate([line for lines in sets.values() for line in lines])
     low, high = points.min(axis=0), points.max(axis=0)
-    for row, (view, (elevation, azimuth)) in enumerate(VIEWS.items()):
-        for column, (name, lines) in enumerate(sets.items()):
-            axes = figure.add_subplot(len(VIEWS), len(sets), row * len(sets) + column + 1, projection="3d")
-            shown = [lines[i] for i in np.linspace(0, len(lines) - 1, min(MOST, len(lines))).astype(int)]
-            segments = np.concatenate([np.stack([line[:-1], line[1:]], axis=1) for line in shown])
-            steps = np.abs(np.diff(segments, axis=1)[:, 0])
-            colours = steps / np.maximum(steps.max(axis=1, keepdims=True), 1e-6)
-            axes.add_collection3d(collection(segments, colors=0.9 * colours, linewidths=0.9, alpha=0.7))
+    number = 0
+    for view, (elevation, azimuth, end_on) in VIEWS.items():
+        for name, lines in sets.items():
+            number += 1
+            axes = figure.add_subplot(len(VIEWS), len(sets), number, projection="3d", proj_type="ortho")
+            segments, colours = _coloured(lines)
+            axes.add_collection3d(collection(segments, colors=colours, linewidths=1.1, alpha=0.75))
             axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), zlim=(low[2], high[2]))
-            axes.set_box_aspect(np.maximum(high - low, 1e-3))
-            axes.view_init(elevation, azimuth)
             axes.set(xlabel="right (mm)", ylabel="front (mm)", zlabel="up (mm)")
-            axes.set_title(f"{name}, {view}\n{len(lines)} streamlines", fontsize=10)
-    figure.suptitle(f"{title}\nred: left and right, green: back and front, blue: down and up", fontsize=11)
+            axes.set_box_aspect(np.maximum(high - low, 1e-3), zoom=0.95)
+            axes.view_init(elevation, azimuth)
+            for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
+                axis.set_pane_color((0.97, 0.97, 0.97))
+                axis.get_major_locator().set_params(nbins=4)
+                axis.set_tick_params(labelsize=8)
+            if end_on:  # its ticks would lie on each other
+                axes.set(zticks=[], zlabel="")
+            axes.set_title(f"{len(lines)} {name}, {view}", fontsize=10)
+    figure.suptitle(f"{title}\ndirections: red to the side, green to the front, blue upwards", fontsize=11)
     return png(figure)
+
+
+def _coloured(lines: Sequence[Array]) -> tuple[Array, Array]:
+    """Return the segments (n, 2, 3) of at most 400 lines, spread evenly, and their colours (n, 3)."""
+    shown = [lines[i] for i in np.linspace(0, len(lines) - 1, min(MOST, len(lines))).astype(int)]
+    segments = np.concatenate([np.stack([line[:-1], line[1:]], axis=1) for line in shown])
+    steps = np.abs(segments[:, 1] - segments[:, 0])
+    return segments, 0.85 * steps / np.maximum(steps.max(axis=1, keepdims=True), 1e-6)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from runner.base.values import Positive, PositiveInt
 from .data import Batch, Pieces, Tracts, prepare
 from .fields import Fields
 from .growing import Drawing, grow, pieces
-from .lines import evenly, length, mdf, trk
+from .lines import Array, evenly, length, mdf, trk
 from .model import NUM_POINTS, Shape, StreamlineDiffusion
 
 SETTINGS = {
@@ -135,12 +134,15 @@ class TractoDiff(Task):
         generator: torch.Generator,
         *,
         seeds: PositiveInt = 200,
+        seeds_from: Literal["streamlines", "mask"] = "streamlines",
         advance: PositiveInt = 8,
         max_points: PositiveInt = 100,
     ) -> Iterator[Prediction]:
         """Yield the streamlines grown in each held-out subject, as .trk, with figures and a picture.
 
-        seeds       streamlines per subject; they start anywhere in the mask
+        seeds       streamlines per subject
+        seeds_from  streamlines: points of held-out streamlines, with which the grown ones are compared; mask: anywhere
+                    in the mask
         advance     points kept of each piece of 16 before the next one is drawn
         max_points  most points on each side of a seed
         """
@@ -155,11 +157,17 @@ class TractoDiff(Task):
                 of = torch.full((len(points),), subject, device=points.device)
                 return mask.sample(points, of)[:, 0] >= 0.5
 
-            start = self._seeds(mask, subject, seeds, generator)
+            real = self.tracts.streamlines("val", subject)
+            if seeds_from == "mask":
+                partners = None
+                start = self._in_mask(mask, subject, seeds, generator)
+            else:
+                partners = torch.randint(len(real), (seeds,), generator=generator, device=generator.device).tolist()
+                share = torch.rand(seeds, generator=generator, device=generator.device).tolist()
+                start = torch.stack([real[i][int(s * len(real[i]))] for i, s in zip(partners, share, strict=True)])
             draw = Drawing(model, self.model, fields, subject, generator)
-            grown = grow(draw, inside, start, advance=advance, max_points=max_points)
-            lines = [line.cpu().numpy() for line in grown if len(line) > 1]
-            yield self._prediction(subject, seeds, lines, draw.count)
+            grown = grow(draw, inside, start.to(generator.device), advance=advance, max_points=max_points)
+            yield self._prediction(subject, [line.cpu().numpy() for line in grown], real, partners, draw.count)
 
     def _measured(self, points: Tensor, batch: Batch) -> dict[str, Sum]:
         inside = self._inside(points, batch)
@@ -174,7 +182,7 @@ class TractoDiff(Task):
         at = (points + batch["start"][:, None]).flatten(0, 1)
         return self._mask.sample(at, batch["subject"].repeat_interleave(points.shape[1])).view(points.shape[:2])
 
-    def _seeds(self, mask: Fields, subject: int, count: int, generator: torch.Generator) -> Tensor:
+    def _in_mask(self, mask: Fields, subject: int, count: int, generator: torch.Generator) -> Tensor:
         """Return points (N, 3) anywhere in voxels of the mask."""
         device = generator.device
         voxels = mask.image(subject)[..., 0].nonzero()
@@ -183,27 +191,39 @@ class TractoDiff(Task):
         affine = torch.as_tensor(self.tracts.affines[subject], dtype=torch.float32, device=device)
         return within @ affine[:3, :3].T + affine[:3, 3]
 
-    def _prediction(self, subject: int, seeds: int, lines: list[Any], items: int) -> Prediction:
+    def _prediction(
+        self, subject: int, grown: list[Array], known: list[Tensor], partners: list[int] | None, items: int
+    ) -> Prediction:
+        """Return what is written about a subject.
+
+        grown     a line (n, 3) for each seed, of one point where nothing grew
+        partners  for each seed the number of the known line that it lies on, or None
+        """
         name = self.tracts.names[subject]
-        real = [line.numpy() for line in self.tracts.streamlines("val", subject)]
-        shape = self.tracts.fields.shapes[subject].tolist()
-        figures = {
+        lines, real = [line for line in grown if len(line) > 1], [line.numpy() for line in known]
+        figures: dict[str, object] = {
             "subject": name,
-            "seeds": seeds,
+            "seeds": len(grown),
             "streamlines": len(lines),
-            "mean_length_mm": float(np.mean([length(line) for line in lines])) if lines else 0.0,
+            "mean_length_mm": _mean([length(line) for line in lines]),
             "real_streamlines": len(real),
-            "real_mean_length_mm": float(np.mean([length(line) for line in real])),
-            "mdf_to_nearest_real_mm": _nearest(lines, real),
-        }
-        files: dict[str, Content] = {
-            f"{name}.trk": trk(lines, self.tracts.affines[subject], shape),
-            f"{name}.json": json.dumps(figures, indent=2) + "\n",
+            "real_mean_length_mm": _mean([length(line) for line in real]),
         }
         text = (
-            f"{name}: {len(lines)} streamlines from {seeds} seeds, {figures['mean_length_mm']:.1f} mm long in the mean"
+            f"{name}: {len(lines)} streamlines from {len(grown)} seeds, {figures['mean_length_mm']:.1f} mm long in the mean"
             f" (held-out ones: {figures['real_mean_length_mm']:.1f} mm)"
         )
+        if partners is not None:
+            pairs = [(line, real[partner]) for line, partner in zip(grown, partners, strict=True) if len(line) > 1]
+            distances = [float(mdf(*(torch.from_numpy(evenly(line, 12)) for line in pair))) for pair in pairs]
+            figures["mdf_to_real_through_seed_mm"] = _mean(distances)
+            text += f"; {_mean(distances):.2f} mm (MDF) from the held-out one through the same seed"
+        files: dict[str, Content] = {
+            f"{name}.trk": trk(lines, self.tracts.affines[subject], self.tracts.fields.shapes[subject].tolist()),
+            f"{name}.json": json.dumps(figures, indent=2) + "\n",
+        }
+        if not lines:
+            return Prediction(files, text, items)
         if importlib.util.find_spec("matplotlib") is None:
             return Prediction(files, f'{text}\npictures need the extra "plots"', items)
         from .pictures import side_by_side
@@ -212,12 +232,9 @@ class TractoDiff(Task):
         return Prediction(files, text, items, {f"{name}.png": picture})
 
 
-def _nearest(lines: list[Any], real: list[Any]) -> float | None:
-    """Return the mean over `lines` of the MDF to the nearest of `real` in mm, 12 points each; None without lines."""
-    if not lines:
-        return None
-    one, other = (torch.from_numpy(np.stack([evenly(line, 12) for line in each])).float() for each in (lines, real))
-    return float(torch.stack([mdf(line, other).min() for line in one]).mean())
+def _mean(values: list[float]) -> float:
+    """Return the mean, 0 of nothing."""
+    return sum(values) / max(1, len(values))
 
 
 SHAPES: Mapping[str, Shape] = {
