@@ -344,7 +344,7 @@ def _noted(
             continue
         reason = why_not(name, query.shape, dtype, device, masked=masked, dropout=dropout_p, training=training)
         off = "" if enabled() else "switched off by the choice of attention"
-        refusals[name] = reason or off or f"nothing speaks against it, but torch took {kernel} first"
+        refusals[name] = reason or off or f"could run, but torch took {kernel} first"
     kind = _kind(dtype, query.shape[-2], key.shape[-2])
     return AttentionCall(
         kind, tuple(query.shape), key.shape[-2], dtype, masked, is_causal, dropout_p, training, kernel, refusals

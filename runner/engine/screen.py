@@ -170,7 +170,7 @@ class Screen:
         before, after = run.state_bytes
         if after < before:
             notes.append(f"optimizer state {after / 2**20:.1f} MiB instead of {before / 2**20:.1f} MiB")
-        baselines = {f"val/{name}": value for name, value in run.parts.task.baselines().items()}
+        baselines = run.baselines
         others = [f"{name} {value:.4g}" for name, value in baselines.items() if name not in outcome.metrics]
         notes += [f"baselines: {', '.join(others)}"] if others else []
         text = end_summary(

@@ -125,7 +125,7 @@ def _train(
         record |= {
             "update": outcome.update,
             "metrics": dict(outcome.metrics),
-            "baselines": {f"val/{name}": value for name, value in run.parts.task.baselines().items()},
+            "baselines": run.baselines,
             "phases": {name: dataclasses.asdict(phase) for name, phase in run.records.items()},
         }
         screen.report_end(run, outcome)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,11 @@ class TrainingRun:
     last_row: Row = field(default_factory=dict)
     state_bytes: tuple[int, int] = (0, 0)  # of the last optimizer: expected, real
 
+    @cached_property
+    def baselines(self) -> dict[str, float]:
+        """What a trivial model reaches, by the metric of the evaluation beside which it is shown."""
+        return {f"val/{name}": value for name, value in self.parts.task.baselines().items()}
+
     @property
     def num_skipped(self) -> int:
         """Updates that were skipped because a number overflowed."""
@@ -140,7 +146,6 @@ class TrainingRun:
                 self._begin_after(start)
                 start = None
         for planned in phases:
-            self.parts.task.begin_phase(planned.name)
             phase = Phase(self, planned, start)
             start = None
             try:
@@ -227,6 +232,7 @@ class Phase:
         self.run_, self.name, self.planned = run, planned.name, planned
         plan, parts = run.plan, run.parts
         self.observers, self.clock = run.observers, run.clock
+        parts.task.begin_phase(self.name)
         fetcher = parts.fetcher("train")
         self.order = Order(
             num_samples=len(fetcher),

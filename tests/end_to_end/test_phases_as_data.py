@@ -254,6 +254,23 @@ def test_slips(words: list[str], code: int, text: str, server: ForkServer, tmp_p
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize("micro", [1, 2, 10])
+def test_statistics_do_not_depend_on_the_micro_batch(
+    micro: int, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
+) -> None:
+    ended = train(server, tmp_path, "phases=[statistics]", f"phase.statistics.micro_batch_size={micro}")
+    assert ended.code == 0, ended.err
+    wanted = weights(whole[0], STATISTICS)["mean"]
+    assert torch.allclose(weights(tmp_path, STATISTICS)["mean"], wanted, rtol=1e-12, atol=0)
+
+
+def test_precision_is_the_same_in_each_phase(server: ForkServer, tmp_path: Path) -> None:
+    ended = train(server, tmp_path, "precision=fp16", "precision.init_scale=8", "updates=2")
+    assert ended.code == 0, ended.err
+    scaled = {row["phase"] for row in rows(tmp_path) if row.get("precision/loss_scale") == 8 and "lr" in row}
+    assert scaled == {"pretrain", "adapter", "patient"}
+
+
 def test_a_parameter_that_gets_no_gradient_is_named(server: ForkServer, tmp_path: Path) -> None:
     ended = train(server, tmp_path, "task.unused=true", "phases=[pretrain]", "updates=2")
     assert ended.code == 0, ended.err
