@@ -146,12 +146,12 @@ class Dynamo(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens (N, T) to states (N, T, C): pre-norm blocks, learned positions; padding is not attended to."""
+    """Tokens (N, T) to states (N, T, C): pre-norm blocks, rotary positions; padding is not attended to."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab_size, shape.width)
-        self.positions = nn.Embedding(shape.max_length, shape.width)
+        self.head_width = shape.width // shape.num_heads
         self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.width)
         self.apply(_draw_weights)
@@ -167,10 +167,11 @@ class Encoder(nn.Module):
         weights: Tensor | None = None,
     ) -> Tensor:
         """Return the states; `adapters`, one mapping for each block, act with `weights` (N, E)."""
-        x = self.embedding(source) + self.positions.weight[: source.shape[1]]
+        x = self.embedding(source)
+        turn = rotation(source.shape[1], self.head_width, source.device)
         mask = real[:, None, None, :]
         for i, block in enumerate(self.blocks):
-            x = block(x, mask, None if adapters is None else adapters[i], weights)
+            x = block(x, turn, mask, None if adapters is None else adapters[i], weights)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -188,7 +189,12 @@ class Block(nn.Module):
         self.mlp = FeedForward(shape.width)
 
     def forward(
-        self, x: Tensor, mask: Tensor, adapters: Mapping[str, nn.Module] | nn.Module | None, weights: Tensor | None
+        self,
+        x: Tensor,
+        turn: Tensor,
+        mask: Tensor,
+        adapters: Mapping[str, nn.Module] | nn.Module | None,
+        weights: Tensor | None,
     ) -> Tensor:
         def projected(targets: str, inputs: Tensor) -> list[Tensor]:
             results: list[Tensor] = [getattr(self, target)(inputs) for target in targets]
@@ -201,7 +207,7 @@ class Block(nn.Module):
         B, T, C = x.shape
         projections = projected("qkv", self.attention_norm(x))
         q, k, v = (projection.view(B, T, self.num_heads, -1).transpose(1, 2) for projection in projections)
-        y = F.scaled_dot_product_attention(q, k, v, mask)
+        y = F.scaled_dot_product_attention(turned(q, turn), turned(k, turn), v, mask)
         x = x + projected("o", y.transpose(1, 2).reshape(B, T, C))[0]
         transformed: Tensor = self.mlp(self.mlp_norm(x))
         return x + transformed
@@ -288,16 +294,25 @@ class Classifier(nn.Module):
 
 
 class Spans(nn.Module):
-    """States (N, T, C) to logits (N, 2, T) of where the answer starts and of where it ends; none on padding."""
+    """States (N, T, C) to logits (N, 2, T) of where the answer starts and of where it ends; none on padding.
+
+    What is asked for is a weighted mean of the states; it is compared with each token and its four neighbours.
+    Source: Chen et al., Reading Wikipedia to Answer Open-Domain Questions, ACL 2017, section 3.2.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(shape.width, shape.width), nn.GELU(), nn.Linear(shape.width, 2, bias=False)
-        )
+        self.asked = nn.Linear(shape.width, 1, bias=False)
+        self.query = nn.Linear(shape.width, 2 * shape.width)
+        self.keys = nn.Conv1d(shape.width, 2 * shape.width, kernel_size=5, padding=2, bias=False)
+        self.apply(_draw_weights)
 
     def forward(self, states: Tensor, real: Tensor) -> Tensor:
-        logits: Tensor = self.layers(states).float().transpose(1, 2)
+        B, T, C = states.shape
+        share = self.asked(states)[:, :, 0].float().masked_fill(~real, float("-inf")).softmax(dim=-1)
+        query = self.query(torch.einsum("nt,ntc->nc", share.to(states.dtype), states)).view(B, 2, 1, C)
+        keys = self.keys((states * real[:, :, None]).transpose(1, 2)).view(B, 2, C, T)
+        logits: Tensor = (query @ keys)[:, :, 0].float() / math.sqrt(C)
         return logits.masked_fill(~real[:, None], float("-inf"))
 
 
@@ -327,7 +342,9 @@ class Decoder(nn.Module):
         self.transform = nn.Linear(shape.width, shape.width)
         self.bias = nn.Parameter(torch.zeros(shape.vocab_size))
         self.pointer = nn.Linear(shape.width, shape.width)
-        self.pointed = nn.Linear(shape.width, shape.width, bias=False)  # a bias would move all scores alike
+        # Each token is found by its state and by the token before it, which is what was just written when copying
+        # goes on. A bias would move all scores alike.
+        self.pointed = nn.Linear(2 * shape.width, shape.width, bias=False)
         self.gate = nn.Linear(shape.width, 1)
         self.apply(_draw_weights)
 
@@ -338,7 +355,9 @@ class Decoder(nn.Module):
             x = block(x, memory.states, memory.real[:, None, None, :])
         x = self.norm(x)
         words = F.linear(self.transform(x), memory.embedding, self.bias).float().softmax(dim=-1)
-        scores = self.pointer(x) @ self.pointed(memory.states).transpose(1, 2) / math.sqrt(x.shape[-1])
+        previous = F.embedding(F.pad(memory.source[:, :-1], (1, 0), value=BEGIN), memory.embedding)
+        found_by = self.pointed(torch.cat([memory.states, previous], dim=-1))
+        scores = self.pointer(x) @ found_by.transpose(1, 2) / math.sqrt(x.shape[-1])
         attention = scores.float().masked_fill(~memory.real[:, None], float("-inf")).softmax(dim=-1)
         own = self.gate(x).float().sigmoid()
         copies = memory.source[:, None].expand(-1, x.shape[1], -1)
@@ -396,6 +415,23 @@ class FeedForward(nn.Module):
         return transformed
 
 
+def rotation(length: int, width: int, device: torch.device) -> Tensor:
+    """Return the angles (T, D / 2) by which the pairs of a head of width D turn at each position, as cosine and sine.
+
+    Source: Su et al., RoFormer, 2021, section 3.2.2.
+    """
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2, device=device) / width)
+    angles = torch.arange(length, device=device)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def turned(x: Tensor, turn: Tensor) -> Tensor:
+    """Return x (N, H, T, D) with its pairs turned, so that products depend on distances."""
+    cosine, sine = turn.to(x.dtype)
+    one, other = x.chunk(2, dim=-1)
+    return torch.cat([one * cosine - other * sine, one * sine + other * cosine], dim=-1)
+
+
 def pooled(states: Tensor, real: Tensor) -> Tensor:
     """Return the mean (N, C) of the states (N, T, C) that are `real` (N, T)."""
     share = real / real.sum(dim=1, keepdim=True)
@@ -403,7 +439,7 @@ def pooled(states: Tensor, real: Tensor) -> Tensor:
 
 
 def _draw_weights(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
+    if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)

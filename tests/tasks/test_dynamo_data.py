@@ -1,0 +1,291 @@
+"""Records say what they claim, splits share nothing, and positions of characters become positions of tokens exactly."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runner.tasks.dynamo import text
+from runner.tasks.dynamo.data import (
+    GENERATION,
+    IGNORED,
+    Corpus,
+    MaskedTexts,
+    Rounds,
+    open_corpus,
+    read_records,
+    source_of,
+    target_of,
+    token_span,
+)
+from runner.tasks.dynamo.text import REQUESTS, SPLITS, TASKS, postfix, records_of, without_giveaways
+from runner.tasks.dynamo.tokenizer import BEGIN, END, MASK, PAD, Tokenizer, learn_pieces
+
+from runner.base.errors import DataError, InputMissing
+
+LIMITS = {"vocab_size": 2048, "max_length": 72, "max_target_length": 28}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """The standard library's own records."""
+    return open_corpus(None, tmp_path_factory.mktemp("cache"), **LIMITS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two small records of each task in each split."""
+    records: dict[str, list[Any]] = {
+        "classification": [{"text": "Add two.", "label": "function"}, {"text": "A thing.", "label": "class"}],
+        "qa": [{"question": "x?", "context": "def f(x=12): ...", "answer": "12", "start": 8}] * 2,
+        **{task: [{"source": "a + b", "target": "a b +"}] * 2 for task in GENERATION},
+    }
+    for task, own in records.items():
+        for name in SPLITS.values():
+            file = tmp_path / "data" / task / f"{name}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(own))
+    return tmp_path / "data"
+
+
+# Tokens
+
+
+@pytest.mark.parametrize(
+    "words", ["def f(x, *, y=-1):\n    return 'a_b'", "Zürich — 東京\t\r\n  ²٣ x\u00a0y", "", "   "]
+)
+def test_any_text_comes_back_from_its_tokens(words: str, corpus: Corpus) -> None:
+    for tokenizer in (corpus.tokenizer, Tokenizer([])):
+        assert tokenizer.decode([*tokenizer.encode(words), END, 300]) == words
+        assert tokenizer.encode_with_offsets(words)[0] == tokenizer.encode(words)
+
+
+def test_offsets_are_the_characters_of_a_token_without_the_space_before_it(corpus: Corpus) -> None:
+    for words in ("def  f(x = None, y='utf-8'):\n    pass", "über das Maß"):
+        tokens, offsets = corpus.tokenizer.encode_with_offsets(words)
+        for token, (start, end) in zip(tokens, offsets, strict=True):
+            piece = corpus.tokenizer.bytes[token]
+            if piece.isascii():
+                assert words[start:end] == (piece.decode().removeprefix(" ") or " ")
+            else:  # a byte of a character has the offsets of all of it
+                assert piece in words[start:end].encode()
+                assert end == start + 1
+
+
+def test_pieces_are_the_most_frequent_pairs() -> None:
+    assert learn_pieces(["of aa aa aa aab aab"], 260 + 2) == [" a", " aa"]
+    assert learn_pieces(["once"], 300) == []
+
+
+# The records
+
+
+def test_the_library_gives_enough_records_of_every_task(corpus: Corpus) -> None:
+    for task in TASKS:
+        assert len(corpus.tables["train"][task].source) >= 500
+        assert min(len(corpus.tables[split][task].source) for split in ("val", "test")) >= 40
+
+
+def test_what_is_evaluated_was_not_trained_on(corpus: Corpus) -> None:
+    for task in TASKS:
+        texts = {split: {_bare(record, task) for record in corpus.records(split, task)} for split in SPLITS}
+        assert not texts["train"] & (texts["val"] | texts["test"]), task
+
+
+def test_requests_of_validation_and_test_are_worded_otherwise(corpus: Corpus) -> None:
+    for task in set(TASKS) - {"qa"}:
+        used = {split: {source_of(r, task).split("\n")[0] for r in corpus.records(split, task)} for split in SPLITS}
+        assert used["train"] == set(REQUESTS[task][:-4])
+        assert used["val"] == set(REQUESTS[task][-4:-2])
+        assert used["test"] == set(REQUESTS[task][-2:])
+
+
+def test_an_answer_is_the_default_of_the_parameter_asked_for() -> None:
+    source = "class C:\n    def f(self, a, b=1, *,\n          c='x, y', d=None):\n        pass\n"
+    found = [record for task, record in records_of(source) if task == "qa"]
+    assert [(record["question"], record["answer"]) for record in found] == [("b", "1"), ("c", "'x, y'"), ("d", "None")]
+    for record in found:
+        assert record["context"][record["start"] :].startswith(record["answer"])
+        assert re.search(rf"\b{record['question']}=$", record["context"][: record["start"]])
+
+
+def test_answers_are_exactly_their_tokens(corpus: Corpus) -> None:
+    for split in SPLITS:
+        table = corpus.tables[split]["qa"]
+        cut = 0
+        for record, span in zip(corpus.records(split, "qa"), table.answer.tolist(), strict=True):
+            if span[0] == IGNORED:
+                cut += 1
+                continue
+            words = source_of(record, "qa")
+            _, offsets = corpus.tokenizer.encode_with_offsets(words)
+            assert words[offsets[span[0] - 1][0] : offsets[span[1] - 1][1]] == record["answer"]
+        assert cut <= 0.05 * len(table.answer)
+
+
+def test_a_character_position_is_not_a_token_position() -> None:
+    offsets = [(0, 3), (4, 5), (5, 6), (6, 10), (10, 11)]
+    assert token_span(offsets, 6, 10) == (3, 3)
+    assert token_span(offsets, 5, 11) == (2, 4)
+
+
+def test_classification_is_balanced_and_without_giveaways(corpus: Corpus) -> None:
+    for split in SPLITS:
+        records = corpus.records(split, "classification")
+        share = sum(record["label"] == "class" for record in records) / len(records)
+        assert share == pytest.approx(0.5, abs=0.01)
+        for record in records:
+            words = set(re.findall("[a-z]+", record["text"].split("\n", 1)[1].lower()))
+            assert not words & {"class", "function", "method", "instance", "object", "classes", "functions"}
+    assert without_giveaways("A Foo is a class, not Food.", "Foo") == "A it is a it, not Food."
+
+
+@pytest.mark.parametrize(
+    "expression", ["1 + 2 * 3", "(1 + 2) * 3 - 4 // 5", "-(7 - 2) ** 2", "2 ** 3 ** 1 % 5", "1 < 2"]
+)
+def test_postfix_has_the_value_of_the_expression(expression: str) -> None:
+    words = postfix(ast.parse(expression, mode="eval").body)
+    assert words is not None
+    stack: list[int] = []
+    for word in words:
+        if word.isdigit():
+            stack.append(int(word))
+        elif word == "neg":
+            stack.append(-stack.pop())
+        else:
+            right, left = stack.pop(), stack.pop()
+            stack.append(eval(f"({left}) {word} ({right})"))
+    assert stack == [eval(expression)]
+
+
+@pytest.mark.parametrize("expression", ["f(1) + 2", "a[0] + 1", "'x' + y"])
+def test_postfix_refuses_what_is_no_name_number_or_operator(expression: str) -> None:
+    assert postfix(ast.parse(expression, mode="eval").body) is None
+
+
+def test_signature_and_summary_come_from_the_documented_function() -> None:
+    source = 'def f(a: int, b=2, *c) -> int:\n    """Return the sum of all.\n\n    ' + "More words. " * 5 + '"""\n'
+    found = dict(records_of(source))
+    assert found["code"]["target"] == "def f(a, b=2, *c):"
+    assert found["summary"]["target"] == "Return the sum of all."
+    assert "Return the sum" not in found["summary"]["source"]
+
+
+# The user's files
+
+
+def test_the_users_files_are_read(folder: Path, tmp_path: Path) -> None:
+    corpus = open_corpus(folder, tmp_path / "cache", **LIMITS)
+    assert corpus.labels == ["class", "function"]
+    assert corpus.tables["train"]["classification"].answer.tolist() == [1, 0]
+    assert target_of(corpus.records("val", "qa")[0], "qa") == "12"
+
+
+def test_a_missing_file_is_named(folder: Path, tmp_path: Path) -> None:
+    (folder / "qa" / "validation.json").unlink()
+    with pytest.raises(InputMissing, match=r"qa/validation\.json does not exist"):
+        open_corpus(folder, tmp_path / "cache", **LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("task", "record", "words"),
+    [
+        ("qa", {"question": "x?", "context": "f(x=12)", "answer": "12", "start": 1}, "at character 1, but has '\\(x'"),
+        ("qa", {"question": "x?", "context": "f(x=12)", "answer": "12", "start": "4"}, "start is missing or another"),
+        ("summary", {"source": " ", "target": "a"}, "source must not be empty"),
+        ("code", ["a"], "must be an object"),
+        ("classification", {"text": "a", "label": "module"}, "must be one of the training data's"),
+    ],
+)
+def test_a_bad_record_is_named_with_file_and_index(
+    task: str, record: Any, words: str, folder: Path, tmp_path: Path
+) -> None:
+    file = folder / task / "test.json"
+    file.write_text(json.dumps([*json.loads(file.read_text()), record]))
+    with pytest.raises(DataError, match=words) as caught:
+        open_corpus(folder, tmp_path / "cache", **LIMITS)
+    assert f"{file}, record 2" in str(caught.value)
+
+
+def test_what_is_no_list_of_records_is_refused(folder: Path) -> None:
+    file = folder / "code" / "train.json"
+    for content in ("{", "{}", "[]"):
+        file.write_text(content)
+        with pytest.raises(DataError, match=r"code/train\.json"):
+            read_records(file, "code")
+
+
+# Samples
+
+
+def test_a_training_round_has_one_record_of_each_task(corpus: Corpus) -> None:
+    rounds = Rounds(corpus.tables["train"], cycle=True)
+    batch = rounds.__getitems__([0, len(rounds) - 1])
+    assert batch["task"].tolist() == [number for number in range(len(TASKS)) for _ in range(2)]
+    for number, task in enumerate(TASKS):
+        table = corpus.tables["train"][task]
+        for i, index in enumerate((0, len(rounds) - 1)):
+            row = batch["source"][2 * number + i]
+            assert row[row != PAD].tolist() == [t for t in table.source[index % len(table.source)].tolist() if t != PAD]
+
+
+def test_every_validation_record_is_seen_once(corpus: Corpus) -> None:
+    rounds = Rounds(corpus.tables["val"], cycle=False)
+    counts = torch.zeros(len(TASKS), dtype=torch.long)
+    for start in range(0, len(rounds), 16):
+        batch = rounds.__getitems__(range(start, min(start + 16, len(rounds))))
+        counts += batch["task"].bincount(minlength=len(TASKS))
+        assert [len(batch[task]) for task in TASKS] == batch["task"].bincount(minlength=len(TASKS)).tolist()
+    assert counts.tolist() == [len(table.source) for table in corpus.tables["val"].values()]
+
+
+def test_hidden_tokens_depend_on_seed_epoch_and_index_alone(corpus: Corpus) -> None:
+    texts = MaskedTexts(corpus.tables["train"], 0, 2048, fixed=False)
+    together, alone = texts.__getitems__([3, 7]), texts[7]
+    length = alone["places"].shape[1]
+    assert torch.equal(together["places"][1, :length], alone["places"][0])
+    width = min(together["source"].shape[1], alone["source"].shape[1])
+    assert torch.equal(together["source"][1, :width], alone["source"][0, :width])
+    texts.set_epoch(1)
+    assert not torch.equal(texts[7]["places"], alone["places"])
+    other = MaskedTexts(corpus.tables["train"], 1, 2048, fixed=False)
+    assert not torch.equal(other[7]["places"], alone["places"])
+    fixed = MaskedTexts(corpus.tables["val"], 0, 2048, fixed=True)
+    before = fixed[7]["source"]
+    fixed.set_epoch(1)
+    assert torch.equal(fixed[7]["source"], before)
+
+
+def test_only_hidden_tokens_differ_and_what_was_there_is_asked_for(corpus: Corpus) -> None:
+    texts = MaskedTexts(corpus.tables["train"], 0, 2048, fixed=False)
+    batch = texts.__getitems__(range(64))
+    masks = total = 0
+    for row in range(64):
+        original = texts.source[row][: batch["source"].shape[1]]
+        asked = batch["hidden"][row] != IGNORED
+        places, hidden = batch["places"][row][asked].numpy(), batch["hidden"][row][asked].numpy()
+        assert len(set(places.tolist())) == len(places) >= 1
+        assert (original[places] == hidden).all()
+        assert not np.isin(hidden, [PAD, BEGIN, END]).any()
+        changed = np.flatnonzero(batch["source"][row].numpy() != original)
+        assert set(changed) <= set(places.tolist())
+        masks += int((batch["source"][row] == MASK).sum())
+        total += len(places)
+    assert masks / total == pytest.approx(0.8, abs=0.06)
+
+
+def _bare(record: dict[str, Any], task: str) -> str:
+    """Return the text without its request."""
+    return record["context"] if task == "qa" else source_of(record, task).split("\n", 1)[1]
+
+
+def test_records_are_the_same_each_time() -> None:
+    first, second = (list(records_of(Path(text.__file__).read_text())) for _ in range(2))
+    assert first == second
+    assert {task for task, _ in first} >= {"classification", "code"}
