@@ -11,8 +11,8 @@ from runner.base.packages import require
 from runner.base.picture import new_figure, png
 
 Array = np.ndarray[Any, Any]
-# name -> elevation and azimuth in degrees, and whether the upward axis is seen end on
-VIEWS = {"from the right and front": (20, 35, False), "from above": (90, -90, True)}
+# name -> elevation and azimuth in degrees, magnification, and whether the upward axis is seen end on
+VIEWS = {"from the right and front": (20, 35, 0.9, False), "from above": (90, -90, 1.1, True)}
 MOST = 400  # streamlines in one view; more hide each other
 
 
@@ -23,7 +23,7 @@ def side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
     points = np.concatenate([line for lines in sets.values() for line in lines])
     low, high = points.min(axis=0), points.max(axis=0)
     number = 0
-    for view, (elevation, azimuth, end_on) in VIEWS.items():
+    for view, (elevation, azimuth, zoom, end_on) in VIEWS.items():
         for name, lines in sets.items():
             number += 1
             axes = figure.add_subplot(len(VIEWS), len(sets), number, projection="3d", proj_type="ortho")
@@ -31,7 +31,7 @@ def side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
             axes.add_collection3d(collection(segments, colors=colours, linewidths=1.1, alpha=0.75))
             axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), zlim=(low[2], high[2]))
             axes.set(xlabel="right (mm)", ylabel="front (mm)", zlabel="up (mm)")
-            axes.set_box_aspect(np.maximum(high - low, 1e-3), zoom=0.95)
+            axes.set_box_aspect(np.maximum(high - low, 1e-3), zoom=zoom)
             axes.view_init(elevation, azimuth)
             for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
                 axis.set_pane_color((0.97, 0.97, 0.97))

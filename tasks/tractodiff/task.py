@@ -210,8 +210,8 @@ class TractoDiff(Task):
             "real_mean_length_mm": _mean([length(line) for line in real]),
         }
         text = (
-            f"{name}: {len(lines)} streamlines from {len(grown)} seeds, {figures['mean_length_mm']:.1f} mm long in the mean"
-            f" (held-out ones: {figures['real_mean_length_mm']:.1f} mm)"
+            f"{name}: {len(lines)} streamlines from {len(grown)} seeds, mean length {figures['mean_length_mm']:.1f} mm"
+            f" (of held-out ones {figures['real_mean_length_mm']:.1f} mm)"
         )
         if partners is not None:
             pairs = [(line, real[partner]) for line, partner in zip(grown, partners, strict=True) if len(line) > 1]

@@ -1,0 +1,317 @@
+"""Pieces of streamlines are what they are said to be: held out, in one space, known as far as a tracker would know."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from runner.tasks.tractodiff.data import SPLITS, Pieces, prepare
+from runner.tasks.tractodiff.fields import CONDITION_SIZE, NUM_CHANNELS, NUM_SH, Fields
+from runner.tasks.tractodiff.lines import directions_of, every, length, mdf, trk
+from torch import Tensor
+
+from runner.base.errors import DataError, InputMissing
+
+pytest.importorskip("dipy")
+nibabel = pytest.importorskip("nibabel")
+
+AFFINE = np.array([[0.0, -2.0, 0.0, 30.0], [-2.0, 0.0, 0.0, 5.0], [0.0, 0.0, 2.5, -7.0], [0.0, 0.0, 0.0, 1.0]])
+SHAPE = (12, 11, 10)
+
+
+@pytest.fixture(scope="module")
+def volume(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(None, tmp_path_factory.mktemp("cache"), data="volume", step=1.0)
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(None, tmp_path_factory.mktemp("cache"), data="bundles", step=4.0)
+
+
+def make_subject(folder: Path, *, num_lines: int = 40, seed: int = 0) -> None:
+    """Write a subject in which diffusion is fast along the axis A, with gently waved streamlines along A."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    vectors = rng.standard_normal((30, 3))
+    vectors = np.concatenate([np.zeros((2, 3)), vectors / np.linalg.norm(vectors, axis=1, keepdims=True)])
+    bvals = np.array([0.0] * 2 + [1000.0] * 30)
+    fibre = np.linalg.inv(AFFINE[:3, :3] / np.linalg.norm(AFFINE[:3, :3], axis=0)) @ [0.0, 1.0, 0.0]
+    signal = 1000 * np.exp(-bvals * (3e-4 + 1.4e-3 * (vectors @ fibre) ** 2))
+    data = np.broadcast_to(signal, (*SHAPE, len(bvals))).astype(np.float32)
+    nibabel.save(nibabel.Nifti1Image(data, AFFINE), folder / "dwi.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(np.ones(SHAPE, np.uint8), AFFINE), folder / "mask.nii.gz")
+    np.savetxt(folder / "dwi.bval", bvals[None], fmt="%g")
+    np.savetxt(folder / "dwi.bvec", vectors.T, fmt="%.6f")
+    along = np.linspace(-16, 4, 41)
+    starts = rng.uniform([12, 0, -5], [28, 0, 12], (num_lines, 3))
+    lines = [start + np.stack([np.sin(along / 9), along, np.cos(along / 9)], axis=1) for start in starts]
+    (folder / "tracts.trk").write_bytes(trk([line.astype(np.float32) for line in lines], AFFINE, SHAPE))
+
+
+@pytest.fixture(scope="module")
+def one_subject(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("brains")
+    make_subject(folder / "anna")
+    return folder
+
+
+@pytest.fixture
+def damaged(one_subject: Path, tmp_path: Path) -> Path:
+    """A copy to damage; the folder of its only subject."""
+    shutil.copytree(one_subject, tmp_path / "brains")
+    return tmp_path / "brains" / "anna"
+
+
+# Distances
+
+
+def test_the_distance_of_lines_does_not_depend_on_their_sense() -> None:
+    one, other = torch.randn(2, 5, 16, 3, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(mdf(one, other), mdf(one.flip(1), other))
+    assert torch.allclose(mdf(one, other), mdf(other, one))
+    assert torch.equal(mdf(one, one.flip(1)), torch.zeros(5))
+
+
+def test_the_distance_of_a_shifted_line_is_the_shift() -> None:
+    line = torch.arange(48.0).view(1, 16, 3)
+    torch.testing.assert_close(mdf(line, line + torch.tensor([3.0, 0.0, 4.0])), torch.tensor([5.0]))
+
+
+def test_points_come_at_equal_steps() -> None:
+    line = np.array([[0.0, 0, 0], [1, 0, 0], [1, 3, 0], [1, 3, 0.5]])
+    points = every(line, 0.5)
+    assert len(points) == 10
+    assert points[0].tolist() == [0, 0, 0]
+    assert np.linalg.norm(np.diff(points, axis=0), axis=1) == pytest.approx(0.5)
+    assert length(line) == 4.5
+
+
+def test_a_repeated_point_has_no_direction() -> None:
+    points = torch.tensor([[1.0, 2, 3], [1, 2, 3], [1, 2, 5]])
+    assert directions_of(points).tolist() == [[0, 0, 0], [0, 0, 1]]
+
+
+# The field
+
+
+def make_fields(*shapes: tuple[int, int, int], channels: int = 3) -> Fields:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(sum(int(np.prod(shape)) for shape in shapes), channels, generator=generator)
+    return Fields(values, torch.tensor(shapes), torch.eye(4).expand(len(shapes), 4, 4).contiguous())
+
+
+def sample_with_torch(image: Tensor, points: Tensor) -> Tensor:
+    """Return what grid_sample gives for an image (X, Y, Z, C) at points (N, 3) in voxels."""
+    sizes = torch.tensor(image.shape[:3])
+    grid = (2 * points / (sizes - 1) - 1).flip(-1).view(1, 1, 1, -1, 3)
+    return F.grid_sample(image.permute(3, 0, 1, 2)[None], grid, align_corners=True)[0, :, 0, 0].T
+
+
+def test_values_between_voxels_are_those_of_grid_sample_for_every_subject() -> None:
+    fields = make_fields((4, 5, 6), (7, 3, 2))
+    points = 8 * torch.rand(500, 3, generator=torch.Generator().manual_seed(1)) - 1.5
+    for subject in (0, 1):
+        expected = sample_with_torch(fields.image(subject), points)
+        found = fields.sample(points, torch.full((500,), subject))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert fields.sample(torch.tensor([[-1e9, 0, 1e9]]), torch.tensor([1])).tolist() == [[0, 0, 0]]
+
+
+def test_the_mask_has_a_gradient_for_points_at_its_edge() -> None:
+    mask = torch.zeros(5, 5, 5)
+    mask[:3] = 1
+    fields = Fields(mask.view(-1, 1), torch.tensor([[5, 5, 5]]), torch.eye(4)[None])
+    points = torch.tensor([[2.4, 2.0, 2.0]], requires_grad=True)
+    fields.sample(points, torch.tensor([0])).sum().backward()
+    assert points.grad is not None
+    assert points.grad.tolist() == [[-1, 0, 0]]
+
+
+def test_a_condition_is_seven_places_and_eight_directions() -> None:
+    fields = make_fields((9, 9, 9), channels=NUM_CHANNELS)
+    points, directions = torch.tensor([[4.0, 4.0, 4.0]]), torch.arange(24.0).view(1, 8, 3)
+    condition = fields.condition(points, directions, torch.tensor([0]))
+    assert condition.shape == (1, CONDITION_SIZE) == (1, 346)
+    places = condition[0, :322].view(7, NUM_CHANNELS)
+    assert torch.equal(places[0], fields.image(0)[4, 4, 4])
+    torch.testing.assert_close(places[3], fields.image(0)[4, 4, 5:7].mean(dim=0))  # 1.5 voxels up
+    assert torch.equal(condition[0, 322:], directions.flatten())
+
+
+# The volume
+
+
+def test_the_mask_of_the_volume_holds_its_streamlines(volume: Path) -> None:
+    tracts = Pieces(volume, "train").tracts
+    inside = tracts.fields.mask.sample(tracts.points, torch.zeros(len(tracts.points), dtype=torch.long))
+    assert len(tracts.ends) > 1000
+    assert (inside >= 0.5).float().mean() > 0.95  # the last points lie where tracking stopped
+
+
+def test_the_field_points_where_the_streamlines_go(one_subject: Path, tmp_path: Path) -> None:
+    """Diffusion is fast along A, whatever the axes of the image: the signal is low there."""
+    from dipy.reconst.shm import real_sh_descoteaux
+
+    pieces = Pieces(prepare(one_subject, tmp_path, data="volume", step=1.0), "train")
+    coefficients = pieces.tracts.fields.image(0)[5, 5, 5, :NUM_SH].numpy().astype(np.float64)
+    axes = np.eye(3)
+    theta, phi = np.arccos(axes[:, 2]), np.arctan2(axes[:, 1], axes[:, 0])
+    right, front, up = real_sh_descoteaux(8, theta, phi, legacy=False)[0] @ coefficients
+    assert front < 0.5 * min(right, up)
+    batch = pieces.spread(10)
+    assert (batch["condition"][:, -3:].abs().argmax(dim=1) == 1).all()  # and they go along A
+
+
+def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) -> None:
+    tracts = Pieces(volume, "train").tracts
+    for split in SPLITS:
+        assert len(Pieces(volume, split)) > 100
+    firsts = {split: {tuple(line[0].tolist()) for line in tracts.streamlines(split, 0)} for split in SPLITS}
+    assert not firsts["train"] & firsts["val"]
+    assert not firsts["train"] & firsts["test"]
+    assert not firsts["val"] & firsts["test"]
+
+
+def test_bundles_are_held_out_by_subject_and_an_atlas_does_not_hold_its_own_subject(bundles: Path) -> None:
+    tracts = Pieces(bundles, "train").tracts
+    assert [[tracts.names[subject] for subject in tracts.subjects(split)] for split in SPLITS] == [
+        ["sub_1", "sub_2", "sub_3"],
+        ["sub_4"],
+        ["sub_5"],
+    ]
+    amounts = [float((tracts.fields.image(subject)[..., 0]).abs().sum()) for subject in range(5)]
+    assert amounts[3] == amounts[4] > max(amounts[:3])  # held-out subjects see three others, training ones two
+
+
+# The pieces
+
+
+def test_a_piece_is_the_points_that_follow(volume: Path) -> None:
+    pieces = Pieces(volume, "val")
+    tracts = pieces.tracts
+    count = len(pieces) // 2
+    line = tracts.streamlines("val", 0)[0]
+    places = len(line) - 17
+    for index in range(places):  # forwards: the start is point index + 1
+        piece = pieces[index]
+        assert torch.equal(piece["start"], line[index + 1])
+        torch.testing.assert_close(piece["start"] + piece["points"], line[index + 2 : index + 18])
+        known = directions_of(line[max(0, index - 7) : index + 2])
+        torch.testing.assert_close(piece["condition"][322:].view(8, 3)[-len(known) :], known)
+        assert not piece["condition"][322:].view(8, 3)[: -len(known)].any()
+    back = pieces[count]  # and backwards, from the other end
+    torch.testing.assert_close(back["start"] + back["points"], line.flip(0)[2:18])
+    torch.testing.assert_close(back["condition"][-3:], directions_of(line.flip(0)[:2])[0])
+
+
+def test_training_runs_straight_on_over_the_end(volume: Path) -> None:
+    pieces = Pieces(volume, "train")
+    line = pieces.tracts.streamlines("train", 0)[0]
+    last = pieces[len(line) - 2]  # one real point is left
+    step = line[-1] - line[-2]
+    torch.testing.assert_close(last["points"], step * torch.arange(1, 17)[:, None], atol=1e-4, rtol=1e-4)
+
+
+def test_training_knows_starts_without_history_and_held_out_pieces_always_have_one(volume: Path) -> None:
+    train, val = Pieces(volume, "train").spread(2000), Pieces(volume, "val").spread(2000)
+    directions = train["condition"][:, 322:].view(-1, 8, 3).norm(dim=2)
+    known = (directions > 0.5).sum(dim=1)
+    share = torch.bincount(known, minlength=9) / len(known)
+    assert share[0] > 0.08
+    assert share[8] > 0.3
+    assert (share > 0).all()
+    assert (val["condition"][:, -3:].norm(dim=1) > 0.99).all()
+
+
+def test_what_is_forgotten_changes_with_the_epoch_and_not_with_the_reader(volume: Path) -> None:
+    pieces, same = Pieces(volume, "train", 3), pickle.loads(pickle.dumps(Pieces(volume, "train", 3)))
+    first = pieces.spread(300)["condition"]
+    pieces.set_epoch(1)
+    second = pieces.spread(300)["condition"]
+    same.set_epoch(1)
+    assert not torch.equal(first, second)
+    assert torch.equal(second, same.spread(300)["condition"])
+    assert torch.equal(first[:, :322], second[:, :322])
+
+
+def test_a_worker_process_gets_the_name_of_the_folder_only(volume: Path) -> None:
+    assert len(pickle.dumps(Pieces(volume, "train"))) < 1000
+
+
+# The user's brains
+
+
+def test_data_are_prepared_once_and_anew_where_they_changed(one_subject: Path, tmp_path: Path) -> None:
+    shutil.copytree(one_subject, tmp_path / "brains")
+    first = prepare(tmp_path / "brains", tmp_path / "cache", data="volume", step=1.0)
+    stamp = (first / "values.npy").stat().st_mtime_ns
+    assert prepare(tmp_path / "brains", tmp_path / "cache", data="volume", step=1.0) == first
+    assert (first / "values.npy").stat().st_mtime_ns == stamp
+    file = tmp_path / "brains" / "anna" / "tracts.trk"
+    file.write_bytes(file.read_bytes()[: -(41 * 12 + 4)])  # one streamline less
+    make_subject(tmp_path / "brains" / "ben", num_lines=3)
+    second = prepare(tmp_path / "brains", tmp_path / "cache", data="volume", step=1.0)
+    assert second != first
+    assert Pieces(second, "train").tracts.names == ["anna", "ben"]
+    assert Pieces(second, "val").tracts.subjects("val") == [1]
+
+
+def expect(damaged: Path, error: type[Exception], match: str, **options: Any) -> None:
+    with pytest.raises(error, match=match) as caught:
+        prepare(damaged.parent, damaged.parent.parent / "cache", **{"data": "volume", "step": 1.0, **options})
+    assert "dwi.nii.gz" in str(caught.value) or "step_mm" in str(caught.value)  # says what is expected
+    assert not list((damaged.parent.parent / "cache").glob("*"))
+
+
+@pytest.mark.parametrize("file", ["dwi.nii.gz", "dwi.bval", "dwi.bvec", "mask.nii.gz", "tracts.trk"])
+def test_a_missing_file_is_named(damaged: Path, file: str) -> None:
+    (damaged / file).unlink()
+    expect(damaged, InputMissing, "has no streamlines" if file == "tracts.trk" else f"anna has no {file}")
+
+
+@pytest.mark.parametrize("file", ["dwi.nii.gz", "dwi.bval", "mask.nii.gz", "tracts.trk"])
+def test_a_damaged_file_is_named(damaged: Path, file: str) -> None:
+    (damaged / file).write_bytes(b"what is this?")
+    expect(damaged, DataError, "cannot be read")
+
+
+def test_a_mask_of_another_shape_is_refused(damaged: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.ones((4, 5, 6), np.uint8), AFFINE), damaged / "mask.nii.gz")
+    expect(damaged, DataError, r"shape of the image, \(12, 11, 10\), but has \(4, 5, 6\)")
+
+
+def test_an_image_without_its_volumes_is_refused(damaged: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.ones((*SHAPE, 5), np.float32), AFFINE), damaged / "dwi.nii.gz")
+    expect(damaged, DataError, "one volume for each of 32 b-values")
+
+
+def test_streamlines_in_another_space_are_refused(damaged: Path) -> None:
+    lines = [np.full((30, 3), 500, np.float32)]
+    (damaged / "tracts.trk").write_bytes(trk(lines, AFFINE, SHAPE))
+    expect(damaged, DataError, "streamline 0 leaves the image")
+
+
+def test_short_streamlines_make_no_piece(damaged: Path) -> None:
+    expect(damaged, DataError, "no train streamline is at least 170 mm", step=10.0)
+
+
+def test_a_path_that_is_no_folder_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(InputMissing, match="nowhere is no folder"):
+        prepare(tmp_path / "nowhere", tmp_path, data="volume", step=1.0)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputMissing, match="no folder of a subject"):
+        prepare(tmp_path / "empty", tmp_path / "cache", data="volume", step=1.0)
+
+
+def test_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("asked the network"))
+    prepare(None, tmp_path, data="bundles", step=4.0)

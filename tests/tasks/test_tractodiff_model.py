@@ -1,0 +1,345 @@
+"""The diffusion is the published one, the model listens to its condition, and streamlines grow as they were trained."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runner.tasks.tractodiff import task as module
+from runner.tasks.tractodiff.diffusion import Schedule
+from runner.tasks.tractodiff.fields import CONDITION_SIZE
+from runner.tasks.tractodiff.growing import grow
+from runner.tasks.tractodiff.lines import directions_of, mdf, trk
+from runner.tasks.tractodiff.model import Shape, StreamlineDiffusion
+from runner.tasks.tractodiff.task import SHAPES, TractoDiff, build
+from torch import Tensor
+
+from runner.base.errors import ConfigError
+from runner.base.task import Context
+
+pytest.importorskip("dipy")
+nibabel = pytest.importorskip("nibabel")
+
+SMALL = Shape((32, 16), time=8, hidden=16, head=(8,), channels=(8, 16, 16), num_steps=10)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def task(cache: Path, monkeypatch: pytest.MonkeyPatch) -> TractoDiff:
+    return make_task(cache, monkeypatch)
+
+
+def make_task(cache: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> TractoDiff:
+    monkeypatch.setitem(module.SHAPES, "tiny", SMALL)  # type: ignore[arg-type]  # a dict
+    torch.manual_seed(0)
+    made = build(Context(0, None, cache), **options)
+    assert isinstance(made, TractoDiff)
+    return made
+
+
+def inputs(count: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    noisy = torch.randn(count, 16, 3, generator=generator)
+    return (
+        noisy,
+        torch.randint(10, (count,), generator=generator),
+        torch.randn(count, CONDITION_SIZE, generator=generator),
+    )
+
+
+# The schedule
+
+
+@pytest.mark.parametrize("num_steps", [10, 50, 200, 1000])
+def test_noise_grows_from_almost_none_to_almost_all(num_steps: int) -> None:
+    signal = Schedule(num_steps).signal
+    assert signal.shape == (num_steps,)
+    assert (signal.diff() < 0).all()
+    assert 0.97 < signal[0] < 1
+    assert 0 <= signal[-1] < 1e-4
+    assert signal[num_steps // 2 - 1] == pytest.approx(0.5, abs=0.02)  # squared cosine: half of it half way
+
+
+def test_noised_points_keep_their_variance() -> None:
+    schedule, generator = Schedule(50), torch.Generator().manual_seed(0)
+    x0, noise = torch.randn(2, 4000, 16, 3, generator=generator)
+    for step in (0, 10, 25, 49):
+        assert schedule.noised(x0, torch.full((4000,), step), noise).var() == pytest.approx(1, abs=0.02)
+
+
+def test_a_step_back_has_the_moments_of_the_step_before() -> None:
+    """x_t of a known x0, and one step back, is distributed as x_{t-1}: mean and variance follow exactly."""
+    schedule = Schedule(50)
+    signal = schedule.signal.double()
+    for step in (1, 20, 48):
+        mean = schedule.x0_weight[step] + schedule.xt_weight[step] * signal[step].sqrt()
+        variance = schedule.xt_weight[step] ** 2 * (1 - signal[step]) + schedule.deviation[step] ** 2
+        assert float(mean) == pytest.approx(float(signal[step - 1].sqrt()), abs=1e-5)
+        assert float(variance) == pytest.approx(float(1 - signal[step - 1]), abs=1e-5)
+
+
+def test_sampling_with_one_who_knows_gives_what_is_known() -> None:
+    x0 = torch.randn(5, 16, 3, generator=torch.Generator().manual_seed(0))
+    found = Schedule(50).sample(lambda *_: x0, (5, 16, 3), torch.Generator().manual_seed(1))
+    torch.testing.assert_close(found, x0, atol=1e-5, rtol=0)
+
+
+def test_sampling_walks_back_through_all_steps_from_pure_noise() -> None:
+    seen = []
+
+    def predict(noisy: Tensor, step: Tensor) -> Tensor:
+        seen.append(step.tolist())
+        return torch.zeros_like(noisy)
+
+    Schedule(10).sample(predict, (2, 16, 3), torch.Generator().manual_seed(0))
+    assert seen == [[step, step] for step in range(9, -1, -1)]
+
+
+# The model
+
+
+@pytest.mark.parametrize("denoiser", ["gru", "unet"])
+def test_every_parameter_gets_a_gradient(denoiser: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = make_task(cache, monkeypatch, denoiser=denoiser)
+    task.loss(task.model, task.train.spread(64))[0].backward()
+    for name, weight in task.model.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("denoiser", ["gru", "unet"])
+def test_the_condition_the_step_and_the_points_change_the_output(denoiser: Any) -> None:
+    torch.manual_seed(0)
+    model = StreamlineDiffusion(SMALL, 10, denoiser).eval()
+    noisy, step, condition = inputs()
+    out = model(noisy, step, condition)
+    assert out.shape == (4, 16, 3)
+    for other in (
+        model(noisy, step, condition + torch.nn.functional.one_hot(torch.tensor(340), CONDITION_SIZE)),
+        model(noisy, (step + 5) % 10, condition),
+        model(noisy + torch.nn.functional.one_hot(torch.tensor(0), 3), step, condition),
+    ):
+        assert ((out - other).abs().amax(dim=(1, 2)) > 1e-4).all()
+
+
+@pytest.mark.parametrize(("denoiser", "millions"), [("gru", 5.565), ("unet", 258.049)])
+def test_full_is_the_published_size(denoiser: Any, millions: float) -> None:
+    with torch.device("meta"):
+        model = StreamlineDiffusion(SHAPES["full"], 200, denoiser)
+    widths = [layer.out_features for layer in model.encoder if isinstance(layer, torch.nn.Linear)]
+    assert widths == [1024, 2048, 512, 512]
+    assert sum(weight.numel() for weight in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.001)
+
+
+# The loss
+
+
+def test_a_loss_is_a_sum_over_pieces(task: TractoDiff) -> None:
+    batch = task.train.spread(7)
+    loss, items = task.loss(task.model, batch)
+    assert items == 7
+    torch.manual_seed(1)
+    losses = torch.stack([task.loss(task.model, task.train.spread(256))[0] for _ in range(20)]).detach() / 256
+    torch.manual_seed(1)
+    smaller = torch.stack([task.loss(task.model, task.train.spread(64))[0] for _ in range(80)]).detach() / 64
+    assert float(losses.mean()) == pytest.approx(float(smaller.mean()), rel=0.05)
+    assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("denoiser", ["gru", "unet"])
+def test_the_loss_is_float32_under_autocast(denoiser: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = make_task(cache, monkeypatch, denoiser=denoiser)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = task.loss(task.model, task.train.spread(8))
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert torch.isfinite(loss)
+
+
+class Straight(torch.nn.Module):
+    """Says that every piece is the same line."""
+
+    def __init__(self, line: Tensor) -> None:
+        super().__init__()
+        self.line = torch.nn.Parameter(line)
+
+    def forward(self, noisy: Tensor, step: Tensor, condition: Tensor) -> Tensor:
+        return self.line.expand(len(noisy), -1, -1)
+
+
+def test_leaving_the_mask_costs_and_pulls_points_back(task: TractoDiff) -> None:
+    batch = task.dataset("val").spread(32)
+    x0 = batch["points"] / task.model.scale
+    model = Straight(torch.zeros(1, 16, 3))
+    distance = 20 * float(mdf(torch.zeros_like(x0), x0).sum())
+    loss, _ = task.loss(model, batch)
+    assert float(loss.detach()) == pytest.approx(distance, rel=0.02)  # staying at the start is inside
+    # far outside all of it is collision, 10 for each piece
+    away = Straight(torch.full((1, 16, 3), 100.0))
+    loss, items = task.loss(away, batch)
+    distance = 20 * float(mdf(away(x0, x0, x0), x0).sum().detach())
+    assert (float(loss.detach()) - distance) / int(items) == pytest.approx(10, rel=0.1)
+    # at the edge the gradient of collision alone points outwards
+    edge = torch.nn.Parameter(batch["points"].clone() * 1.5)
+    outside = (1 - task._inside(edge, batch)).sum()
+    outside.backward()
+    assert edge.grad is not None
+    assert edge.grad.abs().sum() > 0
+
+
+def test_it_learns(task: TractoDiff) -> None:
+    batch = task.train.spread(32)
+    optimizer = torch.optim.Adam(task.model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss, items = task.loss(task.model, batch)
+        optimizer.zero_grad()
+        (loss / items).backward()
+        optimizer.step()
+        losses.append(float(loss.detach()) / int(items))
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+# Metrics
+
+
+def test_the_baseline_goes_straight_on(task: TractoDiff) -> None:
+    batch = task.dataset("val").spread(4096)
+    steps = torch.arange(1, 17)[:, None] * task.mean_step
+    expected = mdf(batch["condition"][:, None, -3:] * steps, batch["points"]).mean()
+    baseline = task.baselines()
+    assert baseline["mdf_mm"] == pytest.approx(float(expected))
+    assert task.mean_step == pytest.approx(1.0, abs=0.02)
+    assert 0 < baseline["inside"] < 1
+
+
+def test_metrics_are_those_of_drawn_pieces(task: TractoDiff) -> None:
+    batch = task.dataset("val").spread(8)
+    x0 = batch["points"] / task.model.scale
+    with torch.no_grad():
+        metrics = task.evaluate(Knowing(x0), batch)
+        (distance, count), (inside, points) = metrics["mdf_mm"], metrics["inside"]
+        assert float(distance) == pytest.approx(0, abs=1e-3)
+        assert (count, points) == (8, 128)
+        assert float(inside) > 0.9 * 128
+        torch.manual_seed(0)
+        first = task.evaluate(task.model.eval(), batch)["mdf_mm"][0]
+        torch.manual_seed(0)
+        assert torch.equal(first, task.evaluate(task.model, batch)["mdf_mm"][0])
+
+
+class Knowing(torch.nn.Module):
+    """Knows what the pieces of a batch, and every second one once more, are."""
+
+    def __init__(self, x0: Tensor) -> None:
+        super().__init__()
+        self.x0 = x0
+
+    def forward(self, noisy: Tensor, step: Tensor, condition: Tensor) -> Tensor:
+        return torch.cat([self.x0, self.x0[::2]])[: len(noisy)]
+
+
+# Growing
+
+
+def test_streamlines_grow_both_ways_until_they_leave() -> None:
+    """One who goes on in the last direction, or along R from a seed, makes a line through the whole box."""
+    histories = []
+
+    def draw(tails: Tensor) -> Tensor:
+        assert tails.shape[1:] == (9, 3)
+        direction = directions_of(tails)[:, -1]
+        histories.append((directions_of(tails).norm(dim=2) > 0).sum(dim=1).tolist())
+        direction = torch.where(direction.norm(dim=1, keepdim=True) > 0, direction, torch.tensor([1.0, 0, 0]))
+        return tails[:, -1:] + direction[:, None] * torch.arange(1, 17)[:, None]
+
+    def inside(points: Tensor) -> Tensor:
+        return ((points >= 0) & (points <= 30)).all(dim=1)
+
+    seeds = torch.tensor([[10.0, 5, 5], [29.0, 1, 2], [15.0, 0, 0]])
+    lines = grow(draw, inside, seeds, advance=8, max_points=100)
+    for seed, line in zip(seeds, lines, strict=True):
+        assert line[:, 0].tolist() == list(range(31))
+        assert (line[:, 1:] == seed[1:]).all()
+    assert histories[0] == [0, 0, 0]  # a seed knows nothing
+    assert histories[1] == [8, 8]  # one line has left
+    assert [8, 1, 8] in histories  # backwards what lies ahead is the history
+    short = grow(draw, inside, seeds, advance=16, max_points=5)
+    assert [len(line) for line in short] == [11, 7, 11]
+
+
+def test_a_seed_from_which_nothing_grows_stays_one_point() -> None:
+    def draw(tails: Tensor) -> Tensor:
+        return tails[:, -1:] + torch.arange(1.0, 17)[:, None]
+
+    (line,) = grow(
+        draw, lambda points: torch.zeros(len(points), dtype=torch.bool), torch.zeros(1, 3), advance=8, max_points=9
+    )
+    assert line.tolist() == [[0, 0, 0]]
+
+
+def predict(task: TractoDiff, seed: int = 0, **options: Any) -> Any:
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(seed)
+        (prediction,) = task.predict(task.model.eval(), generator, **{"seeds": 6, "max_points": 24, **options})
+        return prediction
+
+
+@pytest.mark.parametrize("seeds_from", ["streamlines", "mask"])
+def test_other_programs_open_what_was_grown(task: TractoDiff, tmp_path: Path, seeds_from: str) -> None:
+    from dipy.io.streamline import load_tractogram
+
+    prediction = predict(task, seeds_from=seeds_from)
+    file = tmp_path / "grown.trk"
+    file.write_bytes(prediction.files["small_64D.trk"])
+    figures = json.loads(prediction.files["small_64D.json"])
+    opened = nibabel.streamlines.load(file)
+    assert len(opened.streamlines) == figures["streamlines"] > 0
+    np.testing.assert_allclose(opened.affine, task.tracts.affines[0], atol=1e-5)
+    assert opened.header["dimensions"].tolist() == [10, 10, 10]
+    assert len(load_tractogram(str(file), "same")) == figures["streamlines"]  # checks that they lie in the image
+    points = torch.from_numpy(np.concatenate(list(opened.streamlines)))
+    inside = task.tracts.fields.mask.sample(points, torch.zeros(len(points), dtype=torch.long))
+    assert float((inside >= 0.49).float().mean()) > 0.95  # a held-out seed itself may lie just outside
+    assert ("mdf_to_real_through_seed_mm" in figures) == (seeds_from == "streamlines")
+    assert prediction.items >= 2 * figures["streamlines"]
+    assert prediction.plots["small_64D.png"].startswith(b"\x89PNG")
+
+
+def test_the_same_seed_grows_the_same_streamlines(task: TractoDiff) -> None:
+    first = predict(task, 1).files["small_64D.trk"]
+    assert predict(task, 1).files["small_64D.trk"] == first
+    assert predict(task, 2).files["small_64D.trk"] != first
+
+
+def test_without_matplotlib_the_files_are_written_all_the_same(
+    task: TractoDiff, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
+    prediction = predict(task)
+    assert not prediction.plots
+    assert 'the extra "plots"' in prediction.text
+    assert set(prediction.files) == {"small_64D.trk", "small_64D.json"}
+
+
+def test_lines_come_back_from_a_file_as_they_were() -> None:
+    affine = np.array([[0, -2.0, 0, 20], [-1.94, 0, -0.487, 25], [-0.487, 0, 1.94, 12], [0, 0, 0, 1]])
+    rng = np.random.default_rng(0)
+    lines = [rng.uniform(0, 20, (count, 3)).astype(np.float32) for count in (2, 30, 17)]
+    opened = nibabel.streamlines.load(io.BytesIO(trk(lines, affine, (10, 11, 12))))
+    for line, back in zip(lines, opened.streamlines, strict=True):
+        np.testing.assert_allclose(back, line, atol=1e-4)
+
+
+def test_no_more_points_are_kept_than_a_piece_has(task: TractoDiff) -> None:
+    with pytest.raises(ConfigError, match="at most 16"):
+        predict(task, advance=17)
