@@ -55,18 +55,17 @@ def as_json(calls: Sequence[NamedCall], *, packed: bool) -> str:
         {"name": each.name, **asdict(each.call), "dtype": _name(each.call), "flash_on_gpu": each.flash_on_gpu}
         for each in calls
     ]
-    masked = sum(each.call.masked for each in calls)
+    masked = _masked(calls)
     return json.dumps({"packed": packed, "calls": len(calls), "with_mask": masked, "rows": rows}, indent=1) + "\n"
 
 
 def in_words(calls: Sequence[NamedCall]) -> str:
     """Return in one line how many calls carry a mask, and what ran."""
     kernels = ", ".join(sorted({each.call.kernel for each in calls}))
-    masked = sum(each.call.masked for each in calls)
     open_to_flash = sum(not each.flash_on_gpu for each in calls)
     return (
-        f"attention in training: {masked} of {len(calls)} calls carry a mask; {kernels} ran here;"
-        f" flash could do {open_to_flash} on a GPU in bfloat16"
+        f"attention in training: {_masked(calls)} of {len(calls)} calls carry a mask; {kernels} ran here;"
+        f" flash would take {open_to_flash} on a GPU in bfloat16"
     )
 
 
@@ -76,9 +75,9 @@ def picture(calls: Sequence[NamedCall], *, packed: bool) -> bytes:
     axes = figure.subplots()
     axes.axis("off")
     axes.set_xlim(0, sum(COLUMNS.values()))
-    axes.set_ylim(len(calls) + 0.6, -1.0)
-    form = "packed rows, no padding mask" if packed else "padded rows"
-    axes.set_title(f"{form} — {in_words(calls)}", loc="left", fontsize=11)
+    axes.set_ylim(len(calls) + 0.6, -1.5)
+    figure.suptitle(f"Attention calls of one training pass, {'packed' if packed else 'padded'} rows", x=0.01, ha="left")
+    axes.set_title(f"{_masked(calls)} of {len(calls)} carry a mask", loc="left", fontsize=10)
     _draw_row(axes, -1, [(name, WHITE) for name in COLUMNS], fontsize=9.0, weight="bold")
     for number, each in enumerate(calls):
         _draw_row(axes, number, _cells(each), fontsize=8.0)
@@ -128,6 +127,10 @@ def _flash_on_gpu(call: AttentionCall) -> str:
     )
 
 
+def _masked(calls: Sequence[NamedCall]) -> int:
+    return sum(each.call.masked for each in calls)
+
+
 def _moved(rows: Rows, device: torch.device) -> Rows:
     return Rows(*(field.to(device) for field in rows))
 
@@ -142,7 +145,7 @@ KERNELS = ("flash", "efficient", "cudnn", "math")
 # title -> width; one is about 13 characters
 COLUMNS = {
     "call": 1.3,
-    "queries (batch x heads x length x size)": 1.5,
+    "batch x heads x queries x size": 1.5,
     "keys": 0.5,
     "numbers": 0.7,
     "causal": 0.65,

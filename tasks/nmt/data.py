@@ -100,13 +100,14 @@ class PairData:
 class PackedData(PairData):
     """The same pairs with several in a row, so that little of a batch is padding; its number of rows varies.
 
-    A row has room for MOST_SEGMENTS pairs of average length.
+    A row has room for five pairs of average length: with as many as MOST_SEGMENTS it would be a bound of three at once,
+    and rows would stay emptier; and attention within a row grows with its length.
     """
 
     def __init__(self, sources: Sequences, targets: Sequences, source_length: int, target_length: int) -> None:
         super().__init__(sources, targets, source_length, target_length)
-        self.source_room = max(source_length, _multiple_of_8(MOST_SEGMENTS * self.sources.lengths.mean()))
-        self.target_room = max(target_length, _multiple_of_8(MOST_SEGMENTS * self.labels.lengths.mean()))
+        self.source_room = max(source_length, _multiple_of_8(5 * self.sources.lengths.mean()))
+        self.target_room = max(target_length, _multiple_of_8(5 * self.labels.lengths.mean()))
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing; but rows belong to a batch, so samples cannot be kept by `dataloader.cache`, which asks this."""

@@ -305,7 +305,7 @@ def test_a_batch_learned_by_heart_is_decoded_exactly() -> None:
 
 def sides(task: Translation, count: int) -> tuple[Sequences, Sequences]:
     train = task.dataset("train")
-    return tuple(  # type: ignore[return-value]
+    return tuple(
         Sequences.of([side[index].tolist() for index in range(count)])
         for side in (train.whole_sources, train.whole_targets)
     )
