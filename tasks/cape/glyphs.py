@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import shutil
 import tempfile
 import unicodedata
@@ -39,6 +40,7 @@ LEAST_FONTS = 4  # that draw a letter with the same points
 KEYPOINTS = (5, 12)  # fewest and most of a letter; plain bars and blocks have fewer
 LEAST_INSIDE = 0.75  # share of the keypoints in the picture, else another pose is drawn
 HELD_OUT = {"val": 0.2, "test": 0.1}  # share of the letters
+FORMS = r"\b(CAPITAL|SMALL|LETTER|TURNED|REVERSED|INVERTED|SIDEWAYS|OPEN|LONG|SCRIPT)\b ?| WITH .*"  # of one letter
 MOVE, LINE, CURVE, END = 1, 2, 3, 79  # path codes of matplotlib
 SUPERSAMPLING = 2  # pixels drawn along each side of a pixel
 Array = np.ndarray[Any, Any]
@@ -128,8 +130,8 @@ def prepared_glyphs(cache: Path, *, image_size: int, seed: int = 0) -> Path:
 def letters_by_split() -> dict[str, list[Letter]]:
     """Return the letters of train, val and test; what looks alike is in the same split.
 
-    Letters are kin if they share a contour, are upper and lower case of each other, or one is an affine image of the
-    other: small capitals, turned letters, and the same letter in Latin, Greek and Cyrillic.
+    Letters are kin if they are forms of one letter by their Unicode names (case, small capitals, turned, with a hook),
+    share a contour, or one is an affine image of the other, such as the same letter in Latin, Greek and Cyrillic.
     """
     letters = all_letters()
     kin = {letter.name: letter.name for letter in letters}
@@ -185,8 +187,13 @@ def _letter(name: str, outlines: Mapping[str, tuple[tuple[int, ...], Array]]) ->
         return None
     shapes = {font: _centred(outlines[font][1]) for font in fonts[codes]}
     reference = next(iter(shapes.values()))
-    # Equal codes may start at another corner: then the shapes are no affine images of each other, not even roughly.
-    shapes = {font: shape for font, shape in shapes.items() if _misfit(reference, shape) < 0.15}
+    # Equal codes may start at another corner: then the shapes are no affine images of each other, not even roughly, or
+    # they are, but turned, as with X and И.
+    shapes = {
+        font: shape
+        for font, shape in shapes.items()
+        if _misfit(reference, shape) < 0.15 and np.abs(reference - shape).max() < 0.3
+    }
     keypoints = _spread(codes, np.mean(list(shapes.values()), axis=0))
     if len(shapes) < LEAST_FONTS or len(keypoints) < KEYPOINTS[0]:
         return None
@@ -264,12 +271,12 @@ def _shapes(letter: Letter) -> set[bytes]:
 
 
 def _kin(letters: Sequence[Letter]) -> Iterator[tuple[str, str]]:
-    names = {letter.name for letter in letters}
+    forms: dict[str, str] = {}
     contours: dict[tuple[Any, ...], str] = {}
     alike: dict[tuple[int, ...], list[Letter]] = defaultdict(list)
     for letter in letters:
-        for other in {letter.name.lower(), letter.name.upper()} & names:
-            yield letter.name, other
+        base = re.sub(FORMS, "", unicodedata.name(letter.name))
+        yield letter.name, forms.setdefault(base, letter.name)
         for font, shape in letter.outlines.items():
             for contour in _contours(letter.codes):
                 piece = _centred(shape[contour.start : contour.stop])

@@ -1,0 +1,409 @@
+"""Letters are written as they are drawn and read as they are written; splits share nothing; what is wrong is named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from runner.tasks.cape.data import (
+    Annotation,
+    Augmentation,
+    Category,
+    Episodes,
+    augment,
+    check_apart,
+    copied_support,
+    mirrored_keypoints,
+    only_categories,
+    read_crop,
+    read_pose_set,
+)
+from runner.tasks.cape.glyphs import KEYPOINTS, Letter, draw, letters_by_split, write_glyphs
+from runner.tasks.cape.task import build
+
+from runner.base.errors import AccelRunError, ConfigError, DataError, InputMissing, MissingPackage
+from runner.base.task import Context, sample_rng
+
+SIDE = 32
+Splits = dict[str, list[Letter]]
+Content = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def letters() -> Splits:
+    made: Splits = letters_by_split()
+    return made
+
+
+@pytest.fixture(scope="module")
+def few(letters: Splits) -> Splits:
+    return {"train": letters["train"][:6], "val": letters["val"][:3], "test": letters["test"][:2]}
+
+
+@pytest.fixture(scope="module")
+def written(few: Splits, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("glyphs")
+    write_glyphs(folder, few, image_size=SIDE)
+    return folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "glyphs"))
+
+
+def episodes(folder: Path, split: str = "train", **options: Any) -> Episodes:
+    return Episodes(read_pose_set(folder, split), **{"image_size": SIDE, "max_keypoints": 12, **options})
+
+
+def changed(folder: Path, change: Callable[[Content], object], split: str = "train") -> Path:
+    path = folder / "annotations" / f"{split}.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return folder
+
+
+# The letters
+
+
+def test_letters_of_a_category_have_the_same_points_in_every_font(letters: Splits) -> None:
+    every = [letter for split in letters.values() for letter in split]
+    assert len(every) > 400
+    assert min(map(len, letters.values())) > 30
+    for letter in every:
+        assert len(letter.outlines) >= 4
+        assert KEYPOINTS[0] <= len(letter.keypoints) <= KEYPOINTS[1]
+        assert all(shape.shape == (len(letter.codes), 2) for shape in letter.outlines.values())
+        places = np.stack(list(letter.outlines.values()))[:, list(letter.keypoints)]
+        assert np.abs(places - places.mean(axis=0)).max() < 0.3, "the same corner in every font"
+
+
+def test_no_letter_and_no_likeness_of_one_is_in_two_splits(letters: Splits) -> None:
+    names = {split: {letter.name for letter in members} for split, members in letters.items()}
+    assert sum(map(len, names.values())) == len(set.union(*names.values()))
+    where = {name: split for split, members in names.items() for name in members}
+    for kin in ("Hhʜɥɦ", "Kkʞ", "Aaɐ", "EƎǝɘ", "MƜɯɱ", "Łł"):
+        assert len({where[name] for name in kin if name in where}) == 1, kin
+
+
+def test_letters_are_drawn_where_their_keypoints_are(few: Splits) -> None:
+    letter = next(letter for letter in few["train"] if letter.name == "1")
+    drawing = draw(letter, "DejaVuSans-Bold.ttf", image_size=64, rng=sample_rng(0, 0, 1))
+    picture = drawing.picture.astype(float)
+    places = drawing.keypoints[drawing.keypoints[:, 2] > 0, :2]
+    assert drawing.picture.shape == (64, 64, 3)
+    assert (places >= drawing.box[:2] - 0.01).all()
+    assert (places <= drawing.box[:2] + drawing.box[2:] + 0.01).all()
+    # corners of the letter have both colours around them
+    for column, row in places:
+        top, left = (int(min(max(value - 2, 0), 60)) for value in (row, column))
+        assert np.ptp(picture[top : top + 4, left : left + 4], axis=(0, 1)).max() > 60
+
+
+def test_what_a_pose_pushes_out_is_written_down(written: Path) -> None:
+    for split in ("train", "val", "test"):
+        content = json.loads((written / "annotations" / f"{split}.json").read_text())
+        triples = [np.array(row["keypoints"]).reshape(-1, 3) for row in content["annotations"]]
+        outside = sum(int((points[:, 2] == 0).sum()) for points in triples)
+        assert content["info"]["keypoints_outside"] == outside
+        assert all((points[:, 2] > 0).mean() >= 0.75 for points in triples)
+        assert [row["num_keypoints"] for row in content["annotations"]] == [(p[:, 2] > 0).sum() for p in triples]
+
+
+def test_what_is_written_is_what_is_read(written: Path, few: Splits) -> None:
+    number = 0
+    for split, letters in few.items():
+        poses = read_pose_set(written, split)
+        assert [category.name for category in poses.categories] == [letter.name for letter in letters]
+        assert [category.skeleton for category in poses.categories] == [letter.skeleton for letter in letters]
+        assert poses.left_out == 0
+        pairs = [(letter, font) for letter in letters for font in letter.outlines]
+        for annotation, (letter, font) in zip(poses.annotations, pairs, strict=True):
+            number += 1
+            drawing = draw(letter, font, image_size=SIDE, rng=sample_rng(0, 0, number))
+            assert annotation.category.name == letter.name
+            assert np.array_equal(annotation.keypoints, drawing.keypoints[:, :2])
+            assert np.array_equal(annotation.visible, drawing.keypoints[:, 2] > 0)
+            assert annotation.box == tuple(drawing.box)
+            picture = read_crop(annotation, "image", SIDE).permute(1, 2, 0).numpy()
+            assert np.array_equal(picture, drawing.picture)
+
+
+def test_glyphs_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> object:
+        raise ModuleNotFoundError(name=name.partition(".")[0])
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(MissingPackage, match="matplotlib"):
+        letters_by_split()
+
+
+# Episodes
+
+
+def test_a_batch_is_its_samples(written: Path) -> None:
+    for augmentation in (None, Augmentation()):
+        data = episodes(written, augmentation=augmentation)
+        batch = data.__getitems__([4, 0, 4])
+        for row, index in enumerate([4, 0, 4]):
+            for name, value in data[index].items():
+                assert torch.equal(batch[name][row], value), name
+
+
+def test_support_and_queries_are_other_objects_of_one_category(written: Path) -> None:
+    data = episodes(written, "val", queries=3)
+    objects = data.__getitems__(range(len(data)))["object"]
+    assert objects[:, 0].tolist() == list(range(len(data)))
+    for row in objects.tolist():
+        assert len(set(row)) == 4
+        assert len({data.poses.annotations[position].category.name for position in row}) == 1
+
+
+def test_training_changes_with_the_epoch_and_validation_does_not(written: Path) -> None:
+    for augmentation in (Augmentation(), None):
+        data = episodes(written, augmentation=augmentation)
+        first = data[3]["query_xy"]
+        data.set_epoch(1)
+        assert torch.equal(data[3]["query_xy"], first) == (augmentation is None)
+        data.set_epoch(0)
+        assert torch.equal(data[3]["query_xy"], first)
+
+
+def test_categories_of_any_number_of_keypoints_are_padded(written: Path) -> None:
+    data = episodes(written, max_keypoints=20)
+    batch = data.__getitems__(range(len(data)))
+    counts = [annotation.category.num_keypoints for annotation in data.poses.annotations]
+    assert batch["present"].sum(dim=1).tolist() == counts
+    for name in ("support_visible", "query_visible"):
+        padding = ~batch["present"] if name[0] == "s" else ~batch["present"][:, None].expand_as(batch[name])
+        assert not batch[name][padding].any()
+    assert not batch["query_xy"][~batch["query_visible"]].any()
+
+
+def test_keypoints_stay_on_the_picture_when_it_is_augmented() -> None:
+    images = torch.zeros(4, 3, 3, 64, 64)
+    xy = (torch.tensor([[28, 32], [36, 30], [32, 38]]) / 64).expand(4, 3, 3, 2)  # so near that no border mirrors them
+    for point in range(3):
+        column, row = (xy[0, 0, point] * 64).int().tolist()
+        images[:, :, point, row - 2 : row + 2, column - 2 : column + 2] = 1.0  # a colour for each
+    seen, size = torch.ones(4, 3, 3, dtype=torch.bool), torch.full((4, 3), 0.5)
+    rngs = [sample_rng(0, 0, index) for index in range(4)]
+    options = Augmentation(light=0.0, scale=1.1, translation=0.05)
+    made, moved, visible, sizes, pushed_out, redrawn = augment(options, rngs, images, xy, seen, size, [None] * 4)
+    weight = made / made.sum(dim=(-1, -2), keepdim=True)
+    middle = (torch.arange(64) + 0.5) / 64
+    found = torch.stack([(weight.sum(-2) * middle).sum(-1), (weight.sum(-1) * middle).sum(-1)], dim=-1)
+    torch.testing.assert_close(found, moved, atol=0.012, rtol=0)
+    assert visible.all()
+    assert (pushed_out == 0).all()
+    assert (redrawn == 0).all()
+    spread = (moved[..., 0, :] - moved[..., 1, :]).norm(dim=-1) / (xy[..., 0, :] - xy[..., 1, :]).norm(dim=-1)
+    torch.testing.assert_close(sizes, 0.5 * spread, atol=1e-4, rtol=0)
+    assert sizes.unique().numel() == 12
+
+
+def test_what_augmentation_pushes_out_is_invisible_and_counted() -> None:
+    places = torch.tensor([[0.02, 0.02], [0.98, 0.98], [0.5, 0.5], [0.4, 0.5]])
+    xy, seen = places.expand(30, 1, 4, 2), torch.tensor([True, True, True, False]).expand(30, 1, 4)
+    rngs = [sample_rng(0, 0, index) for index in range(30)]
+    wild = Augmentation(rotation=180.0, scale=1.5, translation=0.4)
+    _, moved, visible, _, pushed_out, redrawn = augment(
+        wild, rngs, torch.zeros(30, 1, 3, 8, 8), xy, seen, torch.ones(30, 1), [None] * 30
+    )
+    assert torch.equal(pushed_out, (seen & ~visible).sum(dim=(1, 2)))
+    assert pushed_out.sum() > 10
+    assert redrawn.sum() > 5
+    assert (visible.sum(dim=-1) * 2 >= 3).all()
+    assert not visible[..., 3].any()
+    assert (moved[visible] >= 0).all()
+    assert (moved[visible] <= 1).all()
+    assert not moved[~visible].any()
+
+
+def test_a_flip_exchanges_left_and_right() -> None:
+    names = ["nose", "left_eye", "right_eye", "L_Knee", "R_Knee", "tail"]
+    mirrored = mirrored_keypoints(names)
+    assert mirrored == (0, 2, 1, 4, 3, 5)
+    assert mirrored_keypoints(["Left Shoulder", "Right Shoulder"]) == (1, 0)
+    assert mirrored_keypoints(["collar", "lapel", "left"]) is None
+    xy = torch.tensor([[0.5, 0.3], [0.3, 0.2], [0.7, 0.25], [0.4, 0.8], [0.6, 0.9], [0.2, 0.6]])
+    image = torch.rand(1, 1, 3, 8, 8)
+    only_flips = Augmentation(rotation=0.0, scale=1.0, translation=0.0, light=0.0, flip=1.0)
+    seen = torch.tensor([[[True, True, False, True, True, True]]])
+    given = (torch.where(seen[..., None], xy, 0.0), seen, torch.ones(1, 1))
+    made, moved, visible, _, _, _ = augment(only_flips, [sample_rng(0, 0, 0)], image, *given, [mirrored])
+    torch.testing.assert_close(made, image.flip(-1))
+    assert visible.flatten().tolist() == [True, False, True, True, True, True]
+    expected = xy[[0, 2, 1, 4, 3, 5]] * torch.tensor([-1.0, 1.0]) + torch.tensor([1.0, 0.0])
+    torch.testing.assert_close(moved[visible], expected[visible[0, 0]])
+    assert moved[0, 0, 2, 0] > moved[0, 0, 0, 0], "the right eye stays right of the nose, as before"
+    as_given, stayed, _, _, _, _ = augment(only_flips, [sample_rng(0, 0, 0)], image, *given, [None])
+    torch.testing.assert_close(as_given, image)
+    torch.testing.assert_close(stayed, given[0])
+
+
+@pytest.mark.parametrize("crop", ["box", "image"])
+def test_crops_keep_keypoints_on_their_pixels(crop: Any, tmp_path: Path) -> None:
+    pixels = np.zeros((120, 200, 3), dtype=np.uint8)
+    pixels[66:74, 126:134] = 255
+    Image.fromarray(pixels).save(tmp_path / "dot.png")
+    category = Category(1, "dot", 1, (), None)
+    keypoints = np.array([[130.0, 70.0]])
+    annotation = Annotation(
+        7, tmp_path / "dot.png", 1, (200, 120), category, (100.0, 40.0, 60.0, 50.0), keypoints, np.array([True])
+    )
+    left, top, side = annotation.square(crop)
+    picture = read_crop(annotation, crop, 40).float().mean(dim=0)
+    weight = torch.where(picture > 140, picture - 128, 0.0)  # grey outside
+    middle = torch.arange(40) + 0.5
+    found = torch.stack([(weight.sum(0) * middle).sum(), (weight.sum(1) * middle).sum()]) / weight.sum()
+    expected = torch.tensor([130 - left, 70 - top]) / side * 40
+    torch.testing.assert_close(found.double(), expected.double(), atol=0.35, rtol=0)
+
+
+def test_copying_the_support_guesses_the_mean_for_what_it_does_not_show() -> None:
+    batch = {
+        "support_xy": torch.tensor([[[0.2, 0.4], [0.4, 0.8], [0.0, 0.0]]]),
+        "support_visible": torch.tensor([[True, True, False]]),
+        "query_xy": torch.zeros(1, 2, 3, 2),
+    }
+    expected = torch.tensor([[0.2, 0.4], [0.4, 0.8], [0.3, 0.6]]).expand(1, 2, 3, 2)
+    torch.testing.assert_close(copied_support(batch), expected)
+
+
+# What is wrong
+
+
+def keypoints_of(content: Content, number: int = 0) -> list[float]:
+    found: list[float] = content["annotations"][number]["keypoints"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda c: c.pop("categories"), "list of categories"),
+        (lambda c: c["images"][0].pop("id"), r"images\[0\] must be an object with a whole number as id"),
+        (lambda c: c["annotations"][2].update(image_id=999), "annotation 3 must name an image_id"),
+        (lambda c: c["annotations"][2].update(category_id=999), "annotation 3 must name an category_id"),
+        (lambda c: c["annotations"][2].update(bbox=[0, 0, 0, 5]), "annotation 3 must have a bbox"),
+        (lambda c: keypoints_of(c).pop(), r"annotation 1 must have \d+ keypoints"),
+        (lambda c: keypoints_of(c).__setitem__(slice(3, 6), [33.5, 4, 2]), "annotation 1: keypoint 2 must be in"),
+        (lambda c: keypoints_of(c).__setitem__(slice(0, 3), [3, -1.5, 1]), "annotation 1: keypoint 1 must be in"),
+        (lambda c: c["categories"].append({"id": 99, "name": "x", "keypoints": ["a"]}), "but has 0"),
+        (lambda c: c["categories"][0].update(keypoints=[]), "category 1 must have a name and a list"),
+        (lambda c: c["categories"][0].update(skeleton=[[1, 99]]), "skeleton of category 1"),
+        (lambda c: c.update(categories=[], annotations=[]), "at least one category"),
+    ],
+)
+def test_a_wrong_file_is_refused(folder: Path, change: Callable[[Content], object], match: str) -> None:
+    with pytest.raises(DataError, match=match) as caught:
+        read_pose_set(changed(folder, change), "train")
+    assert "train.json" in str(caught.value)
+
+
+def test_a_category_needs_two_objects(folder: Path) -> None:
+    def keep_one(content: Content) -> None:
+        rows = content["annotations"]
+        first = next(row for row in rows if row["category_id"] == 2)
+        content["annotations"] = [row for row in rows if row["category_id"] != 2 or row is first]
+
+    with pytest.raises(DataError, match=r"category 2 .* at least 2 objects .* has 1"):
+        read_pose_set(changed(folder, keep_one), "train")
+
+
+def test_objects_without_a_visible_keypoint_are_left_out_and_counted(folder: Path) -> None:
+    def hide(content: Content) -> None:
+        content["annotations"][0]["keypoints"] = [-5.0, 900.0, 0.0] * (len(keypoints_of(content)) // 3)
+
+    whole = read_pose_set(folder, "train")
+    poses = read_pose_set(changed(folder, hide), "train")
+    assert poses.left_out == 1
+    assert len(poses.annotations) == len(whole.annotations) - 1
+
+
+def test_invisible_keypoints_may_hold_anything(folder: Path) -> None:
+    poses = read_pose_set(
+        changed(folder, lambda c: keypoints_of(c).__setitem__(slice(0, 3), [-7.0, 1e9, 0.0])), "train"
+    )
+    assert not poses.annotations[0].visible[0]
+    assert not poses.annotations[0].keypoints[0].any()
+
+
+def test_missing_files_are_named(folder: Path) -> None:
+    with pytest.raises(InputMissing, match="nowhere does not exist") as caught:
+        read_pose_set(folder / "nowhere", "train")
+    assert "images/" in caught.value.problems[0].fix
+    with pytest.raises(InputMissing, match="must be a folder"):
+        read_pose_set(folder / "annotations" / "val.json", "train")
+    picture = read_pose_set(folder, "val").annotations[0].image
+    picture.unlink()
+    with pytest.raises(InputMissing, match=picture.name):
+        read_pose_set(folder, "val")
+    (folder / "annotations" / "val.json").unlink()
+    with pytest.raises(InputMissing, match=r"neither val\.json nor mp100_split1_val\.json"):
+        read_pose_set(folder, "val")
+
+
+def test_what_is_no_json_and_no_picture_is_refused(folder: Path) -> None:
+    annotations = read_pose_set(folder, "train").annotations
+    annotations[0].image.write_bytes(b"no picture")
+    Image.new("RGB", (8, 8)).save(annotations[1].image)
+    for annotation, match in zip(
+        annotations, ["must be a picture", "must be 32 x 32 pixels.* but is 8 x 8"], strict=False
+    ):
+        with pytest.raises(DataError, match=match) as caught:
+            read_crop(annotation, "image", SIDE)
+        assert annotation.image.name in str(caught.value)
+    (folder / "annotations" / "train.json").write_text("{")
+    with pytest.raises(DataError, match="must be JSON"):
+        read_pose_set(folder, "train")
+
+
+def test_validation_never_sees_a_category_of_training(folder: Path) -> None:
+    train, val = read_pose_set(folder, "train"), read_pose_set(folder, "val")
+    check_apart([train, val])
+    name = train.categories[0].name
+    poses = read_pose_set(changed(folder, lambda c: c["categories"][0].update(name=name), "val"), "val")
+    with pytest.raises(DataError, match=f"no category of train.json, but has {name}"):
+        check_apart([train, poses])
+
+
+def test_mp100_folds_are_read_by_number(folder: Path, tmp_path: Path) -> None:
+    for split in ("train", "val", "test"):
+        path = folder / "annotations" / f"{split}.json"
+        path.rename(path.with_name(f"mp100_split3_{split}.json"))
+    assert read_pose_set(folder, "val", fold=3).path.name == "mp100_split3_val.json"
+    with pytest.raises(InputMissing, match="mp100_split1_val"):
+        read_pose_set(folder, "val")
+    assert len(build(Context(0, folder, tmp_path), image_size=SIDE, fold=3).dataset("test"))
+
+
+def test_only_the_named_categories_are_trained_on(folder: Path) -> None:
+    poses = read_pose_set(folder, "train")
+    name = poses.categories[1].name
+    few = only_categories(poses, [name])
+    assert {annotation.category.name for annotation in few.annotations} == {name}
+    with pytest.raises(ConfigError, match=r"'\?' is no category"):
+        only_categories(poses, ["?"])
+
+
+def test_errors_are_explained(folder: Path) -> None:
+    with pytest.raises(AccelRunError, match="multiple of 32"):
+        build(Context(0, folder, folder), image_size=50)
+
+
+def test_a_worker_process_gets_no_pictures(written: Path) -> None:
+    data = episodes(written)
+    data.__getitems__([0, 1])
+    assert data._pictures
+    assert not data.__getstate__()["_pictures"]

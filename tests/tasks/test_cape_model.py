@@ -1,0 +1,332 @@
+"""The support decides what is found, what is invisible or padding decides nothing, and decoding is what was trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runner.tasks.cape.attention import DeformableMapAttention, Maps, centres, sample
+from runner.tasks.cape.metrics import judged, measured, target_types
+from runner.tasks.cape.model import COORDINATE, END, CoordinateEmbedding, Guess, PoseTransformer, Shape
+from runner.tasks.cape.task import SHAPES, CategoryAgnosticPose
+from torch import Tensor, nn
+
+SMALL = Shape(
+    stem=8,
+    stages=((8, 1), (16, 1)),
+    published=False,
+    num_levels=2,
+    width=16,
+    num_heads=2,
+    feed_forward=32,
+    support_layers=1,
+    encoder_layers=1,
+    decoder_layers=2,
+    grid=8,
+)
+KINDS = ["dense", "deformable"]
+Batch = dict[str, Tensor]
+
+
+def make_model(kind: str = "dense", **options: Any) -> PoseTransformer:
+    torch.manual_seed(0)
+    model = PoseTransformer(replace(SMALL, attention=kind), **options)  # type: ignore[arg-type]
+    for weight in model.parameters():  # away from the start, so that differences show
+        with torch.no_grad():
+            weight.add_(0.05 * torch.randn_like(weight))
+    return model.eval()
+
+
+def make_task(model: nn.Module) -> CategoryAgnosticPose:
+    task = object.__new__(CategoryAgnosticPose)  # loss and metrics need no data
+    task.model = model
+    return task
+
+
+def make_batch(counts: tuple[int, ...] = (5, 3), queries: int = 2, max_keypoints: int = 5) -> Batch:
+    """Episodes with so many keypoints; the second keypoint of supports and the third of queries are invisible."""
+    generator = torch.Generator().manual_seed(1)
+    B, Q, K = len(counts), queries, max_keypoints
+    present = torch.arange(K) < torch.tensor(counts)[:, None]
+    visible = present[:, None].expand(B, 1 + Q, K).clone()
+    visible[:, 0, 1] = visible[:, 1:, 2] = False
+    xy = torch.rand(B, 1 + Q, K, 2, generator=generator) * visible[..., None]
+    images = torch.rand(B, 1 + Q, 3, 32, 32, generator=generator)
+    return {
+        "support_image": images[:, 0],
+        "support_xy": xy[:, 0],
+        "support_visible": visible[:, 0],
+        "present": present,
+        "query_image": images[:, 1:],
+        "query_xy": xy[:, 1:],
+        "query_visible": visible[:, 1:],
+        "query_size": torch.full((B, Q), 0.5),
+    }
+
+
+def decode(model: nn.Module, batch: Mapping[str, Tensor]) -> Guess:
+    with torch.no_grad():
+        guess: Guess = model(batch, decode=True)
+    return guess
+
+
+def rows_of(batch: Batch, rows: slice) -> Batch:
+    return {name: value[rows] for name, value in batch.items()}
+
+
+# The support
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("decoding", [False, True])
+def test_the_support_decides_the_guess(kind: str, decoding: bool) -> None:
+    model, batch = make_model(kind), make_batch()
+    with torch.no_grad():
+        before = model(batch, decode=decoding)
+        for name, changed in {
+            "support_image": 1 - batch["support_image"],
+            "support_xy": 1 - batch["support_xy"],
+            "support_visible": batch["present"],
+        }.items():
+            after = model({**batch, name: changed}, decode=decoding)
+            real = F.pad(batch["present"].repeat_interleave(2, 0), (0, 1))
+            assert ((after.xy[-1] - before.xy[-1]).abs().amax(-1)[real] > 1e-5).float().mean() > 0.9, name
+
+
+def test_every_keypoint_of_the_support_reaches_every_guess() -> None:
+    model, batch = make_model(), make_batch((5,))
+    xy = batch["support_xy"].requires_grad_()
+    guess = model(batch)
+    for point in range(5):
+        (gradient,) = torch.autograd.grad(guess.xy[-1, 0, point].sum(), xy, retain_graph=True)
+        reached = gradient[0].abs().sum(dim=-1) > 0
+        assert reached.tolist() == batch["support_visible"][0].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_gets_a_gradient(kind: str) -> None:
+    torch.manual_seed(0)
+    model = PoseTransformer(replace(SMALL, attention=kind), forget=0.3)  # type: ignore[arg-type]
+    make_task(model).loss(model, make_batch((5, 3, 5, 4)))[0].backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None, name
+        assert weight.grad.abs().sum() > 0, name
+
+
+# What does not count
+
+
+@pytest.mark.parametrize("value", [0.3, math.nan, math.inf])
+def test_invisible_and_missing_keypoints_are_not_in_the_loss(value: float) -> None:
+    model, batch = make_model(), make_batch()
+    expected, items = make_task(model).loss(model, batch)
+    expected.backward()
+    gradients = [weight.grad for weight in model.parameters()]
+    model.zero_grad()
+    changed = dict(batch)
+    for name in ("support", "query"):
+        changed[f"{name}_xy"] = torch.where(batch[f"{name}_visible"][..., None], batch[f"{name}_xy"], value)
+    loss, again = make_task(model).loss(model, changed)
+    loss.backward()
+    assert int(again) == int(items) == int(batch["query_visible"].sum())
+    assert torch.equal(loss, expected)
+    for weight, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(torch.as_tensor(weight.grad), torch.as_tensor(gradient))
+    with torch.no_grad():
+        measures = make_task(model).evaluate(model, changed)
+    assert all(math.isfinite(float(total)) for total, _ in measures.values())
+
+
+def test_padding_changes_nothing() -> None:
+    model, batch = make_model(), make_batch((3, 2), max_keypoints=3)
+    padded = make_batch((3, 2), max_keypoints=3)
+    for name in ("support_xy", "query_xy"):
+        padded[name] = F.pad(batch[name], (0, 0, 0, 4), value=0.7)
+    for name in ("support_visible", "query_visible", "present"):
+        padded[name] = F.pad(batch[name], (0, 4))
+    torch.testing.assert_close(make_task(model).loss(model, padded)[0], make_task(model).loss(model, batch)[0])
+    short, long = decode(model, batch), decode(model, padded)
+    torch.testing.assert_close(long.xy[:, :, :4], short.xy, atol=1e-5, rtol=0)
+    torch.testing.assert_close(long.types[:, :, :4], short.types, atol=1e-5, rtol=0)
+
+
+def test_the_loss_of_a_batch_is_the_sum_over_its_episodes() -> None:
+    model, batch = make_model(), make_batch((5, 3, 2))
+    task = make_task(model)
+    whole, items = task.loss(model, batch)
+    parts = [task.loss(model, rows_of(batch, slice(row, row + 1))) for row in range(3)]
+    torch.testing.assert_close(whole, torch.stack([part for part, _ in parts]).sum())
+    assert int(items) == sum(int(count) for _, count in parts)
+
+
+def test_the_loss_is_float32_under_autocast() -> None:
+    model, batch = make_model(), make_batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert make_task(model).loss(model, batch)[0].dtype == torch.float32
+        assert decode(model, batch).xy.dtype == torch.float32
+
+
+def test_the_loss_is_what_it_is_by_hand() -> None:
+    batch = make_batch((3,), queries=1, max_keypoints=3)
+    batch["query_xy"] = torch.tensor([[[[0.2, 0.4], [0.5, 0.5], [0.0, 0.0]]]])
+    batch["query_visible"] = torch.tensor([[[True, False, False]]])
+    xy = torch.tensor([[[[0.3, 0.4], [0.9, 0.9], [0.1, 0.1], [0.5, 0.5]]]])
+    guess = Guess(xy[0], xy.repeat(2, 1, 1, 1), torch.zeros(2, 1, 4, 2))
+    loss, items = make_task(nn.Identity()).loss(lambda _: guess, batch)  # type: ignore[arg-type]
+    # L1 of one point in the proposals and two layers; the type of that point and of the end in two layers
+    assert float(loss) == pytest.approx(3 * 5 * 0.1 + 2 * 2 * math.log(2))
+    assert int(items) == 1
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_together_is_decoding_one_by_one(kind: str) -> None:
+    model, batch = make_model(kind), make_batch((5, 3, 1))
+    together = decode(model, batch)
+    for row in range(3):
+        alone = decode(model, rows_of(batch, slice(row, row + 1)))
+        torch.testing.assert_close(alone.xy, together.xy[:, 2 * row : 2 * row + 2], atol=1e-5, rtol=0)
+        torch.testing.assert_close(alone.types, together.types[:, 2 * row : 2 * row + 2], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_is_what_is_trained_when_fed_its_own_guesses(kind: str) -> None:
+    model, batch = make_model(kind), make_batch((5, 4))
+    with torch.no_grad():
+        support, query = model.read(batch)
+        tokens, present = model.support_tokens(batch, support)
+        decoded = model.decode(query, tokens, present)
+        without_cache = model.decode(query, tokens, present, cached=False)
+        own = decoded.xy[-1, :, :-1]
+        fed = model.guess(query, tokens, present, own, torch.ones(own.shape[:-1], dtype=torch.bool))
+    for other in (without_cache, fed):
+        for one, two in zip(decoded, other, strict=True):
+            torch.testing.assert_close(one, two, atol=1e-5, rtol=0)
+
+
+def test_decoding_sees_nothing_of_the_truth() -> None:
+    model, batch = make_model(), make_batch()
+    blind = {
+        **batch,
+        "query_xy": torch.full_like(batch["query_xy"], math.nan),
+        "query_visible": torch.zeros_like(batch["query_visible"]),
+    }
+    for one, other in zip(decode(model, batch), decode(model, blind), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_keypoint_sees_those_before_it_only() -> None:
+    model, batch = make_model(), make_batch((5,))
+    with torch.no_grad():
+        before = model(batch)
+        for point in (0, 1, 3):
+            changed = {**batch, "query_xy": batch["query_xy"].clone()}
+            changed["query_xy"][:, :, point] = 0.9
+            after = model(changed)
+            assert torch.equal(before.xy[:, :, : point + 1], after.xy[:, :, : point + 1])
+            assert not torch.allclose(before.xy[:, :, point + 1], after.xy[:, :, point + 1], atol=1e-6)
+
+
+def test_forgetting_happens_in_training_only() -> None:
+    model, batch = make_model(forget=0.5), make_batch()
+    assert torch.equal(model(batch).xy, model(batch).xy)
+    model.train()
+    assert not torch.equal(model(batch).xy, model(batch).xy)
+
+
+# Metrics
+
+
+def test_a_keypoint_after_the_end_is_no_hit() -> None:
+    batch = make_batch((4, 2), queries=1, max_keypoints=4)
+    batch["query_visible"] = batch["present"][:, None].clone()
+    xy = F.pad(batch["query_xy"].flatten(0, 1), (0, 0, 0, 1))[None]
+    kinds = torch.full((1, 2, 5), COORDINATE)
+    kinds[0, 0, 2] = kinds[0, 1, 2] = END  # the first query ends too early
+    guess = Guess(xy[0], xy, F.one_hot(kinds, 2).float())
+    hits, distances, ended = measured(guess, batch)
+    assert hits.sum(dim=-1).flatten().tolist() == [2, 2]
+    assert ended.flatten().tolist() == [False, True]
+    assert distances.sum() == 0
+
+
+def test_pck_counts_what_is_within_a_fifth_of_the_longer_side() -> None:
+    batch = make_batch((3,), queries=1, max_keypoints=3)
+    batch["query_visible"] = torch.tensor([[[True, True, False]]])
+    away = torch.tensor([0.099, 0.101, 0.0])  # the side is half of the picture
+    hits, distances = judged(batch["query_xy"] + torch.stack([away, torch.zeros(3)], dim=-1), batch)
+    assert hits.flatten().tolist() == [True, False, False]
+    torch.testing.assert_close(distances.flatten(), torch.tensor([0.198, 0.202, 0.0]))
+
+
+def test_types_end_after_the_last_keypoint_whatever_is_visible() -> None:
+    batch = make_batch((4, 2), queries=1, max_keypoints=4)
+    types, counted = target_types(batch)
+    assert (types == END).nonzero().tolist() == [[0, 4], [1, 2]]
+    assert counted.tolist() == [[True, True, False, True, True], [True, True, True, False, False]]
+
+
+# Parts
+
+
+def test_features_are_read_where_the_keypoint_is() -> None:
+    shapes = ((4, 4), (2, 2))
+    places = centres(shapes, torch.device("cpu"))
+    maps = Maps(places[None].expand(3, -1, -1), shapes, places)  # each feature is its own place
+    xy = torch.tensor([[[0.3, 0.6], [0.5, 0.25]]]).expand(3, -1, -1)
+    torch.testing.assert_close(sample(maps.levels(), xy), xy)
+
+
+def test_coordinates_are_bilinear_between_entries() -> None:
+    embed = CoordinateEmbedding(5, 8)
+    nn.init.normal_(embed.table)
+    entry = embed.table[:, 3, 1]
+    torch.testing.assert_close(embed(torch.tensor([[[0.25, 0.75]]]))[0, 0], entry)
+    middle = (embed.table[:, 3, 1] + embed.table[:, 3, 2]) / 2
+    torch.testing.assert_close(embed(torch.tensor([[[0.375, 0.75]]]))[0, 0], middle)
+
+
+def test_deformable_attention_reads_around_its_place() -> None:
+    torch.manual_seed(0)
+    attention = DeformableMapAttention(8, num_heads=2, num_levels=1)
+    for weight in attention.offsets.parameters():
+        nn.init.zeros_(weight)
+    shapes = ((6, 6),)
+    maps = Maps(torch.randn(2, 36, 8), shapes, centres(shapes, torch.device("cpu")))
+    at = maps.positions[[7, 20]].expand(2, -1, -1)
+    expected = attention.output(attention.value(maps.tokens[:, [7, 20]]))
+    # without offsets, and with weights that sum to one, that is the value of the cell itself
+    torch.testing.assert_close(attention(torch.randn(2, 2, 8), at, attention.prepare(maps)), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_published_size_has_a_resnet_50(kind: str) -> None:
+    with torch.device("meta"):
+        model = PoseTransformer(replace(SHAPES["full"], attention=kind))  # type: ignore[arg-type]
+        maps = model.backbone(torch.empty(1, 3, 256, 256))
+    # 25,557,032 of ResNet-50 without its classifier of 2,049,000; group normalisation has as many as batch's
+    assert sum(weight.numel() for weight in model.backbone.parameters()) == 25_557_032 - 2_049_000
+    assert [tuple(level.shape) for level in maps] == [(1, 512, 32, 32), (1, 1024, 16, 16), (1, 2048, 8, 8)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_learns_an_episode_by_heart(kind: str) -> None:
+    torch.manual_seed(0)
+    model = PoseTransformer(replace(SMALL, attention=kind))  # type: ignore[arg-type]
+    task, batch = make_task(model), make_batch((5,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(120):
+        loss, items = task.loss(model, batch)
+        optimizer.zero_grad()
+        (loss / items).backward()
+        optimizer.step()
+    hits, _, ended = measured(decode(model.eval(), batch), batch)
+    assert hits.sum() >= 7  # of eight; decoding goes from its own guesses
+    assert ended.all()
