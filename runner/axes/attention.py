@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,8 +130,8 @@ def observed_calls(model_call: Callable[[], object]) -> dict[tuple[str, str], in
 def attention_calls(model_call: Callable[[], object]) -> tuple[AttentionCall, ...]:
     """Run `model_call` once and return its attention calls, in order: what each asked for, and what it was given.
 
-    Only calls of F.scaled_dot_product_attention are seen, and those of torch's own modules that lead there. Compiled
-    code runs eagerly for this call.
+    Only calls of F.scaled_dot_product_attention are seen, also those in nn.MultiheadAttention; but in eval mode and
+    without gradients torch's own encoder layers compute it elsewhere. Compiled code runs eagerly for this call.
     """
     watching = _WatchAttention()
     with _eager(), watching:
@@ -313,11 +314,21 @@ class _WatchAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention:
+        if func is _ATTENTION:
+            return self._watched(*args, **kwargs)
+        if func is not functional.multi_head_attention_forward:
             return func(*args, **kwargs)
+        # Torch takes this mode away while it is inside such a function, which finds the attention by its name.
+        functional.scaled_dot_product_attention = self._watched
+        try:
+            return func(*args, **kwargs)
+        finally:
+            functional.scaled_dot_product_attention = _ATTENTION
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
         counting = _CountAttention()
         with counting:
-            answer = func(*args, **kwargs)
+            answer = _ATTENTION(*args, **kwargs)
         kernel = next((kernel for _, kernel in counting.calls), "unseen")
         self.calls.append(_noted(kernel, *args, **kwargs))
         return answer
@@ -361,6 +372,7 @@ def _eager() -> AbstractContextManager[Any]:
 
 
 _NEXT_BEST = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # math can do any call
+_ATTENTION = functional.scaled_dot_product_attention
 _ENABLED: Mapping[str, Callable[[], bool]] = {
     "flash": torch.backends.cuda.flash_sdp_enabled,
     "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,

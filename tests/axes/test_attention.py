@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from runner.axes.attention import (
     ATTENTIONS,
     Attention,
+    attention_calls,
     auto,
     cudnn,
     efficient,
@@ -106,6 +107,63 @@ def test_kinds_of_calls_are_told_apart() -> None:
         ("bfloat16, 1 queries, 8 keys", "flash_for_cpu"): 1,
         ("float32, 8 queries, 8 keys", "flash_for_cpu"): 2,
     }
+
+
+def test_each_call_says_what_it_asked_for_and_what_it_was_given() -> None:
+    key, mask = torch.randn(2, 3, 5, 16), torch.ones(8, 5, dtype=torch.bool)
+
+    def call() -> None:
+        attend(is_causal=True)
+        scaled_dot_product_attention(query(), key, key, mask)
+        attend(dropout_p=0.1)
+        with math(CPU).context():
+            attend()
+
+    causal, masked, dropped, chosen = attention_calls(call)
+    assert (causal.masked, causal.causal, causal.kernel) == (False, True, "flash_for_cpu")
+    assert (causal.kind, causal.shape) == ("float32, 8 queries, 8 keys", (2, 3, 8, 16))
+    assert (masked.masked, masked.causal, masked.num_keys, masked.dropout) == (True, False, 5, 0.0)
+    assert (dropped.kernel, dropped.dropout) == ("math", 0.1)
+    assert "dropout" in dropped.refusals["flash"]
+    assert (chosen.kernel, chosen.refusals["flash"]) == ("math", "switched off by the choice of attention")
+    assert causal.refusals["math"] == "could run, but torch took flash_for_cpu first"
+    for each in (causal, masked):
+        assert set(each.refusals) == {"efficient", "cudnn", "math"}
+        assert "the CPU has no" in each.refusals["efficient"]
+    assert set(chosen.refusals) == {"flash", "efficient", "cudnn"}
+
+
+def test_calls_are_those_that_are_counted_also_in_torchs_own_modules() -> None:
+    layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+
+    def call() -> None:
+        layer(torch.randn(2, 5, 16), torch.randn(2, 7, 16), tgt_mask=mask)
+
+    calls = attention_calls(call)
+    assert [each.masked for each in calls] == [True, False]
+    assert [each.kind for each in calls] == ["float32, 5 queries, 5 keys", "float32, 5 queries, 7 keys"]
+    assert {(each.kind, each.kernel): 1 for each in calls} == observed_calls(call)
+
+
+def test_the_type_of_a_call_is_that_after_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        (call,) = attention_calls(attend)
+    assert (call.dtype, call.kind, call.training) == (torch.bfloat16, "bfloat16, 8 queries, 8 keys", False)
+    inputs = query().requires_grad_()
+    (call,) = attention_calls(lambda: scaled_dot_product_attention(inputs, inputs, inputs))
+    assert call.training
+
+
+def test_compiled_calls_are_seen_through() -> None:
+    class Block(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return scaled_dot_product_attention(inputs, inputs, inputs)
+
+    block = Block()
+    block.compile(backend="eager")
+    block(query())
+    assert [call.kernel for call in attention_calls(lambda: block(query()))] == ["flash_for_cpu"]
 
 
 def test_a_model_without_attention_has_no_kernels() -> None:
