@@ -72,7 +72,7 @@ def build(
     orthogonality  weight of the squared distance of components times their transpose from the identity, per component
     entropy        weight of 1 - entropy of the selection of channels / its maximum
     diversity      weight of the concentration of the selection: 0 where channels count the same, 1 for a single one
-    statistics     of products within 2048 pixels in phase 1 on a CPU, added up in float64: float32 takes half the time
+    statistics     of products within 4096 pixels in phase 1 on a CPU, added up in float64: float32 takes half the time
     """
     shape = SHAPES[size]
     if context.data_path is not None:
