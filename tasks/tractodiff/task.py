@@ -33,7 +33,7 @@ SETTINGS = {
 # The mathematics that goes with each size; the command line comes after it.
 SIZES = {
     "tiny": {
-        "updates": 3000,
+        "updates": 4000,
         "global_batch_size": 64,
         "optimizer.lr": 0.001,
         "scheduler.warmup": 0.02,

@@ -165,8 +165,8 @@ def test_the_field_points_where_the_streamlines_go(one_subject: Path, tmp_path: 
     theta, phi = np.arccos(axes[:, 2]), np.arctan2(axes[:, 1], axes[:, 0])
     right, front, up = real_sh_descoteaux(8, theta, phi, legacy=False)[0] @ coefficients
     assert front < 0.5 * min(right, up)
-    batch = pieces.spread(10)
-    assert (batch["condition"][:, -3:].abs().argmax(dim=1) == 1).all()  # and they go along A
+    latest = pieces.spread(50)["condition"][:, -3:].abs()
+    assert (latest[latest.any(dim=1), 1] > 0.99).all()  # and they go along A
 
 
 def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) -> None:
