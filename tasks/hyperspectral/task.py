@@ -35,6 +35,7 @@ SETTINGS = {
     "scheduler.warmup": 0.02,
     "phase.train.epochs": 40,  # 5 x 0.9^37 is where the selector's temperature reaches 0.1
     "checkpoint.best": "val/iou",
+    "checkpoint.best_is": "max",
 }
 SIZES = {
     "tiny": {"global_batch_size": 8},
