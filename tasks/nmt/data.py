@@ -255,19 +255,24 @@ def library_pairs(files: Sequence[Path]) -> dict[str, Texts]:
 
 
 def described_functions(code: bytes, name: str) -> Iterator[tuple[str, str]]:
-    """Yield, for each function that has a docstring, its first paragraph in one line and `function(parameters)`.
+    """Yield a pair for each function with a docstring: `Class.name: first paragraph` in one line, `name(parameters)`.
 
-    The description does not give the function's name. A file that is no Python of this version has none.
+    A file that is no Python of this version has none.
     """
     try:
         tree = ast.parse(code, name)
     except (SyntaxError, ValueError):
         return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
-            if source := " ".join(paragraph.split()):
-                yield source, " ".join(f"{node.name}({ast.unparse(node.args)})".split())
+    found: list[tuple[str, ast.AST]] = [("", tree)]
+    for prefix, node in found:  # which grows while it is read
+        for child in ast.iter_child_nodes(node):
+            inner = f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix
+            found.append((inner, child))
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                paragraph = " ".join((ast.get_docstring(child) or "").partition("\n\n")[0].split())
+                signature = " ".join(f"{child.name}({ast.unparse(child.args)})".split())
+                if paragraph:
+                    yield f"{prefix}{child.name}: {paragraph}", signature
 
 
 def user_files(path: Path) -> list[Path]:

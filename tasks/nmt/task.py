@@ -28,11 +28,11 @@ from .vocabulary import END, PAD
 # The mathematics that goes with each size; the command line comes after it.
 SIZES = {
     "tiny": {
-        "updates": 1000,
-        "global_batch_size": 64,
+        "updates": 1200,
+        "global_batch_size": 32,
         "optimizer.lr": 0.002,
         "scheduler.warmup": 0.1,
-        "evaluate.every": 250,
+        "evaluate.every": 300,
         "evaluate.samples": 512,
     },
     "full": {

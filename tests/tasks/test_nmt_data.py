@@ -121,7 +121,7 @@ def test_pairs_arrive_whole_and_in_order(library: Pairs, corpus: Corpus) -> None
     assert texts(corpus, "val") == library["val"]
 
 
-def test_a_function_is_described_without_its_name() -> None:
+def test_a_function_is_described_by_its_name_and_first_paragraph() -> None:
     code = '''
 class A:
     async def run(self, a: int = 3, *, b=(1, 2)) -> None:
@@ -132,7 +132,8 @@ class A:
         """
     def silent(self): ...
 '''
-    assert list(described_functions(code.encode(), "x")) == [("Run it twice.", "run(self, a: int=3, *, b=(1, 2))")]
+    expected = ("A.run: Run it twice.", "run(self, a: int=3, *, b=(1, 2))")
+    assert list(described_functions(code.encode(), "x")) == [expected]
     assert list(described_functions(b"print 3", "x")) == []
 
 
@@ -228,7 +229,7 @@ def test_a_path_beside_random_pairs_is_refused(tmp_path: Path) -> None:
 
 def some_pairs(count: int = 40) -> tuple[Sequences, Sequences]:
     rng = np.random.default_rng(0)
-    return tuple(Sequences.of([rng.integers(3, 90, rng.integers(1, 12)).tolist() for _ in range(count)]) for _ in "st")  # type: ignore[return-value]
+    return tuple(Sequences.of([rng.integers(3, 90, rng.integers(1, 12)).tolist() for _ in range(count)]) for _ in "st")  
 
 
 def unpacked(batch: Batch) -> Counter[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
