@@ -20,6 +20,7 @@ from .tokenizer import BEGIN, PAD
 
 Routing = Literal["base", "true", "router", "mixed", "uniform"]
 TARGETS = ("q", "k", "v", "o")  # the projections that have adapters
+NUM_LOOKS = 4  # weighted means that the router looks at
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Dynamo(nn.Module):
             return {"hidden": self.lm_head(self.base(source, real), batch["places"], self.base.embedding.weight)}
         made: dict[str, Tensor] = {}
         if routing in ("router", "mixed"):
-            made["router"] = self.router(pooled(self.base(source, real), real))
+            made["router"] = self.router(self.base(source, real), self.base.embedding(source), real)
             made["temperature"] = self.router.temperature
         if "task" not in batch:
             return made
@@ -238,28 +239,38 @@ class LoRA(nn.Module):
 
 
 class Router(nn.Module):
-    """Pooled states (N, C) to logits over tasks (N, E), divided by a learned temperature of at least 0.1."""
+    """States (N, T, C) and embeddings of the same tokens to logits over tasks (N, E), divided by a learned temperature.
+
+    The temperature is at least 0.1. States alone do not do: an encoder that fills gaps says what may stand at a place
+    rather than what does, and what tells the task is often one word. So four weighted means of both are looked at.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         wide, narrow = shape.router
+        self.norm = nn.LayerNorm(2 * shape.width)
+        self.looks = nn.Linear(2 * shape.width, NUM_LOOKS, bias=False)
         self.layers = nn.Sequential(
-            nn.LayerNorm(shape.width),
-            nn.Linear(shape.width, wide),
+            nn.LayerNorm(NUM_LOOKS * 2 * shape.width),
+            nn.Linear(NUM_LOOKS * 2 * shape.width, wide),
             nn.GELU(),
             nn.Linear(wide, narrow),
             nn.GELU(),
             nn.Linear(narrow, len(TASKS)),
         )
         self.raw_temperature = nn.Parameter(torch.tensor(math.log(math.expm1(0.9))))  # a temperature of 1
+        nn.init.normal_(self.looks.weight, std=0.02)
 
     @property
     def temperature(self) -> Tensor:
         """The temperature, a scalar with a gradient."""
         return 0.1 + F.softplus(self.raw_temperature)
 
-    def forward(self, states: Tensor) -> Tensor:
-        logits: Tensor = self.layers(states)
+    def forward(self, states: Tensor, embeddings: Tensor, real: Tensor) -> Tensor:
+        both = self.norm(torch.cat([states, F.layer_norm(embeddings, embeddings.shape[-1:])], dim=-1))
+        shares = self.looks(both).float().masked_fill(~real[:, :, None], float("-inf")).softmax(dim=1)
+        means = torch.einsum("nth,ntc->nhc", shares.to(both.dtype), both).flatten(1)
+        logits: Tensor = self.layers(means)
         return logits.float() / self.temperature
 
 

@@ -53,7 +53,7 @@ PHASES = {
 SIZES = {
     "tiny": {
         "max_grad_norm": 1.0,
-        "evaluate.samples": 64,
+        "evaluate.samples": 100,
         "phase.pretrain.updates": 800,
         "phase.pretrain.global_batch_size": 16,
         "phase.pretrain.optimizer.lr": 0.003,
@@ -66,7 +66,7 @@ SIZES = {
         "phase.lora.evaluate.every": 300,
         "phase.router.updates": 60,
         "phase.router.global_batch_size": 4,
-        "phase.router.optimizer.lr": 0.002,
+        "phase.router.optimizer.lr": 0.005,
         "phase.router.evaluate.every": 30,
         "phase.joint.updates": 120,
         "phase.joint.global_batch_size": 4,

@@ -24,71 +24,18 @@ LONGEST_TEXT = 120  # characters of docstring or source in a record
 LONGEST_TARGET = 48  # characters
 MOST_RECORDS = {"train": 3000, "val": 150, "test": 150}  # of each task
 
-# How the tasks are asked for. Of each ten, two are kept for validation and two for test, so that a router
-# which has learned wordings by heart is found out.
-REQUESTS: Mapping[str, Sequence[str]] = {
-    "classification": (
-        "Function or class?",
-        "Is this a class or a function?",
-        "What is documented here, a function or a class?",
-        "Tell whether this describes a class or a function.",
-        "Which is it, class or function?",
-        "Decide: is it a function, or is it a class?",
-        "Say if a function or a class is described.",
-        "Class or function, which one is this?",
-        "Does this text belong to a function or to a class?",
-        "Is a class or a function meant here?",
-    ),
-    "qa": (
-        "What is the default of {name}?",
-        "Which value does {name} have by default?",
-        "What does {name} default to?",
-        "Find the default value of {name}.",
-        "By default, what is {name}?",
-        "If {name} is not given, what is its default?",
-        "Give the default of {name}.",
-        "Which default does {name} have?",
-        "What value is the default of {name}?",
-        "Tell the default value of {name}.",
-    ),
-    "summary": (
-        "Summarize:",
-        "Write a summary of this text.",
-        "Give the summary in one line.",
-        "What is the summary of this?",
-        "Summarize this text in one line.",
-        "Say in one line what this text is about, a summary.",
-        "Write one line: the summary.",
-        "Give a summary.",
-        "Summarize what this says.",
-        "What would be a one line summary?",
-    ),
-    "code": (
-        "Write the signature.",
-        "Give the signature of this function.",
-        "What is the signature of this function?",
-        "Write the def line, the signature.",
-        "Which signature does this function have?",
-        "Signature:",
-        "Write the signature that this text documents.",
-        "Find the signature.",
-        "What would the signature be?",
-        "Give the signature that belongs to this text.",
-    ),
-    "translation": (
-        "Postfix:",
-        "Write this expression in postfix.",
-        "What is this in postfix notation?",
-        "Translate the expression to postfix.",
-        "Give the postfix form.",
-        "Turn this into postfix notation.",
-        "In postfix, please.",
-        "What is the postfix form of this?",
-        "Translate to postfix notation.",
-        "Write the expression as postfix.",
-    ),
+# A request is an opening, what is wanted and an ending. Openings and endings are the same for all tasks, so only what
+# is wanted tells them apart. Which opening goes with which ending depends on the split.
+WANTED: Mapping[str, Sequence[str]] = {
+    "classification": ("the kind, function or class", "the kind, class or function"),
+    "qa": ("the default of {name}", "the default value of {name}"),
+    "summary": ("the summary", "a summary in one line"),
+    "code": ("the signature", "the signature as a def line"),
+    "translation": ("the postfix form", "the expression in postfix"),
 }
-TASKS = tuple(REQUESTS)
+OPENINGS = ("", "Write ", "Give ", "Please give ", "Tell me ", "What is ", "Show me ", "Find ")
+ENDINGS = (".", ":", " here.", " of this.", " for this text.", ", please.", " of what follows.")
+TASKS = tuple(WANTED)
 
 
 def write_standard_library(folder: Path) -> None:
@@ -243,10 +190,17 @@ def _chosen(task: str, split: str, found: Mapping[str, Mapping[str, Sequence[Rec
     return [_asked(task, split, record, generator) for record in records[: MOST_RECORDS[split]]]
 
 
+def pairs_of(split: str) -> list[tuple[str, str]]:
+    """Return the openings and endings that go together in a split: each of both is in all splits, no pair in two."""
+    kept = {"val": (0,), "test": (1,), "train": (2, 3, 4, 5, 6)}[split]
+    return [(o, e) for i, o in enumerate(OPENINGS) for j, e in enumerate(ENDINGS) if (i + j) % len(ENDINGS) in kept]
+
+
 def _asked(task: str, split: str, record: Record, generator: random.Random) -> Record:
     """Return the record with a request that belongs to its split."""
-    wordings = REQUESTS[task]
-    request = generator.choice({"train": wordings[:-4], "val": wordings[-4:-2], "test": wordings[-2:]}[split])
+    opening, ending = generator.choice(pairs_of(split))
+    request = f"{opening}{generator.choice(WANTED[task])}{ending}"
+    request = request[:1].upper() + request[1:]
     if task == "qa":
         return {**record, "question": request.format(name=record["question"])}
     key = "text" if task == "classification" else "source"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 from pathlib import Path
@@ -24,7 +25,17 @@ from runner.tasks.dynamo.data import (
     target_of,
     token_span,
 )
-from runner.tasks.dynamo.text import REQUESTS, SPLITS, TASKS, postfix, records_of, without_giveaways
+from runner.tasks.dynamo.text import (
+    ENDINGS,
+    OPENINGS,
+    SPLITS,
+    TASKS,
+    WANTED,
+    pairs_of,
+    postfix,
+    records_of,
+    without_giveaways,
+)
 from runner.tasks.dynamo.tokenizer import BEGIN, END, MASK, PAD, Tokenizer, learn_pieces
 
 from runner.base.errors import DataError, InputMissing
@@ -101,9 +112,18 @@ def test_what_is_evaluated_was_not_trained_on(corpus: Corpus) -> None:
 def test_requests_of_validation_and_test_are_worded_otherwise(corpus: Corpus) -> None:
     for task in set(TASKS) - {"qa"}:
         used = {split: {source_of(r, task).split("\n")[0] for r in corpus.records(split, task)} for split in SPLITS}
-        assert used["train"] == set(REQUESTS[task][:-4])
-        assert used["val"] == set(REQUESTS[task][-4:-2])
-        assert used["test"] == set(REQUESTS[task][-2:])
+        assert not used["train"] & (used["val"] | used["test"])
+        assert not used["val"] & used["test"]
+
+
+def test_a_request_tells_the_task_by_what_is_wanted_alone(corpus: Corpus) -> None:
+    for split, task in itertools.product(SPLITS, set(TASKS) - {"qa"}):
+        wordings = {f"{o}{wanted}{e}".lower() for o, e in pairs_of(split) for wanted in WANTED[task]}
+        assert {source_of(r, task).split("\n")[0].lower() for r in corpus.records(split, task)} <= wordings
+    for split in SPLITS:
+        openings, endings = zip(*pairs_of(split), strict=True)
+        assert set(openings) == set(OPENINGS)
+        assert set(endings) == set(ENDINGS)
 
 
 def test_an_answer_is_the_default_of_the_parameter_asked_for() -> None:

@@ -161,13 +161,20 @@ def test_the_teachers_share_decides_between_the_true_task_and_the_router(task: D
 
 
 def test_the_temperature_divides_and_stays_above_a_tenth(task: DynamoTask) -> None:
-    router, states = task.model.router, torch.randn(3, 16)
-    logits = router.layers(states)
-    torch.testing.assert_close(router(states), logits / router.temperature)
+    router = task.model.router
+    given = torch.randn(3, 5, 16), torch.randn(3, 5, 16), torch.ones(3, 5, dtype=torch.bool)
+    logits = router(*given) * router.temperature
     with torch.no_grad():
         router.raw_temperature.fill_(-100.0)
-    assert router.temperature >= 0.1
+    assert router.temperature.item() == pytest.approx(0.1)
+    torch.testing.assert_close(router(*given), logits / 0.1)
     assert Dynamo(SMALL).router.temperature.item() == pytest.approx(1.0)
+
+
+def test_the_router_looks_at_no_padding(task: DynamoTask) -> None:
+    batch = batch_of(task)
+    wide = {"source": nn.functional.pad(batch["source"], (0, 3), value=PAD)}
+    torch.testing.assert_close(task.model(wide, "router")["router"], task.model(batch, "router")["router"])
 
 
 @pytest.mark.parametrize("training", [True, False])
