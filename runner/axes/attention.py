@@ -227,7 +227,7 @@ def _not_half(call: _Call) -> str:
 
 
 def _flash_mask(call: _Call) -> str:
-    return "an explicit mask is given; is_causal=True would do" if call.masked else ""
+    return "an explicit mask is given (is_causal=True is none)" if call.masked else ""
 
 
 def _flash_head(call: _Call) -> str:

@@ -443,7 +443,7 @@ def refuse_path(data_path: Path | None) -> None:
         raise ConfigError(Problem(what, "data.path", "leave it out, or say task.data=pairs"))
 
 
-FORMAT_VERSION = 1  # of the prepared files; a change of their content makes it one higher
+FORMAT_VERSION = 2  # of the prepared files; a change of their content makes it one higher
 HELD_OUT = 0.1  # share of the files in each of val and test
 RANDOM_PAIRS: Mapping[str, int] = {"train": 25600, "val": 1024, "test": 1024}
 FORMATS = (

@@ -37,7 +37,8 @@ Pairs = dict[str, list[tuple[str, str]]]
 
 @pytest.fixture(scope="module")
 def library() -> Pairs:
-    return library_pairs(standard_library())
+    found: Pairs = library_pairs(standard_library())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +230,7 @@ def test_a_path_beside_random_pairs_is_refused(tmp_path: Path) -> None:
 
 def some_pairs(count: int = 40) -> tuple[Sequences, Sequences]:
     rng = np.random.default_rng(0)
-    return tuple(Sequences.of([rng.integers(3, 90, rng.integers(1, 12)).tolist() for _ in range(count)]) for _ in "st")  
+    return tuple(Sequences.of([rng.integers(3, 90, rng.integers(1, 12)).tolist() for _ in range(count)]) for _ in "st")
 
 
 def unpacked(batch: Batch) -> Counter[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:

@@ -245,7 +245,8 @@ def score(task: Translation, source: Rows, made: Tensor) -> Tensor:
     logits = task.model(source, target)
     logits[..., [PAD, BEGIN]] = float("-inf")
     chosen = logits.log_softmax(-1).gather(-1, made[..., None])[..., 0].masked_fill(made == PAD, 0)
-    return chosen.sum(dim=1) / (made != PAD).sum(dim=1)
+    mean: Tensor = chosen.sum(dim=1) / (made != PAD).sum(dim=1)
+    return mean
 
 
 def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_of_two_tokens(task: Translation) -> None:
