@@ -72,7 +72,8 @@ class Prediction:
     """One result of inference: `files` maps a file name to text, bytes, or an array (written as .npy).
 
     text   what to show on the screen, may be empty
-    items  how many items (tokens, samples) were made, for the throughput
+    items  how many items (tokens, samples) were made, for the throughput; 0: a picture or a table of what was made
+           before, whose time does not count
     plots  pictures for plots/ of the run directory: file name, such as maps.png, to its bytes (see runner.base.picture)
     """
 

@@ -59,7 +59,7 @@ def infer(request: Request) -> Exit:
                 parts.world.synchronize()
                 if prediction is None:
                     break
-                latencies.append(time.perf_counter() - began)
+                latencies += [time.perf_counter() - began] if prediction.items else []
                 items += prediction.items
                 for name, content in prediction.files.items():
                     directory.write(f"predictions/{name}", _as_bytes(name, content))
