@@ -32,7 +32,7 @@ FIELDS: Mapping[str, Mapping[str, type]] = {
 FORMAT = (
     "a folder with <task>/{train,validation,test}.json for the tasks " + ", ".join(TASKS) + "; see docs/tasks/dynamo.md"
 )
-VERSION = 4  # of the prepared files
+VERSION = 6  # of the prepared files
 IGNORED = -100  # a target that counts for nothing
 MASKED_SHARE = 0.3
 

@@ -95,7 +95,7 @@ class Dynamo(nn.Module):
             return {"hidden": self.lm_head(self.base(source, real), batch["places"], self.base.embedding.weight)}
         made: dict[str, Tensor] = {}
         if routing in ("router", "mixed"):
-            made["router"] = self.router(self.base(source, real), self.base.embedding(source), real)
+            made["router"] = self.router(self._identified(self.base(source, real), source), real)
             made["temperature"] = self.router.temperature
         if "task" not in batch:
             return made
@@ -134,6 +134,8 @@ class Dynamo(nn.Module):
 
     def _head(self, task: str, states: Tensor, source: Tensor, real: Tensor, answer: Tensor | None) -> Tensor:
         head = self.heads[task]
+        if isinstance(head, Spans):
+            states = self._identified(states, source)
         if not isinstance(head, Decoder):
             result: Tensor = head(states, real)
             return result
@@ -144,6 +146,14 @@ class Dynamo(nn.Module):
         before = F.pad(answer[:, :-1].clamp_min(PAD), (1, 0), value=BEGIN)
         written: Tensor = head(before, memory)
         return written
+
+    def _identified(self, states: Tensor, source: Tensor) -> Tensor:
+        """Return the states beside the embeddings of their tokens (N, T, 2 C).
+
+        An encoder that fills gaps says what may stand at a place, and hardly what does.
+        """
+        embeddings = self.base.embedding(source)
+        return torch.cat([states, F.layer_norm(embeddings, embeddings.shape[-1:]).to(states.dtype)], dim=-1)
 
 
 class Encoder(nn.Module):
@@ -239,16 +249,15 @@ class LoRA(nn.Module):
 
 
 class Router(nn.Module):
-    """States (N, T, C) and embeddings of the same tokens to logits over tasks (N, E), divided by a learned temperature.
+    """States of `identified` tokens (N, T, 2 C) to logits over tasks (N, E), divided by a learned temperature.
 
-    The temperature is at least 0.1. States alone do not do: an encoder that fills gaps says what may stand at a place
-    rather than what does, and what tells the task is often one word. So four weighted means of both are looked at.
+    The temperature is at least 0.1. What tells the task is often one word, which the mean over a text hides; so the
+    router looks at several weighted means.
     """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         wide, narrow = shape.router
-        self.norm = nn.LayerNorm(2 * shape.width)
         self.looks = nn.Linear(2 * shape.width, NUM_LOOKS, bias=False)
         self.layers = nn.Sequential(
             nn.LayerNorm(NUM_LOOKS * 2 * shape.width),
@@ -266,10 +275,9 @@ class Router(nn.Module):
         """The temperature, a scalar with a gradient."""
         return 0.1 + F.softplus(self.raw_temperature)
 
-    def forward(self, states: Tensor, embeddings: Tensor, real: Tensor) -> Tensor:
-        both = self.norm(torch.cat([states, F.layer_norm(embeddings, embeddings.shape[-1:])], dim=-1))
-        shares = self.looks(both).float().masked_fill(~real[:, :, None], float("-inf")).softmax(dim=1)
-        means = torch.einsum("nth,ntc->nhc", shares.to(both.dtype), both).flatten(1)
+    def forward(self, states: Tensor, real: Tensor) -> Tensor:
+        shares = self.looks(states).float().masked_fill(~real[:, :, None], float("-inf")).softmax(dim=1)
+        means = torch.einsum("nth,ntc->nhc", shares.to(states.dtype), states).flatten(1)
         logits: Tensor = self.layers(means)
         return logits.float() / self.temperature
 
@@ -305,25 +313,24 @@ class Classifier(nn.Module):
 
 
 class Spans(nn.Module):
-    """States (N, T, C) to logits (N, 2, T) of where the answer starts and of where it ends; none on padding.
+    """States of `identified` tokens (N, T, 2 C) to logits (N, 2, T) of an answer's first and last; none on padding.
 
-    What is asked for is a weighted mean of the states; it is compared with each token and its four neighbours.
+    What is asked for is a weighted mean over the text; it is compared with each token and its six neighbours.
     Source: Chen et al., Reading Wikipedia to Answer Open-Domain Questions, ACL 2017, section 3.2.
     """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.asked = nn.Linear(shape.width, 1, bias=False)
-        self.query = nn.Linear(shape.width, 2 * shape.width)
-        self.keys = nn.Conv1d(shape.width, 2 * shape.width, kernel_size=5, padding=2, bias=False)
-        self.apply(_draw_weights)
+        self.asked = nn.Linear(2 * shape.width, 1, bias=False)
+        self.query = nn.Linear(2 * shape.width, 2 * shape.width)
+        self.keys = nn.Conv1d(2 * shape.width, 2 * shape.width, kernel_size=7, padding=3, bias=False)
 
     def forward(self, states: Tensor, real: Tensor) -> Tensor:
-        B, T, C = states.shape
+        B, T, double = states.shape
         share = self.asked(states)[:, :, 0].float().masked_fill(~real, float("-inf")).softmax(dim=-1)
-        query = self.query(torch.einsum("nt,ntc->nc", share.to(states.dtype), states)).view(B, 2, 1, C)
-        keys = self.keys((states * real[:, :, None]).transpose(1, 2)).view(B, 2, C, T)
-        logits: Tensor = (query @ keys)[:, :, 0].float() / math.sqrt(C)
+        query = self.query(torch.einsum("nt,ntc->nc", share.to(states.dtype), states)).view(B, 2, 1, double // 2)
+        keys = self.keys((states * real[:, :, None]).transpose(1, 2)).view(B, 2, double // 2, T)
+        logits: Tensor = (query @ keys)[:, :, 0].float() / math.sqrt(double // 2)
         return logits.masked_fill(~real[:, None], float("-inf"))
 
 
@@ -450,7 +457,7 @@ def pooled(states: Tensor, real: Tensor) -> Tensor:
 
 
 def _draw_weights(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Conv1d | nn.Embedding):
+    if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)

@@ -61,16 +61,16 @@ SIZES = {
         "phase.pretrain.evaluate.every": 400,
         "phase.pretrain.evaluate.samples": 256,
         "phase.lora.updates": 600,
-        "phase.lora.global_batch_size": 4,
+        "phase.lora.global_batch_size": 6,
         "phase.lora.optimizer.lr": 0.003,
         "phase.lora.evaluate.every": 300,
-        "phase.router.updates": 60,
+        "phase.router.updates": 100,
         "phase.router.global_batch_size": 4,
         "phase.router.optimizer.lr": 0.005,
-        "phase.router.evaluate.every": 30,
+        "phase.router.evaluate.every": 0,
         "phase.joint.updates": 120,
         "phase.joint.global_batch_size": 4,
-        "phase.joint.optimizer.lr": 0.0005,
+        "phase.joint.optimizer.lr": 0.0003,
         "phase.joint.evaluate.every": 60,
     },
     "full": {
@@ -85,7 +85,7 @@ SIZES = {
         "phase.lora.micro_batch_size": 8,
         "phase.lora.optimizer.lr": 0.0003,
         "phase.lora.early_stopping.patience": 3,
-        "phase.router.updates": 600,
+        "phase.router.updates": 1000,
         "phase.router.global_batch_size": 16,
         "phase.router.micro_batch_size": 8,
         "phase.router.optimizer.lr": 0.0005,
@@ -458,7 +458,7 @@ def overlap(one: Tensor, other: Tensor) -> Tensor:
 
 def routing_picture(matrix: np.ndarray[Any, Any]) -> bytes:
     """Return a picture of how many records of each task (rows) were sent to which (columns)."""
-    figure = new_figure(6.4, 5.2)
+    figure = new_figure(7.4, 5.4)
     axes = figure.add_subplot()
     shares = matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
@@ -471,7 +471,7 @@ def routing_picture(matrix: np.ndarray[Any, Any]) -> bytes:
     axes.set_xlabel("task the router chose")
     axes.set_ylabel("task the record belongs to")
     axes.set_title(f"Routing of {matrix.sum()} test records: {matrix.trace() / matrix.sum():.1%} right")
-    figure.colorbar(image, label="share of the records of a task").ax.yaxis.set_major_formatter("{x:.0%}")
+    figure.colorbar(image, shrink=0.9, label="share of the records of a task").ax.yaxis.set_major_formatter("{x:.0%}")
     return png(figure)
 
 
@@ -500,7 +500,7 @@ SHAPES: Mapping[str, Shape] = {
         rank=16,
         router=(128, 64),
         decoder_layers=1,
-        max_length=72,
+        max_length=64,
         max_target_length=28,
         vocab_size=2048,
         num_labels=2,

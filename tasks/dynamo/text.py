@@ -20,7 +20,7 @@ Record = dict[str, Any]
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # split -> name of its file
 HELD_OUT = 0.12  # share of the files in each of val and test
 LARGEST_FILE = 60_000  # bytes; larger ones cost most of the time and are few
-LONGEST_TEXT = 120  # characters of docstring or source in a record
+LONGEST_TEXT = 100  # characters of docstring or source in a record
 LONGEST_TARGET = 48  # characters
 MOST_RECORDS = {"train": 3000, "val": 150, "test": 150}  # of each task
 
@@ -28,12 +28,12 @@ MOST_RECORDS = {"train": 3000, "val": 150, "test": 150}  # of each task
 # is wanted tells them apart. Which opening goes with which ending depends on the split.
 WANTED: Mapping[str, Sequence[str]] = {
     "classification": ("the kind, function or class", "the kind, class or function"),
-    "qa": ("the default of {name}", "the default value of {name}"),
+    "qa": ("the default of `{name}`", "the default value of `{name}`"),
     "summary": ("the summary", "a summary in one line"),
     "code": ("the signature", "the signature as a def line"),
     "translation": ("the postfix form", "the expression in postfix"),
 }
-OPENINGS = ("", "Write ", "Give ", "Please give ", "Tell me ", "What is ", "Show me ", "Find ")
+OPENINGS = ("", "Write ", "Give ", "Now give ", "Tell me ", "What is ", "Show me ", "Find ")
 ENDINGS = (".", ":", " here.", " of this.", " for this text.", ", please.", " of what follows.")
 TASKS = tuple(WANTED)
 

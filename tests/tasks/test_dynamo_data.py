@@ -40,7 +40,7 @@ from runner.tasks.dynamo.tokenizer import BEGIN, END, MASK, PAD, Tokenizer, lear
 
 from runner.base.errors import DataError, InputMissing
 
-LIMITS = {"vocab_size": 2048, "max_length": 72, "max_target_length": 28}
+LIMITS = {"vocab_size": 2048, "max_length": 64, "max_target_length": 28}
 
 
 @pytest.fixture(scope="module")

@@ -162,7 +162,7 @@ def test_the_teachers_share_decides_between_the_true_task_and_the_router(task: D
 
 def test_the_temperature_divides_and_stays_above_a_tenth(task: DynamoTask) -> None:
     router = task.model.router
-    given = torch.randn(3, 5, 16), torch.randn(3, 5, 16), torch.ones(3, 5, dtype=torch.bool)
+    given = torch.randn(3, 5, 32), torch.ones(3, 5, dtype=torch.bool)
     logits = router(*given) * router.temperature
     with torch.no_grad():
         router.raw_temperature.fill_(-100.0)
