@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from runner.base.division import divide
 from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.phases import GROUPS as PHASE_GROUPS
-from runner.base.phases import INFERENCE, Declared, is_for, read_phases, values_of
+from runner.base.phases import INFERENCE, LENGTHS, Declared, is_for, read_phases, values_of
 from runner.base.phases import keys_of as phase_keys
 from runner.base.places import PACKAGE, shipped
 from runner.base.schema import (
@@ -572,6 +572,12 @@ def _phase(
             problems.append(Problem(what, word, did_you_mean(wanted, known)))
         options[group] = wanted if wanted in known else schema.functions[group]
     keys = phase_keys(declared, options, function_of)
+    for key, value, _ in values if declared.kind == "train" else ():
+        group = key.partition(".")[0]
+        if group in PHASE_GROUPS and group != key and options[group] != schema.functions[group]:
+            notes.append(
+                f"{key}={_word(value)} does not reach phase {declared.name}, whose {group} is {options[group]}"
+            )
     for name, value in declared.settings.items():
         group = name.partition(".")[0]
         where = f"PHASES[{declared.name!r}][{name!r}]"
@@ -712,7 +718,10 @@ def _read_task(
             problems.append(Problem(what, str(source)))
     settings, sizes, phases = (_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES", "PHASES"))
     settings = {**settings, **_of_size(sizes, build, composed, values)}
-    of_phases = {key: value for key, value in settings.items() if key.startswith("phase.")}
+    of_phases = {key: value for key, value in settings.items() if key.startswith("phase.") and key.count(".") > 1}
+    for short in {"phase", *(f"phase.{name}" for name in phases)} & set(settings):
+        problems.append(Problem("keys of phases are written in full: phase.NAME.KEY", f"SETTINGS[{short!r}]"))
+        del settings[short]
     declared = read_phases(phases, of_phases, source.name, problems)
     names = [phase.name for phase in declared]
     for setting in of_phases:
@@ -774,7 +783,7 @@ def _set_values(
     for phase in schema.phases:
         known = {schema.known(key) for key in said}
         for name, value, _ in values_of(
-            phase.declared, phase.keys, phase.options, schema.functions, schema.tuned, tree, known
+            phase.declared, phase.keys, phase.options, schema.functions, schema.tuned, tree, known, schema.folder_keys
         ):
             tree[phase.declared.key(name)] = value
     for key, value, word in values:
@@ -881,9 +890,15 @@ def _phase_contradictions(tree: Mapping[str, Any], schema: _Schema) -> list[Prob
         for name in wanted or ()
         if name not in known
     ]
-    if not problems and tree.get("epochs") == 0 and "fit" not in [kinds.get(name) for name in wanted or kinds]:
+    own = {phase.declared.name: phase.declared.key("epochs") for phase in schema.phases}
+    left = [
+        name
+        for name in (wanted or kinds)
+        if name == INFERENCE or kinds.get(name) == "fit" or tree.get(own.get(name, "epochs")) != 0
+    ]
+    if not problems and not left:
         fix = "say epochs=1, or updates=100"
-        problems.append(Problem("leaves nothing to do: the task has no phase of kind fit", "epochs=0", fix))
+        problems.append(Problem("leaves nothing to do: no phase of kind fit is selected", "epochs=0", fix))
     return problems
 
 
@@ -997,10 +1012,12 @@ def _sources(
             schema.tuned,
             defaults(schema.keys),
             {*(schema.known(key) for key, _, _ in values), *groups},
+            schema.folder_keys,
         )
-        of_run = {"task": f"task {task}", "default": "default"}
+        of_run = {"task": f"task {task}", "default": "default", "folder": "config folder"}
         for name, _, source in triples:
-            who = found.get(name, "default") if source == "run" else of_run[source]
+            by = next(other for other in LENGTHS if other != name) if source == "length" else name
+            who = of_run.get(source) or found.get(by, "default")
             if who != "default":
                 found[phase.declared.key(name)] = who
     return found

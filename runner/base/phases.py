@@ -13,8 +13,8 @@ from runner.base.settings import Settings
 KINDS = ("train", "fit")
 INFERENCE = "infer"  # the phase that every task has: prediction with what the others made
 GROUPS = ("optimizer", "scheduler")  # a phase may choose its own option of these
-_OF_FIT = ("global_batch_size", "micro_batch_size", "evaluate")
-_OF_TRAIN = (*_OF_FIT, "updates", "epochs", "max_grad_norm", "early_stopping")
+_OF_FIT = ("global_batch_size", "micro_batch_size", "evaluate.samples")
+_OF_TRAIN = (*_OF_FIT, "evaluate", "updates", "epochs", "max_grad_norm", "early_stopping")
 _STRUCTURE = ("kind", "needs")  # what a phase is; the command line cannot change it
 LENGTHS = ("updates", "epochs")
 
@@ -45,6 +45,9 @@ def read_phases(
             problems.append(Problem(what, where))
             continue
         kind, needs = content.get("kind", "train"), content.get("needs", [])
+        if not isinstance(needs, list) or not all(isinstance(key, str) for key in content):
+            problems.append(Problem('needs must be a list of phases, such as ["pretrain"], and keys are texts', where))
+            continue
         if kind not in KINDS:
             problems.append(Problem(f"kind must be {' or '.join(KINDS)}, but is {kind}", where))
             continue
@@ -70,7 +73,9 @@ def keys_of(
     signature  (group, option) -> the function behind it
     """
     wanted = _OF_TRAIN if phase.kind == "train" else _OF_FIT
-    keys = {name: key for name, key in settings_keys(Settings).items() if name.partition(".")[0] in wanted}
+    keys = {
+        name: key for name, key in settings_keys(Settings).items() if name in wanted or name.partition(".")[0] in wanted
+    }
     if phase.kind == "fit":
         return keys
     keys["trains"] = Key("trains", list[str] | None, None, "names or prefixes of the parameters that are trained")
@@ -89,29 +94,34 @@ def values_of(
     tuned: Mapping[str, str],
     tree: Mapping[str, Any],
     said: Container[str],
+    folder: Container[str],
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield (key within the phase, value, source) where the command line does not name this phase's key itself.
 
     A key said for the whole run on the command line is stronger than what the task says for a phase; this is stronger
-    than what the whole run has from elsewhere. `source` is "run", "task" or "default".
+    than what the whole run has from elsewhere. `source` is "run", "folder", "task", "default",
+    or "length" where the other of updates and epochs counts.
 
     options      group -> option that the phase uses; `run_options` those of the whole run
     tuned        group -> option that the task's values are for, where the phase names none
     tree         key -> value of the whole run
     said         keys and groups of the command line
+    folder       keys that the user's configuration files set
     """
-    pinned = next((level for level in _levels(phase, said) if any(level(name) for name in LENGTHS)), None)
+    pinned = next((level for level in _levels(phase, said, folder) if any(level(name) for name in LENGTHS)), None)
     for name, key in keys.items():
         group = name.partition(".")[0]
         if phase.key(name) in said:
             continue
         same = group not in GROUPS or options[group] == run_options[group]
         if name in LENGTHS and pinned is not None and not pinned(name):
-            yield name, None, "run"
+            yield name, None, "length"
         elif name in GROUPS:
             yield name, options[name], "task" if name in phase.settings and name not in said else "run"
         elif name in said and same:
             yield name, tree[name], "run"
+        elif phase.key(name) in folder:
+            yield name, tree[phase.key(name)], "folder"
         elif name in phase.settings and is_for(phase, group, options, tuned):
             yield name, phase.settings[name], "task"
         elif same and name in tree:
@@ -125,10 +135,11 @@ def is_for(phase: Declared, group: str, options: Mapping[str, str], tuned: Mappi
     return group not in GROUPS or options[group] == phase.settings.get(group, tuned[group])
 
 
-def _levels(phase: Declared, said: Container[str]) -> list[Callable[[str], bool]]:
+def _levels(phase: Declared, said: Container[str], folder: Container[str]) -> list[Callable[[str], bool]]:
     """Return who may say how long a phase is, strongest first."""
     return [
         lambda name: phase.key(name) in said,
         lambda name: name in said,
+        lambda name: phase.key(name) in folder,
         lambda name: name in phase.settings,
     ]

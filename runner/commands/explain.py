@@ -77,7 +77,7 @@ def _who(key: str, configuration: Configuration) -> str:
     kind, _, name = source.partition(" ")
     group = key.split(".", maxsplit=1)[0]
     if source == "command line":
-        return f"the command line ({[word for word in request.overrides if _named(word) == key][-1]})"
+        return f"the command line ({_word_for(key, request)})"
     if kind == "profile":
         return f"the profile {name} ({_file(f'hardware/{name}', request)})"
     if request.task_file and key == "task":
@@ -95,6 +95,19 @@ def _who(key: str, configuration: Configuration) -> str:
     if group == "inference":
         return f"the default (tasks/{configuration.choices['task'].name}/task.py)"
     return f"{'your folder' if source == 'config folder' else 'the default'} ({_file('config', request)})"
+
+
+def _word_for(key: str, request: Request) -> str:
+    """Return the word that set the key: its own, or for a phase the word of the whole run or of its option."""
+    from runner.base.phases import LENGTHS
+
+    name = key.split(".", 2)[2] if key.startswith("phase.") else key
+    group = name.partition(".")[0]
+    for wanted in ((key,), (name,), LENGTHS if name in LENGTHS else (), (key[: len(key) - len(name)] + group, group)):
+        found = [word for word in request.overrides if _named(word) in wanted]
+        if found:
+            return found[-1]
+    return "an option of it"
 
 
 def _file(name: str, request: Request) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -67,7 +68,7 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
         trained = open_trained(request, console, stack)
         with explained(trained.parts.source, "example"):
             inputs = trained.parts.task.example()
-        model = trained.parts.bare.cpu().float()
+        model = trained.parts.bare.cpu()
         folder = trained.directory.path / "export"
         folder.mkdir(mode=0o700, exist_ok=True)
         with as_in_use(model, torch.device("cpu")), torch.no_grad():
@@ -80,6 +81,7 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
                 except Exception as error:  # torch.export and ONNX raise what they like for what they cannot trace
                     if isinstance(error, AccelRunError):
                         raise
+                    file.unlink(missing_ok=True)
                     refused.append(Problem(f"cannot be made: {str(error).splitlines()[0]}", f"format={name}"))
     for problem in refused:
         console.warning(str(problem))
@@ -108,13 +110,32 @@ def _compared(model: nn.Module, inputs: Outputs, file: Path, run: Run) -> Parity
     """Run both on the example, and on its first sample alone: a batch size that was fixed by tracing shows there."""
     largest, sizes = 0.0, (len(inputs[0]), 1)
     for size in sizes:
-        given = tuple(value[:size] for value in inputs)
+        given = tuple(value[:size] if value.dim() else value for value in inputs)
         wanted, found = _flat(model(*given)), run(given)
-        assert len(wanted) == len(found), f"{len(found)} outputs instead of {len(wanted)}"
-        for one, other in zip(wanted, found, strict=True):
-            scale = one.abs().max().clamp(min=1e-6) if one.numel() else torch.tensor(1.0)
-            largest = max(largest, float((one - other).abs().max() / scale))
+        if len(wanted) != len(found):
+            raise ValueError(f"gives {len(found)} outputs, the model {len(wanted)}")
+        largest = max(largest, *(_difference(one, other) for one, other in zip(wanted, found, strict=True)))
     return Parity(file.name, file.stat().st_size, sizes, largest)
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference relative to the largest value; infinite where anything but rounding differs."""
+    if one.shape != other.shape or one.is_floating_point() != other.is_floating_point():
+        return math.inf
+    if not one.is_floating_point():
+        return 0.0 if torch.equal(one, other) else math.inf
+    one, other = one.double(), other.double()
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()) or not torch.equal(_kind(one[~finite]), _kind(other[~finite])):
+        return math.inf
+    if not bool(finite.any()):
+        return 0.0
+    return float((one - other)[finite].abs().max() / one[finite].abs().max().clamp(min=1e-6))
+
+
+def _kind(values: Tensor) -> Tensor:
+    """Return -1, 0, 1 for minus infinity, no number and infinity."""
+    return values.nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
 
 
 def _flat(output: Any) -> Outputs:
@@ -168,7 +189,9 @@ def _traced(model: nn.Module, inputs: Outputs) -> torch.export.ExportedProgram:
     """Return the model as a graph with a free batch size; math attention, since a graph of a kernel is bound to it."""
     batch = torch.export.Dim("batch", min=1, max=4096)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return torch.export.export(model, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
+        return torch.export.export(
+            model, inputs, dynamic_shapes=tuple({0: batch} if value.dim() else None for value in inputs)
+        )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from runner.base.choice import make
 from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
 from runner.base.order import Order
 from runner.base.schema import did_you_mean
-from runner.base.task import State
+from runner.base.task import Fit, State
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
+from runner.engine.faults import place_of
 from runner.engine.loop import Position, StepInfo, Training, train_updates
 from runner.engine.tasks import CheckedLoss
 from runner.plan.plan import PhasePlan
@@ -33,6 +35,7 @@ class Work:
     """
 
     total: int
+    is_of_use_on_the_way = True  # an evaluation before the last update says something
 
     @property
     def attention(self) -> Mapping[tuple[str, str], int]:
@@ -170,6 +173,8 @@ class Gradients(Work):
 class Statistics(Work):
     """A fit: one pass over the training data without gradients, whose state is added and merged."""
 
+    is_of_use_on_the_way = False
+
     def __init__(self, phase: PhasePlan, parts: Parts, order: Order, position: Position) -> None:
         self.parts, self.position, self.total = parts, position, order.updates_per_epoch
         fit = parts.task.fits.get(phase.name)
@@ -190,7 +195,8 @@ class Statistics(Work):
             while not last:
                 batch, last, skipped = next(batches)
                 with torch.no_grad(), self.parts.precision.forward():
-                    self.gathered, count = self.fit.add(self.parts.model, self.gathered, batch)
+                    added = self.fit.add(self.parts.model, self.gathered, batch)
+                self.gathered, count = _checked(added, self.fit, self.parts.source)
                 items, bad = items + count, bad + skipped
             self.position.update += 1
             yield StepInfo(self.position.update, None, items, None, None, bad)
@@ -198,7 +204,15 @@ class Statistics(Work):
     def close(self) -> Mapping[str, float]:
         whole = self.parts.parallel.merged(self.fit.merge, self.gathered)
         with torch.no_grad():
-            return self.fit.finish(self.parts.bare, whole) or {}
+            found = self.fit.finish(self.parts.bare, whole) or {}
+        try:
+            return {str(name): float(value) for name, value in found.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise TaskFault(
+                f"finish must return names with numbers, but returned {type(found).__name__}",
+                where=place_of(self.fit.finish, self.parts.source),
+                fix='return {"mean": float(mean)}, or nothing',
+            ) from error
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         return {"fit": self.gathered}, {}
@@ -211,6 +225,28 @@ KINDS: Mapping[str, Callable[[PhasePlan, Parts, Order, Position], Work]] = {
     "train": Gradients,
     "fit": Statistics,
 }
+
+
+def check_parameters(phases: Iterable[PhasePlan], model: nn.Module) -> None:
+    """Raise ConfigError where a phase trains what the model does not have, before any phase begins."""
+    for phase in phases:
+        if phase.kind == "train":
+            _trained(model, phase)
+
+
+def _checked(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | int]:
+    if (
+        isinstance(added, tuple)
+        and len(added) == 2
+        and isinstance(added[0], dict)
+        and isinstance(added[1], (int, Tensor))
+    ):
+        return added
+    raise TaskFault(
+        f"add must return (the state with this batch, the number of items), but returned {type(added).__name__}",
+        where=place_of(fit.add, source),
+        fix="return {**state, ...}, len(x)",
+    )
 
 
 def _trained(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Parameter]:

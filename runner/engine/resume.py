@@ -12,10 +12,10 @@ from runner.base.errors import IncompatibleResume, Problem
 from runner.durable.checkpoint import Loaded
 
 # Keys that are the mathematics of the run: another value makes it another run.
-FIXED = ("task", "global_batch_size", "seed", "data.path", "data.train_samples", "dataloader.drop_last")
+FIXED = ("task", "global_batch_size", "seed", "data.path", "data.train_samples", "dataloader.drop_last", "trains")
 # Keys that change the mathematics from here on: they may, if the user says so by name.
 BY_NAME = (
-    "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "trains",
+    "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping",
 )  # fmt: skip
 MECHANICS = ("optimizer.kernel", "task_file", "phases")
 

@@ -43,17 +43,19 @@ def train(request: Request, *, then_infer: bool = False) -> Exit:
 
     configuration = compose(request)
     wanted = configuration.settings.phases
-    if wanted == [INFERENCE]:
+    if wanted is not None and set(wanted) == {INFERENCE}:
         return infer(request)
-    code, directory = _run(request, configuration)
+    code, directory, asked_to_stop = _run(request, configuration)
     if code == Exit.DONE and (then_infer or INFERENCE in (wanted or ())):
+        if asked_to_stop:  # with the last update: the same command predicts
+            return Exit.PREEMPTED
         run = merge_overrides(request.overrides, [f"run={directory.name}"])
         return infer(dataclasses.replace(request, overrides=run))
     return code
 
 
-def _run(request: Request, configuration: Configuration) -> tuple[Exit, RunDirectory]:
-    """Train in the directory of the run; return how it ended and where it lies."""
+def _run(request: Request, configuration: Configuration) -> tuple[Exit, RunDirectory, bool]:
+    """Train in the directory of the run; return how it ended, where it lies, and whether somebody asked it to stop."""
     name = configuration.settings.run or default_name(configuration.choices["task"].name)
     check_name(name)
     plan, inventory = plan_here(configuration)
@@ -90,7 +92,7 @@ def _run(request: Request, configuration: Configuration) -> tuple[Exit, RunDirec
             raise
         record |= {"state": "preempted" if code == Exit.PREEMPTED else "done", "exit_code": int(code), "ended": _now()}
         directory.write("run.json", _json(record))
-    return code, directory
+    return code, directory, record.pop("asked_to_stop", False)
 
 
 @contextmanager
@@ -127,6 +129,7 @@ def _train(
             "metrics": dict(outcome.metrics),
             "baselines": run.baselines,
             "phases": {name: dataclasses.asdict(phase) for name, phase in run.records.items()},
+            "asked_to_stop": run.stop.requested is not None,
         }
         screen.report_end(run, outcome)
         return outcome.exit_code
@@ -191,11 +194,12 @@ def open_phase(request: Request) -> Iterator[Phase]:
 
 def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics: Any) -> Any:
     """Return the checkpoint to start from, or None; the metrics are cut to its length."""
-    from runner.durable.checkpoint import load, newest_valid, recover, set_aside
-    from runner.engine.train import check_resume
+    from runner.durable.checkpoint import load, recover, set_aside
+    from runner.engine.train import check_resume, phases_to_walk
 
     wanted = plan.settings.resume
     if wanted == "fresh":
+        phases_to_walk(plan, None, directory)  # raises before anything is put aside
         if set_aside(directory.checkpoints):
             screen.say("resume=fresh: the earlier checkpoints were put aside, in checkpoints/earlier-*")
         _put_aside(directory, metrics)
@@ -205,19 +209,19 @@ def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics
         screen.warn(f"checkpoint {name} was passed over: {'; '.join(reasons)}")
     start = found.checkpoint
     if start is None and wanted != "auto":
-        other = RunDirectory.find(Path(plan.settings.output_root), wanted)
-        path = newest_valid(other.checkpoints)
-        if path is None:
-            raise InputMissing(f"run {other.name} has no valid checkpoint", where=f"resume={wanted}")
+        path = _checkpoint_of(wanted, plan)
         start = load(path)
         screen.say(f"starts from {path}")
         check_resume(plan, start, screen.say)
+        phases_to_walk(plan, start, directory)
         metrics.cut(0)
         return start
     if start is None:
+        phases_to_walk(plan, None, directory)
         metrics.cut(0)
         return None
     check_resume(plan, start, screen.say)
+    phases_to_walk(plan, start, directory)
     known = int(start.manifest["metrics_bytes"])
     if metrics.length < known:  # the weights are whole: rows that a power cut took are no reason to stop
         screen.warn(f"metrics.jsonl has lost its last rows: {metrics.length} of {known} bytes are there")
@@ -226,6 +230,20 @@ def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics
     lost = f"; {repeated} updates after it are repeated" if repeated > 0 else ""
     screen.say(f"resumes at update {start.state['phase_update']} from {start.path.name}{lost}")
     return start
+
+
+def _checkpoint_of(wanted: str, plan: Plan) -> Path:
+    """Return the checkpoint meant by resume=: that folder itself, or the newest valid one of a run."""
+    from runner.durable.checkpoint import MANIFEST, newest_valid
+
+    given = Path(wanted).expanduser()
+    if (given / MANIFEST).is_file():
+        return given.absolute()
+    other = RunDirectory.find(Path(plan.settings.output_root), wanted)
+    path = newest_valid(other.checkpoints)
+    if path is None:
+        raise InputMissing(f"run {other.name} has no valid checkpoint", where=f"resume={wanted}")
+    return path
 
 
 def _put_aside(directory: RunDirectory, metrics: Any) -> None:

@@ -21,7 +21,7 @@ from runner import __version__
 from runner.axes.dataloader import Loader
 from runner.base.batch import MicroBatch
 from runner.base.choice import make
-from runner.base.errors import DataError, Exit, IncompatibleResume, InputMissing
+from runner.base.errors import DataError, Exit, IncompatibleResume, InputMissing, TaskFault
 from runner.base.order import Indices, Order, evenly_spread
 from runner.base.schema import did_you_mean
 from runner.base.task import Progress
@@ -34,7 +34,7 @@ from runner.engine.advice import watch_shapes
 from runner.engine.assemble import Parts, random_state, restore_random_state
 from runner.engine.evaluate import evaluate
 from runner.engine.faults import explain
-from runner.engine.kinds import KINDS
+from runner.engine.kinds import KINDS, check_parameters
 from runner.engine.loop import Position, StepInfo
 from runner.engine.meter import Clock, Meter, Row, as_line
 from runner.engine.resume import compare, load_model
@@ -117,7 +117,7 @@ class TrainingRun:
     clock: Clock = field(default_factory=Clock)
     metrics: dict[str, float] = field(default_factory=dict)
     bests: list[tuple[float, int]] = field(default_factory=list)  # (metric, number) of the best checkpoints, best first
-    ends: list[int] = field(default_factory=list)  # numbers of the checkpoints at the ends of finished phases
+    kept: list[int] = field(default_factory=list)  # numbers of the best and the last checkpoints of finished phases
     records: dict[str, PhaseRecord] = field(default_factory=dict)
     tracker_id: str | None = None
     updates_before: int = 0  # those of the phases before the current one
@@ -139,14 +139,18 @@ class TrainingRun:
 
         Raises what the task, the device or the disk make impossible to go on with; the last checkpoint is whole.
         """
-        phases = self._phases_from(start)
+        phases = phases_to_walk(self.plan, start, self.directory)
+        check_parameters(phases, self.parts.bare)
+        self._check_names()
         if start is not None:
             self._take_over(start)
-            if start.state["phase"] != phases[0].name:
+            if not _goes_on(start, phases[0], self.directory, self.plan):
                 self._begin_after(start)
                 start = None
         for planned in phases:
-            phase = Phase(self, planned, start)
+            if start is None:  # else the record goes on with the phase
+                self.records[planned.name] = PhaseRecord(planned.kind)
+            phase = self._begun(planned, start)
             start = None
             try:
                 with phase:
@@ -159,52 +163,36 @@ class TrainingRun:
             self.last_row, self.state_bytes = phase.meter.last_row or self.last_row, phase.work.state_bytes()
             if stopped_by:
                 return Outcome(stopped_by, phase.position.update, self.metrics)
-            self.ends.append(phase.number)
+            self.kept += [*(number for _, number in self.bests), phase.number]
             self.updates_before += phase.position.update
             self.bests = []  # another phase has another loss
         return Outcome(None, phase.position.update, self.metrics)
 
-    def _phases_from(self, start: Loaded | None) -> list[PhasePlan]:
-        """Return the phases to walk: that of the checkpoint, unless it is finished and not selected, and those after.
+    def _begun(self, planned: PhasePlan, start: Loaded | None) -> Phase:
+        """Return the phase, ready to make updates. Raises TaskFault where the task raises while it is built."""
+        try:
+            return Phase(self, planned, start)
+        except Exception as error:
+            where = f"the beginning of phase {planned.name}"
+            shown = explain(error, self.parts.source, where, planned.batch.micro_batch_size)
+            if shown is None or shown is error:
+                raise
+            raise shown from error
 
-        Raises IncompatibleResume where a selected phase lies before the checkpoint, or its own is neither selected nor
-        finished; InputMissing where a phase needs another that is neither finished nor selected.
-        """
-        selected, names = list(self.plan.selected), [phase.name for phase in self.plan.phases]
-        finished: set[str] = set()
-        if start is not None:
-            current = start.state["phase"]
-            if current not in names:
-                raise IncompatibleResume(
-                    f"the checkpoint is of phase {current}, which the task does not have", where="phases"
-                )
-            finished = {name for name, record in start.state["records"].items() if record["finished"]}
-            if current not in [phase.name for phase in selected] and current not in finished:
-                made, total = start.state["phase_update"], start.state["total"]
-                raise IncompatibleResume(
-                    f"phase {current} is not finished: {made} of {total} updates",
-                    where="phases",
-                    fix=f"say phases=[{current}]",
-                )
-            earlier = ", ".join(phase.name for phase in selected if names.index(phase.name) < names.index(current))
-            selected = [phase for phase in selected if names.index(phase.name) >= names.index(current)]
-            if not selected:
-                raise IncompatibleResume(
-                    f"the run is in phase {current} already, and {earlier} came before it", where="phases",
-                    fix="start anew with another run=NAME",
-                )  # fmt: skip
-        coming = set(finished)
-        for phase in selected:
-            missing = [name for name in phase.needs if name not in coming]
-            if missing:
-                before = ",".join(name for name in names if name in missing or name == phase.name)
-                raise InputMissing(
-                    f"phase {phase.name} needs {', '.join(missing)}, which run {self.directory.name} has not finished",
-                    where="phases",
-                    fix=f"say phases=[{before}], or resume=RUN that has finished it",
-                )
-            coming.add(phase.name)
-        return selected
+    def _check_names(self) -> None:
+        """Raise TaskFault where losses or fits hold the name of no phase of that kind: it would never be called."""
+        for kind, name_of, named in (
+            ("train", "losses", self.parts.task.losses),
+            ("fit", "fits", self.parts.task.fits),
+        ):
+            known = [phase.name for phase in self.plan.phases if phase.kind == kind]
+            for name in named:
+                if name not in known:
+                    raise TaskFault(
+                        f"{name_of} has {name}, but the phases of kind {kind} are {', '.join(known) or 'none'}",
+                        where=str(self.parts.source),
+                        fix=did_you_mean(name, known) or "name it in PHASES",
+                    )
 
     def _take_over(self, start: Loaded) -> None:
         """Take back from a checkpoint what belongs to the whole run."""
@@ -213,7 +201,7 @@ class TrainingRun:
         self.metrics = dict(state["metrics"])
         self.records = {name: PhaseRecord(**record) for name, record in state["records"].items()}
         if start.path.parent == self.directory.checkpoints:  # else it is another run's, and this one has none yet
-            self.ends = [int(number) for number in state["ends"]]
+            self.kept = [int(number) for number in state["kept"]]
 
     def _begin_after(self, start: Loaded) -> None:
         """Take the model of a finished phase that is not run again; the next one begins with it."""
@@ -222,7 +210,7 @@ class TrainingRun:
         restore_random_state(start.tensors("random"), start.state["random"], self.parts.world.device)
         self.updates_before += int(start.state["phase_update"])
         if start.path.parent == self.directory.checkpoints:
-            self.ends.append(start.update)
+            self.kept += [*(int(number) for _, number in start.state["bests"]), start.update]
 
 
 class Phase:
@@ -270,12 +258,13 @@ class Phase:
             clock=run.clock,
             overflow_is_skipped=plan.choices["precision"].function == "fp16",
         )
-        every = planned.evaluate.every
+        every = planned.evaluate.every if self.work.is_of_use_on_the_way else 0
         self.evaluate_every = max(1, self.total // 10) if every == "auto" else int(every)
         self.evaluated_at = self.saved_at = -1
         self.is_first = True
+        self.closed = False  # the result of the phase is in the model
         self._on_disk: int | None = None
-        self.record = run.records.setdefault(self.name, PhaseRecord(planned.kind))
+        self.record = run.records[self.name]
         self.record.total = self.total
         self._seconds_before, self._began = self.record.seconds, time.perf_counter()
         restart_host_peak()
@@ -283,6 +272,7 @@ class Phase:
             torch.cuda.reset_peak_memory_stats(parts.world.device)
         if start:
             self._restore(start)
+            self.closed = self.closed and self.is_over  # more updates may be wanted than were
         self.writer = Writer(
             run.directory.checkpoints,
             keep_last=max(2, self.policy.keep),
@@ -312,7 +302,10 @@ class Phase:
 
     def run(self) -> str | None:
         """Make the updates that are missing; return the signal that stopped them, or None."""
-        if self.is_over:
+        was_over = self.is_over
+        if self.stopping.is_due:
+            self.observers.screen.say(f"{self.name} is finished: it stopped early at update {self.position.update}")
+        elif self.is_over:
             made = f"{self.position.update} updates are made; more: updates=N resume_allow=[updates]"
             self.observers.screen.say(f"{self.name} is finished: {made}")
         elif self.position.update == 0:
@@ -323,7 +316,7 @@ class Phase:
         for _ in self.updates():
             if self.run_.stop.requested or self.is_over:
                 break
-        if self.stopping.is_due and not self.record.finished:
+        if self.stopping.is_due and not was_over:
             settings = self.planned.early_stopping
             self.observers.screen.say(
                 f"{self.name} stops early at update {self.position.update}: {settings.patience} evaluations without a"
@@ -441,7 +434,6 @@ class Phase:
             lambda: self.run_.stop.requested is not None,
         )  # fmt: skip
         if measured is None:  # asked to stop: the resumed run makes this evaluation
-            self.record.finished = False
             return
         self.evaluated_at = self.position.update
         metrics = {f"val/{name}": value for name, value in measured.items()}
@@ -450,6 +442,7 @@ class Phase:
         self.record.metrics |= metrics
         self.work.observe(metrics)
         self.stopping.observe(metrics)
+        self._finish_work()  # this evaluation may be the last one, and a best one: its checkpoint must know
         if self.stopping.is_on:
             self._warn_of_unknown("early_stopping.metric", self.planned.early_stopping.metric, metrics)
         self.observers.screen.evaluated(self.position.update, metrics)
@@ -495,20 +488,26 @@ class Phase:
     def _close(self) -> None:
         if self.is_over:
             self.meter.close_window()
-            if not self.record.finished:
-                found = {f"{self.planned.kind}/{name}": value for name, value in self.work.close().items()}
-                if found:
-                    self.record.metrics |= found
-                    self.observers.write({"update": self.position.update, "phase": self.name, **found})
-                    self.observers.screen.evaluated(self.position.update, found)
-            self.record.finished = True  # and False again where somebody asks to stop during the evaluation
+            self._finish_work()
             self._evaluate()
+        self._note()
         self._save()
         self.observers.metrics.flush(sync=True)
         acknowledged = self.writer.wait()
         if (acknowledged if acknowledged is not None else self._on_disk) != self.number:
             raise self.writer.failures[-1]
         self.observers.screen.end()
+
+    def _finish_work(self) -> None:
+        """Once no update is left to make, put the result into the model; once only, resumed or not."""
+        if not self.is_over or self.closed:
+            return
+        found = {f"{self.planned.kind}/{name}": value for name, value in self.work.close().items()}
+        self.closed = True
+        if found:
+            self.record.metrics |= found
+            self.observers.write({"update": self.position.update, "phase": self.name, **found})
+            self.observers.screen.evaluated(self.position.update, found)
 
     # ------------------------------------------------------------ what a checkpoint holds
 
@@ -528,7 +527,8 @@ class Phase:
             **numbers,
             "early_stopping": self.stopping.state(),
             "records": {name: asdict(record) for name, record in self.run_.records.items()},
-            "ends": self.run_.ends,
+            "closed": self.closed,
+            "kept": self.run_.kept,
             "precision": parts.precision.state(),
             "meter": meter,
             "random": rest,
@@ -558,6 +558,8 @@ class Phase:
     def _note(self) -> None:
         """Bring the record of this phase up to date."""
         self.record.updates = self.position.update
+        evaluated = self.held_out is None or self.evaluated_at == self.position.update
+        self.record.finished = self.is_over and self.closed and evaluated
         self.record.seconds = self._seconds_before + time.perf_counter() - self._began
         self.record.peak_host_gib = max(self.record.peak_host_gib, host_peak_gib())
         device = self.run_.parts.world.device
@@ -570,6 +572,7 @@ class Phase:
         load_model(parts.bare, start)
         self.work.load(start)
         self.stopping.load(start.state["early_stopping"])
+        self.closed = bool(start.state["closed"])
         parts.precision.load(start.state["precision"])
         self.meter.load(start.state["meter"])
         self.position.update = int(start.state["phase_update"])
@@ -587,8 +590,8 @@ class Phase:
         return self.run_.updates_before + self.position.update
 
     def _kept(self) -> tuple[Path, ...]:
-        """Return the checkpoints that are kept whatever their age: the best ones, and those at the ends of phases."""
-        numbers = [*(number for _, number in self.run_.bests), *self.run_.ends]
+        """Return the checkpoints that are kept whatever their age: the best ones, and those of earlier phases."""
+        numbers = [*(number for _, number in self.run_.bests), *self.run_.kept]
         return tuple(checkpoints.path_of(self.run_.directory.checkpoints, number) for number in numbers)
 
     # ------------------------------------------------------------ what it is made of
@@ -623,6 +626,63 @@ class _Timed:
         batch = next(self.batches)
         self.clock.data += time.perf_counter() - began
         return batch
+
+
+def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) -> list[PhasePlan]:
+    """Return the phases to run: that of the checkpoint where it is selected, then the selected ones not yet finished.
+
+    What another run has finished counts for what a phase needs; phases that are named run anew in this one.
+    Raises IncompatibleResume where the phase of the checkpoint is neither selected nor finished, or nothing is left;
+    InputMissing where a phase needs another that is neither finished nor comes before it.
+    """
+    selected, names = list(plan.selected), [phase.name for phase in plan.phases]
+    finished: set[str] = set()
+    if start is not None:
+        current = start.state["phase"]
+        if current not in names:
+            raise IncompatibleResume(
+                f"the checkpoint is of phase {current}, which the task does not have", where="phases"
+            )
+        finished = {name for name, record in start.state["records"].items() if record["finished"]}
+        is_selected = current in [phase.name for phase in selected]
+        if not is_selected and current not in finished:
+            made, total = start.state["phase_update"], start.state["total"]
+            raise IncompatibleResume(
+                f"phase {current} is not finished: {made} of {total} updates",
+                where="phases",
+                fix=f"say phases=[{current}]",
+            )
+        is_named_anew = plan.settings.phases is not None and start.path.parent != directory.checkpoints
+        coming = [phase for phase in selected if is_named_anew or phase.name not in finished]
+        if is_selected and not (is_named_anew and current in finished):
+            coming = [phase for phase in selected if phase.name == current] + [
+                phase for phase in coming if phase.name != current
+            ]
+        if not coming:
+            raise IncompatibleResume(
+                f"{', '.join(phase.name for phase in selected)} of this run is finished already", where="phases",
+                fix="start anew with another run=NAME",
+            )  # fmt: skip
+        selected = coming
+    there = set(finished)
+    for phase in selected:
+        missing = [name for name in phase.needs if name not in there]
+        if missing:
+            first = ",".join(name for name in names if name in missing)
+            raise InputMissing(
+                f"phase {phase.name} needs {', '.join(missing)}, which run {directory.name} has not finished",
+                where="phases",
+                fix=f"say phases=[{first},{phase.name}], or resume=RUN that has finished it",
+            )
+        there.add(phase.name)
+    return selected
+
+
+def _goes_on(start: Loaded, first: PhasePlan, directory: RunDirectory, plan: Plan) -> bool:
+    """Tell whether the first phase goes on from the checkpoint; else it begins with its model."""
+    is_anew = plan.settings.phases is not None and start.path.parent != directory.checkpoints
+    is_finished = start.state["records"][start.state["phase"]]["finished"]
+    return bool(start.state["phase"] == first.name) and not (is_anew and is_finished)
 
 
 def check_resume(plan: Plan, start: Loaded, say: Callable[[str], None]) -> None:

@@ -26,7 +26,7 @@ from .scenes import Scenes, SyntheticScenes, photograph_scenes
 from .statistics import PixelStatistics
 
 PHASES = {
-    "fit": {"kind": "fit", "evaluate.every": 0},
+    "fit": {"kind": "fit"},
     "train": {"needs": ["fit"]},
 }
 SETTINGS = {

@@ -20,8 +20,9 @@ from runner import Task
 
 SETTINGS = {"updates": 3}
 
-def build(*, batch_bound: bool = False, example: bool = True, wrong: bool = False):
+def build(*, batch_bound: bool = False, example: bool = True, kind: str = "plain"):
     task = Mine(batch_bound)
+    task.model.kind = kind
     if not example:
         del Mine.example
     return task
@@ -31,6 +32,10 @@ class Model(nn.Module):
         super().__init__()
         self.layer, self.batch_bound = nn.Linear(4, 2), batch_bound
     def forward(self, x):
+        if self.kind == "masked":
+            return torch.where(torch.tensor([True, False]), self.layer(x), float("-inf")), self.layer(x) > 0
+        if self.kind == "noise":
+            return torch.where(torch.tensor([True, False]), torch.randn_like(self.layer(x)), float("-inf"))
         return self.layer(x) if not self.batch_bound else self.layer(x) * torch.tensor([[1.0], [2.0]])
 
 class Mine(Task):
@@ -73,6 +78,14 @@ def test_each_format_gives_what_the_model_gives(server: ForkServer, folder: Path
     session = onnxruntime.InferenceSession(str(run / "export" / "model.onnx"), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert torch.allclose(torch.from_numpy(found), wanted, atol=1e-6)
+
+
+def test_outputs_that_are_not_finite_are_compared_too(server: ForkServer, folder: Path) -> None:
+    masked = server.run(["export", "first", "format=safetensors,program", "task.kind=masked"], folder)
+    assert masked.code == 0, masked.err + masked.out
+    noise = server.run(["export", "first", "format=safetensors", "task.kind=noise"], folder)
+    assert noise.code == 70
+    assert "DIFFERENT" in noise.out
 
 
 def test_what_cannot_be_exported_is_said(server: ForkServer, folder: Path) -> None:

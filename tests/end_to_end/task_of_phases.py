@@ -37,18 +37,33 @@ SETTINGS = {
 }
 
 
-def build(*, stop_at: str = "", wait_for: str = "", unused: bool = False, fits: bool = True) -> Task:
+def build(
+    *,
+    stop_at: str = "",
+    wait_for: str = "",
+    by: str = "SIGKILL",
+    unused: bool = False,
+    fits: bool = True,
+    losses: str = "pretrain",
+    added: str = "",
+) -> Task:
     """Phases for tests.
 
-    stop_at   PHASE:NUMBER: SIGKILL at that batch of the phase, once `wait_for` is there, unless NO_KILL is set
+    stop_at   PHASE:NUMBER or PHASE:eval: a signal at that batch or in an evaluation, unless NO_KILL is set
+    wait_for  file that must be there before the signal
+    by        the signal
+    added     anything: Fit.add returns what it should not
     """
-    return Phases(stop_at, wait_for, unused, fits)
+    task = Phases(stop_at, wait_for, unused, fits)
+    task.by, task.name_of_loss, task.added = getattr(signal, by), losses, added
+    return task
 
 
 class Model(nn.Module):
     def __init__(self, unused):
         super().__init__()
         self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("times", torch.zeros((), dtype=torch.int64))
         self.base = nn.Linear(4, 6)
         self.adapter = nn.Linear(6, 6)
         self.head = nn.Linear(6, 2)
@@ -73,6 +88,8 @@ class Mean(Fit):
     def add(self, model, state, batch):
         self.task.count_batch()
         x, _ = batch
+        if self.task.added:
+            return state
         return {"sum": state["sum"] + x.double().sum(0), "count": state["count"] + len(x)}, len(x)
 
     def merge(self, one, other):
@@ -80,6 +97,7 @@ class Mean(Fit):
 
     def finish(self, model, state):
         model.mean.copy_(state["sum"] / state["count"])
+        model.times += 1
         return {"mean": float(model.mean.mean())}
 
 
@@ -109,7 +127,7 @@ class Phases(Task):
 
     @property
     def losses(self):
-        return {"pretrain": self.reconstruct}
+        return {self.name_of_loss: self.reconstruct}
 
     @property
     def fits(self):
@@ -127,10 +145,13 @@ class Phases(Task):
 
     def count_batch(self):
         self.batches += 1
-        if self.stop_at == f"{self.phase}:{self.batches}" and "NO_KILL" not in os.environ:
+        self.stop_if(self.batches)
+
+    def stop_if(self, where):
+        if self.stop_at == f"{self.phase}:{where}" and "NO_KILL" not in os.environ:
             while self.wait_for and not Path(self.wait_for).exists():
                 torch.zeros(1)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.by)
 
     def reconstruct(self, model, batch):
         self.count_batch()
@@ -144,6 +165,7 @@ class Phases(Task):
         return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
     def evaluate(self, model, batch):
+        self.stop_if("eval")
         noise = torch.rand(len(batch[1])).double()
         return {"loss": self.loss(model, batch), "noise": (noise.sum(), len(noise))}
 

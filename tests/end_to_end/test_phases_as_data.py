@@ -241,17 +241,21 @@ SLIPS = [
     (["phase.adapter.optimizer=adma"], 78, "did you mean adam?"),
     (["phase.adapter.optimizer.lr=fast"], 78, "must be a number above 0"),
     (["phase.adapter.updates=4", "phase.adapter.epochs=1"], 78, "both are given"),
+    (["phases=[pretrain]", "phase.pretrain.epochs=0"], 78, "leaves nothing to do"),
+    (["task.losses=pretrian"], 70, "losses has pretrian, but the phases of kind train are pretrain, adapter, patient"),
+    (["task.added=x"], 70, "add must return (the state with this batch, the number of items), but returned dict"),
     (["task.fits=false"], 70, "phase statistics is of kind fit, but the task's fits has nothing"),
 ]
 
 
 @pytest.mark.parametrize(("words", "code", "text"), SLIPS, ids=[" ".join(words) for words, _, _ in SLIPS])
 def test_slips(words: list[str], code: int, text: str, server: ForkServer, tmp_path: Path) -> None:
-    more = ["phases=[pretrain,adapter]", "updates=1"] if "trains" in words[0] else []
-    ended = train(server, tmp_path, *words, *more)
+    ended = train(server, tmp_path, *words)
     assert ended.code == code, ended.err
     assert text in ended.err
     assert "Traceback" not in ended.err
+    checkpoints = tmp_path / "outputs" / "mine" / "checkpoints"
+    assert not checkpoints.exists() or newest_valid(checkpoints) is None, "it was found only after training"
 
 
 @pytest.mark.parametrize("micro", [1, 2, 10])
@@ -269,6 +273,130 @@ def test_precision_is_the_same_in_each_phase(server: ForkServer, tmp_path: Path)
     assert ended.code == 0, ended.err
     scaled = {row["phase"] for row in rows(tmp_path) if row.get("precision/loss_scale") == 8 and "lr" in row}
     assert scaled == {"pretrain", "adapter", "patient"}
+
+
+def finished(folder: Path) -> dict[str, bool]:
+    last = newest_valid(folder / "outputs" / "mine" / "checkpoints")
+    assert last is not None
+    return {name: record["finished"] for name, record in load(last).state["records"].items()}
+
+
+STOPS = ["statistics:3", "statistics:eval", "pretrain:1", "pretrain:22", "pretrain:eval", "patient:eval"]
+
+
+@pytest.mark.parametrize("stop_at", STOPS)
+def test_a_run_asked_to_stop_in_any_phase_goes_on_bit_for_bit(
+    stop_at: str, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
+) -> None:
+    words = [f"task.stop_at={stop_at}", "task.by=SIGTERM"]
+    ended = train(server, tmp_path, *words)
+    assert ended.code == 75, ended.err
+    again = train(server, tmp_path, *words, env={"NO_KILL": "1"})
+    assert again.code == 0, again.err
+    assert rows(tmp_path) == rows(whole[0])
+    for name, weight in weights(whole[0], PATIENT).items():
+        assert torch.equal(weight, weights(tmp_path, PATIENT)[name]), name
+    assert int(weights(tmp_path, PATIENT)["times"]) == 1
+
+
+def test_a_finished_phase_that_is_made_longer_is_not_finished_before_it_is(server: ForkServer, tmp_path: Path) -> None:
+    assert train(server, tmp_path, "phases=[pretrain]", "updates=3").code == 0
+    words = ["phases=[pretrain]", "updates=9", "resume_allow=[updates]"]
+    ended = train(server, tmp_path, *words, "task.stop_at=pretrain:3", "task.by=SIGTERM", "resume_allow=[updates,task]")
+    assert ended.code in (75, 88), ended.err
+    assert finished(tmp_path) == {"pretrain": ended.code == 88}
+
+
+def test_a_refused_attempt_changes_nothing(server: ForkServer, tmp_path: Path) -> None:
+    assert train(server, tmp_path, "phases=[pretrain,adapter]", "updates=3").code == 0
+    run = tmp_path / "outputs" / "mine"
+    kept = ("run.json", "config.yaml", "overrides.yaml", "plan.json", "metrics.jsonl")
+    before = {name: (run / name).read_bytes() for name in kept}
+    checkpoints = {path.name for path in (run / "checkpoints").iterdir()}
+    for words, code in (
+        (["phases=[pretrain]", "updates=7"], 88),
+        (["phases=[patient]", "resume=fresh"], 66),
+        (["phases=[adapter]", "phase.adapter.trains=[base]"], 88),
+    ):
+        assert train(server, tmp_path, *words).code == code
+        assert before == {name: (run / name).read_bytes() for name in kept}, words
+        assert checkpoints == {path.name for path in (run / "checkpoints").iterdir()}, words
+
+
+def test_a_phase_that_stops_early_at_its_best_is_finished(server: ForkServer, tmp_path: Path) -> None:
+    words = [
+        "phases=[pretrain,adapter]", "phase.pretrain.updates=2", "evaluate.every=2", "phase.adapter.updates=30",
+        "phase.adapter.early_stopping.patience=2", "phase.adapter.early_stopping.min_delta=10",
+    ]  # fmt: skip
+    ended = train(server, tmp_path, *words)
+    assert ended.code == 0, ended.err
+    assert "adapter stops early at update 6" in ended.out
+    assert finished(tmp_path) == {"pretrain": True, "adapter": True}
+    again = train(server, tmp_path, *words)
+    assert again.code == 0, again.err
+    assert "adapter is finished: it stopped early at update 6" in again.out
+    assert train(server, tmp_path, "phases=[patient]", "updates=2").code == 0
+
+
+def test_phases_that_are_not_finished_can_be_run_in_any_order_that_their_needs_allow(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    assert train(server, tmp_path, "phases=[pretrain]", "updates=2").code == 0
+    ended = train(server, tmp_path, "phases=[statistics,adapter]", "updates=2")
+    assert ended.code == 0, ended.err
+    assert finished(tmp_path) == {"pretrain": True, "statistics": True, "adapter": True}
+
+
+def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    words = ["phases=[pretrain]", "optimizer.lr=3", "evaluate.every=1"]
+    assert train(server, tmp_path, *words).code == 0
+    losses = [row["val/loss"] for row in rows(tmp_path) if "val/loss" in row]
+    best = 1 + losses.index(min(losses))
+    assert best < 12, "a rate of 3 must not get better to the end, else this shows nothing"
+    assert train(server, tmp_path, "phases=[adapter,patient]", "updates=6").code == 0
+    place = path_of(tmp_path / "outputs" / "mine" / "checkpoints", best)
+    other = [word for word in BASE if word != "run=mine"]
+    ended = server.run(["train", *other, "run=second", *words, f"resume={place}"], tmp_path)
+    assert ended.code == 0, ended.err
+    again = server.run(["train", *other, "run=third", "resume=mine", "phases=[adapter]", "updates=2"], tmp_path)
+    assert again.code == 0, again.err  # mine has finished it; third makes it anew
+    third = json.loads((tmp_path / "outputs" / "third" / "run.json").read_text())
+    assert third["phases"]["adapter"]["updates"] == 2
+
+
+def test_a_folder_of_settings_may_set_those_of_a_phase(server: ForkServer, tmp_path: Path) -> None:
+    from runner.base.places import shipped
+
+    folder = tmp_path / "conf"
+    folder.mkdir()
+    text = (shipped("conf") / "config.yaml").read_text() + "phase:\n  pretrain:\n    updates: 3\n"
+    (folder / "config.yaml").write_text(text)
+    words = ["--config-dir", str(folder), "phases=[pretrain,adapter]"]
+    ended = train(server, tmp_path, *words)
+    assert ended.code == 0, ended.err
+    assert [one["updates"] for one in run_json(tmp_path)["phases"].values()] == [3, 9]
+    told = server.run(["explain", "phase.pretrain.updates", *BASE, *words], tmp_path)
+    assert "phase.pretrain.updates = 3" in told.out, told.err
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "value"),
+    [
+        ("phase.adapter.updates", "updates=3", "3"),
+        ("phase.adapter.updates", "epochs=2", "null"),
+        ("phase.adapter.optimizer.lr", "phase.adapter.optimizer.lr=0.5", "0.5"),
+        ("phase.adapter.optimizer", "optimizer=adamw", "adamw"),
+        ("phase.adapter.evaluate.every", "evaluate.every=3", "3"),
+    ],
+)
+def test_explain_names_the_word_that_reaches_a_phase(
+    key: str, word: str, value: str, server: ForkServer, tmp_path: Path
+) -> None:
+    told = server.run(["explain", key, *BASE, word], tmp_path)
+    assert told.code == 0, told.err
+    assert f"{key} = {value}\n  set by the command line ({word})" in told.out
 
 
 def test_a_parameter_that_gets_no_gradient_is_named(server: ForkServer, tmp_path: Path) -> None:
