@@ -179,7 +179,7 @@ class Task:
 
     def example(self) -> tuple[Tensor, ...]:
         """Return the arguments of one call of the model, a batch of two samples on the CPU: `export` traces them."""
-        raise NotImplementedError(f"{type(self).__name__} must define example() -> tuple of tensors, to be exported")
+        raise NotImplementedError(f"{type(self).__name__} defines no example()")
 
     def predict(self, model: nn.Module, generator: torch.Generator, /, **options: Any) -> Iterator[Prediction]:
         """Yield predictions with the trained model, in eval mode and without gradients.

@@ -19,6 +19,7 @@ from runner.base.configuration import Request
 from runner.base.errors import AccelRunError, ConfigError, Exit, MissingPackage, Problem
 from runner.base.packages import require
 from runner.base.schema import did_you_mean
+from runner.base.task import Task
 from runner.engine.evaluate import as_in_use
 from runner.engine.tasks import explained
 from runner.engine.trained import Trained, open_trained
@@ -66,8 +67,13 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
     refused: list[Problem] = []
     with ExitStack() as stack:
         trained = open_trained(request, console, stack)
+        task = trained.parts.task
+        if type(task).example is Task.example:
+            what = f"task {trained.plan.choices['task'].name} cannot be exported: it defines no example()"
+            fix = "example(self) returns the arguments of one call of the model, for a batch of two"
+            raise ConfigError(Problem(what, fix=fix))
         with explained(trained.parts.source, "example"):
-            inputs = trained.parts.task.example()
+            inputs = task.example()
         model = trained.parts.bare.cpu()
         folder = trained.directory.path / "export"
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ from runner.observe.monitor import MONITORS
 
 if TYPE_CHECKING:
     from runner.base.task import Content
+
+
+OWN_FILES = ("summary.json", "gpu.csv")
 
 
 def infer(request: Request) -> Exit:
@@ -61,6 +64,7 @@ def infer(request: Request) -> Exit:
                     break
                 latencies += [time.perf_counter() - began] if prediction.items else []
                 items += prediction.items
+                _refuse_taken(prediction.files, str(parts.source))
                 for name, content in prediction.files.items():
                     directory.write(f"predictions/{name}", _as_bytes(name, content))
                 for name, picture in prediction.plots.items():
@@ -81,6 +85,15 @@ def infer(request: Request) -> Exit:
     )
     console.info(f"written to {directory.predictions}")
     return Exit.DONE
+
+
+def _refuse_taken(names: Iterable[str], where: str) -> None:
+    """Raise TaskFault for a file that the runner writes itself: it would be lost."""
+    taken = [name for name in names if name in OWN_FILES]
+    if taken:
+        raise TaskFault(
+            f"a prediction must not be named {taken[0]}, which is the runner's", where=where, fix="rename it"
+        )
 
 
 def _as_bytes(name: str, content: Content) -> bytes:

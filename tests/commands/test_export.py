@@ -92,8 +92,8 @@ def test_what_cannot_be_exported_is_said(server: ForkServer, folder: Path) -> No
     wrong = server.run(["export", "first", "format=onx"], folder)
     assert (wrong.code, "did you mean onnx?" in wrong.err) == (78, True)
     without = server.run(["export", "first", "task.example=false"], folder)
-    assert without.code == 70
-    assert "must define example()" in without.err
+    assert without.code == 78
+    assert "task mine cannot be exported: it defines no example()" in without.err
     bound = server.run(["export", "first", "format=program", "task.batch_bound=true"], folder)
     assert bound.code == 78
     assert "format=program: cannot be made" in bound.err

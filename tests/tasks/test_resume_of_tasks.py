@@ -1,0 +1,68 @@
+"""Each task, stopped in the middle and continued, equals itself never stopped: weights, statistics, metrics."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.durable.checkpoint import Loaded, load, newest_valid
+from tests.forkserver import ForkServer
+
+# Small enough for seconds; each goes on in the phase in which it was asked to stop.
+WORDS = {
+    "cape": ["updates=6", "global_batch_size=4", "micro_batch_size=2"],
+    "dynamo": ["updates=3", "global_batch_size=4"],
+    "hyperspectral": ["updates=8", "task.num_cubes=8", "task.height=16", "task.width=16"],
+    "hyperspectral task.head=svdd": ["updates=8", "task.num_cubes=8", "task.height=16", "task.width=16"],
+    "nmt": ["updates=6", "global_batch_size=4"],
+    "tractodiff": ["updates=6", "global_batch_size=8"],
+}
+NEEDS = {"cape": "matplotlib", "hyperspectral": "skimage", "tractodiff": "dipy"}
+
+
+def last(folder: Path) -> Loaded:
+    path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
+    assert path is not None
+    return load(path)
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "outputs" / "mine" / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if not key.startswith("perf/")} for line in lines]
+
+
+@pytest.mark.parametrize("task", WORDS)
+def test_a_task_goes_on_as_if_it_had_not_stopped(task: str, server: ForkServer, tmp_path: Path) -> None:
+    name, *options = task.split()
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"the extra {name} is not installed")
+    words = ["train", f"task={name}", *options, *WORDS[task], "run=mine", "device=cpu", "monitor=off"]
+    words += ["evaluate.samples=4", "evaluate.every=2", "log_every=1", "checkpoint.every=1"]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    straight.mkdir()
+    stopped.mkdir()
+    done = server.run(words, straight)
+    assert done.code == 0, done.err
+    pid = server.start(words, stopped)
+    rows = stopped / "outputs" / "mine" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (rows.exists() and rows.read_text().count('"train/loss"') >= 2) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    import os
+
+    os.kill(pid, signal.SIGTERM)
+    ended = server.wait()
+    assert ended.code in (0, 75), ended.err  # 0: it was faster than the signal
+    again = server.run(words, stopped)
+    assert again.code == 0, again.err
+    mine, theirs = last(stopped), last(straight)
+    assert mine.update == theirs.update
+    for name, value in theirs.tensors("model").items():
+        assert torch.equal(value, mine.tensors("model")[name]), name
+    assert evaluations(stopped) == evaluations(straight)
