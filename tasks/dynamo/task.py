@@ -269,6 +269,8 @@ class DynamoTask(Task):
     ) -> Iterator[Prediction]:
         """Yield, for each task, what held-out records are taken for and answered with; then how all were routed.
 
+        A task's file is task-NAME.json: the runner has a summary.json of its own beside it.
+
         samples  test records of each task
         text     any text instead: the router chooses what to do with it; null: the test records
         """
@@ -288,7 +290,7 @@ class DynamoTask(Task):
                 {"task": task, **answer, "right": target_of(record, task)}
                 for record, answer in zip(records, answers, strict=True)
             ]
-            yield Prediction({f"{task}.json": _json(found)}, "\n\n".join(map(_shown, found)), items=len(found))
+            yield Prediction({f"task-{task}.json": _json(found)}, "\n\n".join(map(_shown, found)), items=len(found))
         if self.phase != "lora":
             yield self._routing(model, device)
 

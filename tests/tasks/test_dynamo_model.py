@@ -322,7 +322,9 @@ def predictions(task: DynamoTask, phase: str, **options: Any) -> list[Any]:
 
 def test_inference_answers_records_of_each_task_and_shows_the_routing(task: DynamoTask) -> None:
     made = predictions(task, "joint", samples=2)
-    assert [name for prediction in made for name in prediction.files] == [f"{t}.json" for t in TASKS] + ["routing.json"]
+    names = [name for prediction in made for name in prediction.files]
+    assert names == [f"task-{t}.json" for t in TASKS] + ["routing.json"]
+    assert len({*names, "summary.json"}) == len(TASKS) + 2  # the runner's own summary lies beside them
     for prediction, name in zip(made, TASKS, strict=False):
         (content,) = prediction.files.values()
         records = json.loads(content)
@@ -341,7 +343,7 @@ def test_inference_routes_any_text(task: DynamoTask) -> None:
 def test_inference_before_the_router_uses_the_known_task(task: DynamoTask) -> None:
     made = predictions(task, "lora", samples=1)
     assert [
-        json.loads(prediction.files[f"{t}.json"])[0]["chosen"] for prediction, t in zip(made, TASKS, strict=True)
+        json.loads(prediction.files[f"task-{t}.json"])[0]["chosen"] for prediction, t in zip(made, TASKS, strict=True)
     ] == [*TASKS]
     for phase, options in (("pretrain", {}), ("lora", {"text": "a"})):
         with pytest.raises(ConfigError):
