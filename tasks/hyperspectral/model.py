@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.base.task import State, Sum
+from runner.base.task import Progress, State, Sum
 
 from .statistics import NEVER
 
@@ -98,9 +98,9 @@ class Detector(nn.Module):
         """Start the head from the covariance (C, C) of the normalised pixels and a sample of pixels (n, C)."""
         raise NotImplementedError
 
-    def begin_update(self, epoch: float) -> None:
+    def begin_update(self, progress: Progress) -> None:
         """Cool the selector: 5, times 0.9 per epoch, not below 0.1."""
-        self.temperature.fill_(max(LAST_TEMPERATURE, FIRST_TEMPERATURE * COOLING ** int(epoch)))
+        self.temperature.fill_(max(LAST_TEMPERATURE, FIRST_TEMPERATURE * COOLING ** int(progress.epoch)))
 
 
 class TrainableRX(Detector):
@@ -178,7 +178,7 @@ class TrainableRX(Detector):
     def set_head(self, covariance: Tensor, sample: Tensor) -> Mapping[str, float]:
         logarithms = covariance.diagonal().clamp(min=1e-12).log()
         self.selector.copy_(LAST_TEMPERATURE * (logarithms - logarithms.mean()) / logarithms.std().clamp(min=1e-6))
-        self.begin_update(0.0)
+        self.temperature.fill_(FIRST_TEMPERATURE)
         gate = self.channels * self.selection().double()
         values, vectors = principal(covariance * torch.outer(gate, gate))
         leading = len(self.components)
@@ -205,6 +205,7 @@ class DeepSVDD(Detector):
     centre: Tensor
     spread: Tensor
     reference: Tensor
+    moved_at: Tensor
 
     def __init__(self, channels: int, hidden: int = 128, features: int = 32) -> None:
         super().__init__(channels)
@@ -213,6 +214,7 @@ class DeepSVDD(Detector):
         self.register_buffer("centre", torch.full((features,), features**-0.5))
         self.register_buffer("spread", torch.ones(()))
         self.register_buffer("reference", torch.zeros(REFERENCE, channels))
+        self.register_buffer("moved_at", torch.tensor(-1))
 
     def forward(self, cubes: Tensor) -> tuple[Tensor, Tensor]:
         square = self.radius.square() / self.spread
@@ -230,20 +232,24 @@ class DeepSVDD(Detector):
         return (self.features(cubes) - self.centre).square().sum(-1)
 
     @torch.no_grad()
-    def begin_update(self, epoch: float) -> None:
+    def begin_update(self, progress: Progress) -> None:
         """Move the centre to the mean feature of the reference pixels by an exponential mean; keep its length.
 
         The reference pixels are those of the first phase: so the centre follows from weights and buffers, whatever
-        the micro-batches, and goes on after a resume as if there had been none.
+        the micro-batches. It moves once per update: a resume and inference begin the update they stand at again.
         """
-        super().begin_update(epoch)
+        super().begin_update(progress)
         moved = self.centre.lerp(self.features(self.reference).mean(0), PULL)
-        self.centre.copy_(moved * (self.centre.norm() / moved.norm().clamp(min=1e-12)))
+        moved *= self.centre.norm() / moved.norm().clamp(min=1e-12)
+        # Another update, not a later one: training anew from these weights begins at 0. Asked without a wait for a GPU.
+        self.centre.copy_(torch.where(self.moved_at == progress.update, self.centre, moved))
+        self.moved_at.fill_(progress.update)
 
     def set_head(self, covariance: Tensor, sample: Tensor) -> Mapping[str, float]:
         # The sample is in the order of a hash, so its beginning is a sample too; repeated where it is small.
         self.reference.copy_(sample[torch.arange(REFERENCE, device=sample.device) % len(sample)])
         self.centre.copy_(self.features(sample).mean(0))
+        self.moved_at.fill_(-1)
         distance = self.distance(sample)
         self.spread.copy_(distance.std())
         self.radius.copy_(distance.quantile(1 - NU).sqrt())

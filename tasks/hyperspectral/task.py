@@ -122,7 +122,9 @@ class AnomalyTask(Task):
         return {"fit": PixelStatistics(self.channels, getattr(torch, self.statistics))}
 
     def begin_update(self, progress: Progress) -> None:
-        self.model.begin_update(progress.epoch)
+        """Let the selector cool and the centre move; not where only statistics were gathered: there RX is whole."""
+        if progress.phase == "train":
+            self.model.begin_update(progress)
 
     def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Sum]:
         """Return IoU, F1 and AUROC where there are masks, and the loss where it can be had."""

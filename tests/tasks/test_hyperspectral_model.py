@@ -229,8 +229,39 @@ def test_the_centre_is_an_exponential_mean_of_the_features() -> None:
     target = model.features(model.reference).mean(0).detach()
     length = model.centre.norm()
     expected = 0.95 * model.centre + 0.05 * target
-    model.begin_update(0.0)
+    model.begin_update(Progress("train", 0, 9, 0.0))
     torch.testing.assert_close(model.centre, expected * length / expected.norm())
+
+
+def test_the_centre_moves_once_per_update_also_across_a_resume(make: Any) -> None:
+    task, resumed = make(head="svdd"), make(head="svdd")
+    run_fit(task)
+    model = task.model
+    for update in (0, 1):
+        before = model.centre.clone()
+        with torch.no_grad():
+            model.network[2].weight.mul_(1 + 0.1 * torch.rand_like(model.network[2].weight))
+        task.begin_update(Progress("train", update, 9, 0.0))
+        once = model.centre.clone()
+        assert not torch.equal(once, before)
+        resumed.model.load_state_dict(model.state_dict())
+        for again in (task, resumed):
+            again.begin_update(Progress("train", update, 9, 0.0))
+            assert torch.equal(again.model.centre, once)
+    task.begin_update(Progress("train", 0, 9, 0.0))  # trained anew from these weights
+    assert not torch.equal(model.centre, once)
+    run_fit(task)
+    assert int(model.moved_at) == -1
+
+
+@pytest.mark.parametrize("head", ["rx", "svdd"])
+def test_what_begins_in_the_first_phase_leaves_its_result_alone(make: Any, head: str) -> None:
+    task = make(head=head)
+    run_fit(task)
+    before = {name: value.clone() for name, value in task.model.state_dict().items()}
+    task.begin_update(Progress("fit", 3, 3, 1.0))  # as inference does after epochs=0
+    for name, value in task.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
 
 
 # Metrics
