@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.base.errors import ConfigError, Problem
+from runner.base.errors import ConfigError, MissingPackage, Problem
 from runner.base.task import Context, Prediction, Sum, Task
 from runner.base.values import Count, Factor, Fraction, PositiveInt
 
@@ -222,10 +222,13 @@ class CategoryAgnosticPose(Task):
             counts[shown.name] = [sum(pair) for pair in zip(counts[shown.name], figures, strict=True)]
             name = f"episode-{number:04d}"
             plots = {}
-            if number < pictures:
-                plots[f"{name}.png"] = episode_picture(batch, row, xy, hits, shown)
-            results += found
             text = f"{shown.name}: {figures[0]} of {seen} keypoints within {THRESHOLD:g} of the object's longer side"
+            if number < pictures:
+                try:
+                    plots[f"{name}.png"] = episode_picture(batch, row, xy, hits, shown)
+                except MissingPackage:
+                    text += '; pictures need the extra "plots"' if number == 0 else ""
+            results += found
             yield Prediction({f"{name}.json": json.dumps(found)}, text, items=seen, plots=plots)
         table = category_table(counts)
         yield Prediction({"keypoints.json": json.dumps(results), "pck.txt": table}, table, items=0)
