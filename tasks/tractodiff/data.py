@@ -17,9 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from runner.base.errors import DataError, InputMissing
+from runner.base.packages import require
 
 from .fields import NUM_CHANNELS, NUM_DIRECTIONS, Fields
 from .lines import directions_of, every
@@ -121,6 +123,26 @@ class Pieces:
             "start": origin,
             "subject": subject,
         }
+
+    def nearest(self, batch: Batch) -> Tensor:
+        """Return the points (B, 16, 3) after the place that is most like the start of each sample of a batch.
+
+        Like is near in mm from the middle of the image, and of the same last direction; a difference of directions
+        counts as far as it leads apart over half a piece. Only places with a step before and 16 real points after.
+        """
+        places = ((self._left >= NUM_POINTS) & (self._known >= 1)).nonzero()[:, 0]
+        start, sense, points = self._start[places], self._sense[places], self.tracts.points
+        steps = points[start] - points[start - sense]
+        reach = NUM_POINTS / 2 * steps.norm(dim=1).mean()
+        to_mm = torch.from_numpy(self.tracts.affines).float()
+        middle = (to_mm[:, :3, :3] @ ((self.tracts.fields.shapes - 1) / 2)[:, :, None])[:, :, 0] + to_mm[:, :3, 3]
+        place, last = points[start] - middle[self.tracts.subject[self._line[places]]], F.normalize(steps, dim=1)
+        known = torch.cat([place, reach * last], dim=1)
+        asked = torch.cat([batch["start"] - middle[batch["subject"]], reach * batch["condition"][:, -3:]], dim=1)
+        tree = require("scipy.spatial", "tractodiff").cKDTree(known.numpy())
+        found = torch.from_numpy(tree.query(asked.numpy())[1])
+        after = start[found, None] + torch.arange(1, NUM_POINTS + 1) * sense[found, None]
+        return points[after] - points[start[found], None]
 
     def spread(self, count: int) -> Batch:
         """Return at most `count` samples, spread evenly."""

@@ -122,11 +122,16 @@ class TractoDiff(Task):
         return {"loss": self.loss(model, batch)} | self._measured(drawn, batch)
 
     def baselines(self) -> Mapping[str, float]:
-        """Return what going straight on gives: the last known direction, in the mean step of the training data."""
+        """Return what going straight on gives: the last known direction, in the mean step of the training data.
+
+        And as `mdf_mm_nearest` what copying the training piece with the nearest start and last direction gives.
+        """
         batch = self.dataset("val").spread(4096)
         direction = batch["condition"][:, -3:]
         straight = direction[:, None] * torch.arange(1, NUM_POINTS + 1)[:, None] * self.mean_step
-        return {name: float(total) / float(count) for name, (total, count) in self._measured(straight, batch).items()}
+        sums = self._measured(straight, batch)
+        sums["mdf_mm_nearest"] = self._measured(self.train.nearest(batch), batch)["mdf_mm"]
+        return {name: float(total) / float(count) for name, (total, count) in sums.items()}
 
     def predict(  # type: ignore[override]  # the options of the contract, by name
         self,

@@ -225,6 +225,41 @@ def test_the_baseline_goes_straight_on(task: TractoDiff) -> None:
     assert 0 < baseline["inside"] < 1
 
 
+@pytest.mark.parametrize("data", ["volume", "bundles"])
+def test_the_stronger_baseline_copies_the_nearest_training_piece(
+    data: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = make_task(cache, monkeypatch, data=data)
+    batch = task.dataset("val").spread(20)
+    train, tracts = task.train, task.tracts
+    middles = [
+        affine @ [*(shape - 1) / 2, 1]
+        for affine, shape in zip(tracts.affines, tracts.fields.shapes.numpy(), strict=True)
+    ]
+    rows = [i for i in range(len(train)) if train._left[i] >= 16 and train._known[i] >= 1]
+    train._remembered[:] = 8
+    whole = train.__getitems__(rows)
+    found = train.nearest(batch)
+    for i in range(20):
+        place = [
+            each["start"].double() - torch.tensor(np.array(middles))[each["subject"], :3] for each in (whole, batch)
+        ]
+        apart = (place[0] - place[1][i]).norm(dim=1)
+        turned = (whole["condition"][:, -3:] - batch["condition"][i, -3:]).norm(dim=1)
+        copied = (whole["points"] - found[i]).abs().amax(dim=(1, 2)) < 1e-5
+        assert copied.any()
+        cost = apart**2 + (8 * task.mean_step * turned) ** 2
+        assert float(cost[copied].min()) <= float(cost.min()) * 1.05 + 1e-6
+    assert task.baselines()["mdf_mm_nearest"] < 0.5 * task.baselines()["mdf_mm"]
+
+
+def test_a_piece_that_is_known_is_copied_exactly(task: TractoDiff) -> None:
+    rows = ((task.train._left >= 16) & (task.train._known >= 8)).nonzero()[::500, 0]
+    task.train._remembered[:] = 8
+    batch = task.train.__getitems__(rows.tolist())
+    torch.testing.assert_close(task.train.nearest(batch), batch["points"], atol=1e-4, rtol=0)
+
+
 def test_metrics_are_those_of_drawn_pieces(task: TractoDiff) -> None:
     batch = task.dataset("val").spread(8)
     x0 = batch["points"] / task.model.scale
