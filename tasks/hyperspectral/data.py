@@ -39,7 +39,8 @@ class Cubes(Protocol):
 class Files:
     """The cubes of some files, which must all have `shape`.
 
-    Raises DataError, naming the file and the expected shape, where a cube or mask has another.
+    Raises DataError, naming the file and the expected shape, where a cube or mask has another; and, when it is read,
+    where a cube holds a value that is not finite as float32.
     """
 
     def __init__(self, files: Sequence[Path], shape: tuple[int, int, int]) -> None:
@@ -61,7 +62,11 @@ class Files:
         masks = np.full((len(indices), *self.shape[:2]), UNKNOWN, dtype=np.uint8)
         for cube, mask, index in zip(cubes, masks, indices, strict=True):
             file = self.files[index]
-            cube[:] = open_cube(file)
+            with np.errstate(over="ignore"):  # what float32 cannot hold is found below
+                cube[:] = open_cube(file)
+            if not (finite := np.isfinite(cube)).all():
+                what = f"must hold finite numbers, but {np.count_nonzero(~finite)} of {cube.size} are not"
+                raise DataError(what, where=str(file), fix="give them a neighbour's value, or take the file away")
             if mask_of(file).is_file():
                 mask[:] = open_mask(mask_of(file), self.shape[:2])
         return {"cube": torch.from_numpy(cubes), "mask": torch.from_numpy(masks), "index": torch.tensor(indices)}

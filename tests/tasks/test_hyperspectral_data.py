@@ -210,6 +210,22 @@ def test_cubes_and_masks_of_another_shape_are_refused(tmp_path: Path) -> None:
         open_folder(tmp_path, None)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_a_value_that_is_not_finite_is_refused_with_its_file(tmp_path: Path, split: str, value: float) -> None:
+    write_cubes(tmp_path)
+    splits = open_folder(tmp_path, None)
+    file = splits[split].files[0]
+    cube = np.load(file).astype(np.float64)
+    cube[2, 3, 4] = value
+    np.save(file, cube)
+    with pytest.raises(DataError, match="finite numbers, but 1 of 360 are not") as caught:
+        splits[split].__getitems__([0])
+    assert str(file) in str(caught.value)
+    assert caught.value.exit_code == 65
+    splits["train" if split == "val" else "val"].__getitems__([0])
+
+
 def test_a_folder_without_cubes_for_each_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="is not a folder"):
         open_folder(tmp_path / "nowhere", None)
