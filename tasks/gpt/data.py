@@ -199,7 +199,8 @@ def prepared(folder: Path, make: Callable[[Path], None]) -> Path:
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             make(draft)
-            sizes = {file.name: file.stat().st_size for file in sorted(draft.iterdir())}
+            files = sorted(path for path in draft.rglob("*") if path.is_file())  # the size of a folder says nothing
+            sizes = {file.relative_to(draft).as_posix(): file.stat().st_size for file in files}
             (draft / header.name).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
             draft.rename(folder)
         except OSError:

@@ -127,6 +127,18 @@ def test_a_damaged_file_is_noticed(folder: Path, tmp_path: Path) -> None:
         open_bytes(folder, tmp_path / "cache")
 
 
+def test_files_in_subfolders_are_checked_and_the_folders_themselves_are_not(tmp_path: Path) -> None:
+    def make(folder: Path) -> None:
+        (folder / "a" / "b").mkdir(parents=True)
+        (folder / "a" / "b" / "file").write_text("text")
+
+    text = prepared(tmp_path / "text", make)
+    assert json.loads((text / "header.json").read_text()) == {"a/b/file": 4}
+    (text / "a" / "b" / "file").write_text("tex")
+    with pytest.raises(DataError, match="damaged"):
+        prepared(tmp_path / "text", make)
+
+
 # The samples
 
 
