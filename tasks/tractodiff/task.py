@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -138,6 +139,7 @@ class TractoDiff(Task):
         model: nn.Module,
         generator: torch.Generator,
         *,
+        split: Literal["val", "test"] = "test",
         seeds: PositiveInt = 200,
         seeds_from: Literal["streamlines", "mask"] = "streamlines",
         advance: PositiveInt = 8,
@@ -145,6 +147,7 @@ class TractoDiff(Task):
     ) -> Iterator[Prediction]:
         """Yield the streamlines grown in each held-out subject, as .trk, with figures and a picture.
 
+        split       test: streamlines that chose no checkpoint, or val where there are none; val: those that did
         seeds       streamlines per subject
         seeds_from  streamlines: points of held-out streamlines, with which the grown ones are compared; mask: anywhere
                     in the mask
@@ -154,15 +157,18 @@ class TractoDiff(Task):
         if advance > NUM_POINTS:
             what = f"must be at most {NUM_POINTS}, the points of a piece, but is {advance}"
             raise ConfigError(Problem(what, "inference.advance"))
+        note = ""
+        if not self.tracts.subjects(split):
+            split, note = "val", f"no {split} streamlines: these are of val, which chose the checkpoint\n"
         fields = self.tracts.fields.to(generator.device)
         mask = fields.mask
-        for subject in self.tracts.subjects("val"):
+        for subject in self.tracts.subjects(split):
 
             def inside(points: Tensor, subject: int = subject) -> Tensor:
                 of = torch.full((len(points),), subject, device=points.device)
                 return mask.sample(points, of)[:, 0] >= 0.5
 
-            real = self.tracts.streamlines("val", subject)
+            real = self.tracts.streamlines(split, subject)
             if seeds_from == "mask":
                 partners = None
                 start = self._in_mask(mask, subject, seeds, generator)
@@ -172,7 +178,9 @@ class TractoDiff(Task):
                 start = torch.stack([real[i][int(s * len(real[i]))] for i, s in zip(partners, share, strict=True)])
             draw = Drawing(model, self.model, fields, subject, generator)
             grown = grow(draw, inside, start.to(generator.device), advance=advance, max_points=max_points)
-            yield self._prediction(subject, [line.cpu().numpy() for line in grown], real, partners, draw.count)
+            made = self._prediction(subject, split, [line.cpu().numpy() for line in grown], real, partners, draw.count)
+            yield replace(made, text=note + made.text)
+            note = ""
 
     def _measured(self, points: Tensor, batch: Batch) -> dict[str, Sum]:
         inside = self._inside(points, batch)
@@ -197,7 +205,7 @@ class TractoDiff(Task):
         return within @ affine[:3, :3].T + affine[:3, 3]
 
     def _prediction(
-        self, subject: int, grown: list[Array], known: list[Tensor], partners: list[int] | None, items: int
+        self, subject: int, split: str, grown: list[Array], known: list[Tensor], partners: list[int] | None, items: int
     ) -> Prediction:
         """Return what is written about a subject.
 
@@ -208,6 +216,7 @@ class TractoDiff(Task):
         lines, real = [line for line in grown if len(line) > 1], [line.numpy() for line in known]
         figures: dict[str, object] = {
             "subject": name,
+            "split": split,
             "seeds": len(grown),
             "streamlines": len(lines),
             "mean_length_mm": _mean([length(line) for line in lines]),
@@ -216,7 +225,7 @@ class TractoDiff(Task):
         }
         text = (
             f"{name}: {len(lines)} streamlines from {len(grown)} seeds, mean length {figures['mean_length_mm']:.1f} mm"
-            f" (of held-out ones {figures['real_mean_length_mm']:.1f} mm)"
+            f" (of held-out ones, {split}, {figures['real_mean_length_mm']:.1f} mm)"
         )
         if partners is not None:
             pairs = [(line, real[partner]) for line, partner in zip(grown, partners, strict=True) if len(line) > 1]

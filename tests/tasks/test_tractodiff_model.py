@@ -359,6 +359,23 @@ def test_the_same_seed_grows_the_same_streamlines(task: TractoDiff) -> None:
     assert predict(task, 2).files["small_64D.trk"] != first
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_what_grows_is_compared_with_the_split_that_was_asked_for(task: TractoDiff, split: str) -> None:
+    options: dict[str, Any] = {} if split == "test" else {"split": split}  # test unless said otherwise
+    prediction = predict(task, **options)
+    figures = json.loads(prediction.files["small_64D.json"])
+    assert figures["split"] == split
+    assert figures["real_streamlines"] == len(task.tracts.streamlines(split, 0))
+    assert "no test" not in prediction.text
+
+
+def test_val_stands_in_where_nothing_is_held_out_for_test(task: TractoDiff) -> None:
+    task.tracts.split[task.tracts.split == 2] = 0
+    prediction = predict(task)
+    assert prediction.text.startswith("no test streamlines: these are of val, which chose the checkpoint\n")
+    assert json.loads(prediction.files["small_64D.json"])["split"] == "val"
+
+
 def test_without_matplotlib_the_files_are_written_all_the_same(
     task: TractoDiff, monkeypatch: pytest.MonkeyPatch
 ) -> None:
