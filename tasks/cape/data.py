@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -375,13 +376,13 @@ def _fault(path: Path, what: str) -> DataError:
 def _read_json(path: Path) -> Any:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise _fault(path, f"must be JSON, but is not: {error}") from error
     for key in ("images", "annotations", "categories"):
         if not isinstance(content, dict) or not isinstance(content.get(key), list):
             raise _fault(path, f"must be a COCO-keypoint file with a list of {key}, but has none")
         for number, row in enumerate(content[key]):
-            if not isinstance(row, dict) or not isinstance(row.get("id"), int):
+            if not isinstance(row, dict) or not _whole(row.get("id")):
                 raise _fault(path, f"{key}[{number}] must be an object with a whole number as id")
     return content
 
@@ -390,10 +391,13 @@ def _category(path: Path, row: Mapping[str, Any]) -> Category:
     names = row.get("keypoints")
     if not isinstance(names, list) or not names or not isinstance(row.get("name"), str):
         raise _fault(path, f"category {row['id']} must have a name and a list of at least one keypoint name")
-    pairs = row.get("skeleton") or []
-    if not all(_numbers(pair, 2) and all(1 <= end <= len(names) for end in pair) for pair in pairs):
+    pairs = [] if row.get("skeleton") is None else row["skeleton"]
+    ends = range(1, len(names) + 1)
+    if not isinstance(pairs, list) or not all(
+        _numbers(pair, 2) and all(_whole(end) and end in ends for end in pair) for pair in pairs
+    ):
         raise _fault(path, f"skeleton of category {row['id']} must hold pairs of numbers from 1 to {len(names)}")
-    skeleton = tuple((int(start) - 1, int(end) - 1) for start, end in pairs)
+    skeleton = tuple((start - 1, end - 1) for start, end in pairs)
     return Category(row["id"], row["name"], len(names), skeleton, mirrored_keypoints(list(map(str, names))))
 
 
@@ -405,13 +409,16 @@ def _annotation(
     folder: Path,
 ) -> Annotation:
     name = f"annotation {row['id']}"
-    image, category = images.get(row.get("image_id", -1)), categories.get(row.get("category_id", -1))
+    numbers = [row.get("image_id"), row.get("category_id")]
+    image, category = (
+        rows.get(number) if _whole(number) else None for rows, number in zip((images, categories), numbers, strict=True)
+    )
     if image is None or category is None:
         missing = "image_id" if image is None else "category_id"
         raise _fault(path, f"{name} must name an {missing} of this file, but has {row.get(missing)!r}")
     size: list[Any] = [image.get("width"), image.get("height")]
-    if not isinstance(image.get("file_name"), str) or not _numbers(size, 2) or min(size) < 1:
-        raise _fault(path, f"image {image['id']} must have file_name, width and height")
+    if not isinstance(image.get("file_name"), str) or not all(_whole(side) and side > 0 for side in size):
+        raise _fault(path, f"image {image['id']} must have file_name, and width and height as whole numbers above 0")
     if not _numbers(row.get("keypoints"), 3 * category.num_keypoints):
         length = len(row["keypoints"]) if isinstance(row.get("keypoints"), list) else 0
         what = f"must have {category.num_keypoints} keypoints as x, y, visibility for {category.name}"
@@ -428,7 +435,7 @@ def _annotation(
         raise _fault(path, f"{name}: {what}")
     # What an invisible point holds has no meaning, so nobody shall see it.
     keypoints = np.where(visible[:, None], points[:, :2], 0.0)
-    file, width, height = folder / image["file_name"], int(size[0]), int(size[1])
+    file, width, height = folder / image["file_name"], size[0], size[1]
     box = tuple(map(float, row["bbox"]))
     return Annotation(row["id"], file, image["id"], (width, height), category, box, keypoints, visible)  # type: ignore[arg-type]
 
@@ -436,4 +443,9 @@ def _annotation(
 def _numbers(value: Any, count: int) -> bool:
     if not isinstance(value, list) or len(value) != count:
         return False
-    return all(isinstance(item, (int, float)) and math.isfinite(item) for item in value)
+    # The comparison is false for NaN, and exact for whole numbers that no float can hold.
+    return all((_whole(item) or isinstance(item, float)) and abs(item) <= sys.float_info.max for item in value)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -302,6 +304,11 @@ def keypoints_of(content: Content, number: int = 0) -> list[float]:
         (lambda c: c["categories"].append({"id": 99, "name": "x", "keypoints": ["a"]}), "but has 0"),
         (lambda c: c["categories"][0].update(keypoints=[]), "category 1 must have a name and a list"),
         (lambda c: c["categories"][0].update(skeleton=[[1, 99]]), "skeleton of category 1"),
+        (lambda c: c["categories"][0].update(skeleton=5), "skeleton of category 1"),
+        (lambda c: c["categories"][0].update(skeleton=[[1, 1.5]]), "skeleton of category 1"),
+        (lambda c: c["annotations"][2].update(image_id=[1]), r"annotation 3 must name an image_id .* has \[1\]"),
+        (lambda c: c["annotations"][2].update(category_id={}), "annotation 3 must name an category_id"),
+        (lambda c: c["images"][0].update(width=True), "image 1 must have file_name, and width"),
         (lambda c: c.update(categories=[], annotations=[]), "at least one category"),
     ],
 )
@@ -309,6 +316,30 @@ def test_a_wrong_file_is_refused(folder: Path, change: Callable[[Content], objec
     with pytest.raises(DataError, match=match) as caught:
         read_pose_set(changed(folder, change), "train")
     assert "train.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["images", "annotations", "categories"])
+def test_a_field_of_any_type_is_read_or_refused(written: Path, tmp_path: Path, key: str) -> None:
+    (tmp_path / "images").symlink_to(written / "images")
+    (tmp_path / "annotations").mkdir()
+    content = json.loads((written / "annotations" / "val.json").read_text())
+    refused: list[tuple[str, AccelRunError]] = []
+    for field, given in content[key][0].items():
+        inside = [[wrong, *given[1:]] for wrong in (None, "x", [], {})] if isinstance(given, list) else []
+        for wrong in (None, True, 5, -1, 1.5, "x", [], [1], [[1]], {}, 10**400, math.nan, *inside):
+            rows = [{**content[key][0], field: wrong}, *content[key][1:]]
+            (tmp_path / "annotations" / "val.json").write_text(json.dumps({**content, key: rows}))
+            try:
+                read_pose_set(tmp_path, "val")
+            except (DataError, InputMissing) as error:
+                refused.append((field, error))
+    assert len(refused) > 10
+    for field, error in refused:
+        assert "val.json" in str(error)
+        if isinstance(error, DataError):
+            assert re.search(rf"{key}\[0\]|(image|annotation|category) \S*\d", str(error)), (field, error)
+        else:
+            assert field == "file_name"
 
 
 def test_a_category_needs_two_objects(folder: Path) -> None:
