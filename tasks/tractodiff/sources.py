@@ -94,14 +94,35 @@ def _field(data: Array, mask: Array, affine: Array, gradients: Any) -> Array:
 
 
 def _diffusion(image: Path, bvals: Path, bvecs: Path) -> tuple[Array, Array, Any]:
-    """Return the data (X, Y, Z, N), the affine and the gradients."""
-    loaded = require("nibabel", "tractodiff").load(image)
-    values, vectors = _dipy("io.gradients").read_bvals_bvecs(str(bvals), str(bvecs))
-    return (
-        loaded.get_fdata(dtype=np.float32),
-        loaded.affine,
-        _dipy("core.gradients").gradient_table(values, bvecs=vectors),
-    )
+    """Return the data (X, Y, Z, N), the affine and the gradients. Raises DataError that names the file at fault."""
+    read = _dipy("io.gradients").read_bvals_bvecs
+    with _readable(image):
+        loaded = require("nibabel", "tractodiff").load(image)
+        data = loaded.get_fdata(dtype=np.float32)
+    with _readable(bvals):
+        values = np.atleast_1d(read(str(bvals), None)[0])
+    with _readable(bvecs):
+        vectors = read(None, str(bvecs))[1]
+    _check_finite(data, image)
+    _check_finite(values, bvals)
+    if values.ndim != 1 or len(values) != len(vectors):
+        # The one of the two that does not fit the image is wrong.
+        fits, shape = len(vectors) == data.shape[-1], values.shape
+        what = f"must have one row of {len(vectors)} b-values, as many as there are directions, but has shape {shape}"
+        if values.ndim == 1 and not fits:
+            what = f"must have a direction for each of {len(values)} b-values, but has {len(vectors)}"
+        raise DataError(what, where=str(bvals if values.ndim != 1 or fits else bvecs), fix=FORMATS)
+    with _readable(bvecs):
+        gradients = _dipy("core.gradients").gradient_table(values, bvecs=vectors)
+    return data, loaded.affine, gradients
+
+
+def _check_finite(values: Array, file: Path) -> None:
+    wrong = ~np.isfinite(values)
+    if wrong.any():
+        first = tuple(np.argwhere(wrong)[0].tolist())
+        what = f"must hold finite numbers, but {wrong.sum()} are NaN or infinite, the first at index {first}"
+        raise DataError(what, where=str(file), fix=FORMATS)
 
 
 def bundles() -> list[Subject]:
@@ -174,10 +195,11 @@ def folder_of_subjects(path: Path) -> list[Subject]:
 def _subject(folder: Path, part: str, *, alone: bool) -> Subject:
     image, mask_file = _file(folder, "dwi.nii.gz", "dwi.nii"), _file(folder, "mask.nii.gz", "mask.nii")
     bvals, bvecs = _file(folder, "dwi.bval"), _file(folder, "dwi.bvec")
-    with _readable(image):
-        data, affine, gradients = _diffusion(image, bvals, bvecs)
+    data, affine, gradients = _diffusion(image, bvals, bvecs)
     with _readable(mask_file):
-        mask = np.asarray(require("nibabel", "tractodiff").load(mask_file).dataobj) > 0
+        white = np.asarray(require("nibabel", "tractodiff").load(mask_file).dataobj)
+    _check_finite(white, mask_file)
+    mask = white > 0
     if data.ndim != 4 or data.shape[3] != len(gradients.bvals):
         what = f"must be 4-D with one volume for each of {len(gradients.bvals)} b-values, but has shape {data.shape}"
         raise DataError(what, where=str(image), fix=FORMATS)
@@ -201,11 +223,14 @@ def _subject(folder: Path, part: str, *, alone: bool) -> Subject:
 
 def _streamlines(file: Path, to_voxel: Array, shape: tuple[int, ...]) -> list[Array]:
     """Return the streamlines of a file. Raises DataError where they are not in the space of the image."""
-    with _readable(file):
+    with _readable(file), np.errstate(invalid="ignore"):  # infinite coordinates are refused below
         lines = [np.asarray(line) for line in require("nibabel", "tractodiff").streamlines.load(file).streamlines]
     for number, line in enumerate(lines):
+        if not np.isfinite(line).all():
+            what = f"streamline {number} must have finite coordinates, but has NaN or infinite ones"
+            raise DataError(what, where=str(file), fix=FORMATS)
         voxels = line @ to_voxel[:3, :3].T + to_voxel[:3, 3]
-        if not np.isfinite(voxels).all() or (voxels < -1).any() or (voxels > np.array(shape)).any():
+        if (voxels < -1).any() or (voxels > np.array(shape)).any():
             what = f"streamline {number} leaves the image of shape {shape}: points must be in RAS mm of dwi.nii.gz"
             raise DataError(what, where=str(file), fix=FORMATS)
     return [line for line in lines if len(line) > 1]

@@ -276,10 +276,43 @@ def test_a_missing_file_is_named(damaged: Path, file: str) -> None:
     expect(damaged, InputMissing, "has no streamlines" if file == "tracts.trk" else f"anna has no {file}")
 
 
-@pytest.mark.parametrize("file", ["dwi.nii.gz", "dwi.bval", "mask.nii.gz", "tracts.trk"])
+@pytest.mark.parametrize("file", ["dwi.nii.gz", "dwi.bval", "dwi.bvec", "mask.nii.gz", "tracts.trk"])
 def test_a_damaged_file_is_named(damaged: Path, file: str) -> None:
     (damaged / file).write_bytes(b"what is this?")
-    expect(damaged, DataError, "cannot be read")
+    expect(damaged, DataError, f"anna/{file}.*cannot be read")
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("file", ["dwi.nii.gz", "mask.nii.gz", "dwi.bval", "dwi.bvec", "tracts.trk"])
+def test_a_file_with_a_number_that_is_none_is_named(damaged: Path, file: str, number: float) -> None:
+    path = damaged / file
+    if path.suffix == ".gz":
+        values = nibabel.load(path).get_fdata().astype(np.float32)
+        values[2, 3, 4] = number
+        nibabel.save(nibabel.Nifti1Image(values, AFFINE), path)
+    elif path.suffix == ".trk":
+        line = np.zeros((30, 3), np.float32)
+        line[5, 1] = number
+        with np.errstate(invalid="ignore"):
+            path.write_bytes(trk([line], AFFINE, SHAPE))
+    else:
+        rows = np.atleast_2d(np.loadtxt(path))
+        rows[-1, 7] = number
+        np.savetxt(path, rows)
+    expect(damaged, DataError, f"anna/{file}.*(finite|unit)")
+
+
+@pytest.mark.parametrize("file", ["dwi.bval", "dwi.bvec"])
+def test_too_few_gradients_are_those_of_the_file_that_does_not_fit_the_image(damaged: Path, file: str) -> None:
+    np.savetxt(damaged / file, np.atleast_2d(np.loadtxt(damaged / file))[:, :-1])
+    expect(damaged, DataError, f"anna/{file}.* must have ")
+
+
+def test_directions_of_unweighted_volumes_may_be_nan(damaged: Path) -> None:
+    rows = np.loadtxt(damaged / "dwi.bvec")
+    rows[:, 0] = np.nan
+    np.savetxt(damaged / "dwi.bvec", rows)
+    prepare(damaged.parent, damaged.parent.parent / "cache", data="volume", step=1.0)
 
 
 def test_a_mask_of_another_shape_is_refused(damaged: Path) -> None:
