@@ -119,7 +119,7 @@ class TrainableRX(Detector):
     def __init__(self, channels: int, components: int) -> None:
         super().__init__(channels)
         self.register_buffer("scale", torch.ones(components))
-        self.register_buffer("rest", torch.eye(channels)[components:])
+        self.register_buffer("rest", torch.eye(channels)[components:].clone())
         self.selector = nn.Parameter(torch.zeros(channels))
         self.components = nn.Parameter(nn.init.orthogonal_(torch.empty(components, channels)))
         self.quadratic = nn.Parameter(torch.ones(components))

@@ -149,6 +149,11 @@ class AnomalyTask(Task):
                 sums[name] = [before[0] + float(total), before[1] + float(count)]
         return {name: total / max(count, 1.0) for name, (total, count) in sums.items()}
 
+    def example(self) -> tuple[Tensor]:
+        """Return cubes (2, H, W, C)."""
+        val = self.splits["val"]
+        return (val.__getitems__([0, len(val) - 1])["cube"],)
+
     def predict(  # type: ignore[override]  # the options of the contract, by name
         self,
         model: nn.Module,

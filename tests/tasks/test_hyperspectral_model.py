@@ -295,6 +295,22 @@ def test_iou_and_f1_add_up_over_batches_and_leave_out_unknown_pixels() -> None:
 # The options
 
 
+@pytest.mark.parametrize("head", ["rx", "svdd"])
+def test_the_model_is_traced_with_the_example(make: Any, head: str) -> None:
+    task = make(head=head)
+    run_fit(task)
+    (cubes,) = task.example()
+    assert cubes.shape == (2, 20, 24, 12)
+    model = task.model.eval()
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    program = torch.export.export(model, (cubes,), dynamic_shapes=({0: batch},)).module()
+    for given in (cubes, cubes[:1]):
+        for one, other in zip(program(given), model(given), strict=True):
+            torch.testing.assert_close(one, other)
+    for name, value in model.state_dict().items():  # a part of a larger tensor cannot be written alone
+        assert value.untyped_storage().nbytes() == value.nbytes, name
+
+
 @pytest.mark.parametrize(
     "options", [{"components": 13}, {"channels": 2}, {"data": "photographs", "height": 400, "width": 64}]
 )
