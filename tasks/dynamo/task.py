@@ -460,7 +460,8 @@ def overlap(one: Tensor, other: Tensor) -> Tensor:
 
 def routing_picture(matrix: np.ndarray[Any, Any]) -> bytes:
     """Return a picture of how many records of each task (rows) were sent to which (columns)."""
-    figure = new_figure(7.4, 5.4)
+    figure = new_figure(7.8, 5.6)
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # inches; else labels touch the edge
     axes = figure.add_subplot()
     shares = matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)

@@ -22,7 +22,7 @@ from runner.tasks.dynamo.task import (
     routing_loss,
     tasks_loss,
 )
-from runner.tasks.dynamo.text import SPLITS, TASKS
+from runner.tasks.dynamo.text import HELD_OUT, LARGEST_FILE, LONGEST_TEXT, SPLITS, TASKS, WANTED
 from runner.tasks.dynamo.tokenizer import BEGIN, PAD
 from torch import nn
 
@@ -362,3 +362,16 @@ def test_full_has_the_sizes_of_the_original(task: DynamoTask) -> None:
     assert sizes["adapters"] == 12 * 4 * 2 * 5 * 32 * 768
     assert 85e6 < sizes["base"] < 95e6
     assert [layer.out_features for layer in model.router.layers if isinstance(layer, nn.Linear)] == [512, 256, 5]
+
+
+def test_the_documentation_has_the_numbers_of_the_code() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tasks" / "dynamo.md").read_text(encoding="utf-8")
+    for said in (
+        f"files up to {LARGEST_FILE // 1000} kB",
+        f"{HELD_OUT:.0%}".replace("%", " % each"),
+        f"cut at {LONGEST_TEXT} characters",
+        f"(tiny {SHAPES['tiny'].max_length} tokens, full {SHAPES['full'].max_length})",
+    ):
+        assert said in text
+    assert "worded in two ways" in text
+    assert {len(ways) for ways in WANTED.values()} == {2}
