@@ -31,7 +31,7 @@ def explain(error: Exception, source: Path, what: str, micro_batch_size: int) ->
             where=what,
             fix=f"say micro_batch_size={max(1, micro_batch_size // 2)}, or fewer dataloader.num_workers",
         )
-    if "DataLoader worker" in text or "exited unexpectedly" in text:
+    if "DataLoader worker" in text or "exited unexpectedly" in text or _lost_a_process(error):
         if "shared memory" in text or "bus error" in text.lower():
             return SystemLimit(
                 "the shared memory through which data workers hand over batches is full",
@@ -39,11 +39,18 @@ def explain(error: Exception, source: Path, what: str, micro_batch_size: int) ->
                 fix="make /dev/shm larger (docker: --shm-size=8g), or say dataloader.num_workers=0",
             )
         return DataWorkerLost(
-            f"a data worker died: {text.splitlines()[0]}",
+            f"a data worker died: {(text or type(error).__name__).splitlines()[0]}",
             where=what,
             fix="the same command goes on from the last checkpoint; for want of memory? use fewer workers",
         )
     return fault_of(error, source, what)
+
+
+def _lost_a_process(error: BaseException) -> bool:
+    """Tell whether a worker died while it handed over a batch: the socket between the processes says so."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_broken = isinstance(error, (ConnectionError, EOFError))
+    return is_broken and any("multiprocessing" in Path(frame.filename).parts for frame in frames)
 
 
 def fault_of(error: BaseException, source: Path, what: str) -> TaskFault | None:

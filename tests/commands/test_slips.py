@@ -20,7 +20,7 @@ accel-run: trian: unknown command
 """,
     "frobnicate": """\
 accel-run: frobnicate: unknown command
-           commands: train, inference, both, plan, explain, status, new, completion
+           commands: train, inference, both, plan, explain, status, export, new, completion
 """,
     "optimizer.lr=3": """\
 accel-run: optimizer.lr=3: unknown command
