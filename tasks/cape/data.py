@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,15 +73,26 @@ class Annotation:
         side = max(width, height) * (BOX_MARGIN if crop == "box" else 1.0)
         return x + (width - side) / 2, y + (height - side) / 2, side
 
+    def seen(self, crop: Crop) -> tuple[Array, Array]:
+        """Return the keypoints (K, 2) in shares of the square, and which of them (K,) are visible and within it."""
+        left, top, side = self.square(crop)
+        shares = (self.keypoints - [left, top]) / side
+        within = self.visible & (shares >= 0).all(axis=1) & (shares <= 1).all(axis=1)
+        return np.where(within[:, None], shares, 0.0), within
+
 
 @dataclass(frozen=True)
 class PoseSet:
-    """The objects of a split; those without a visible keypoint are left out and counted."""
+    """The objects of a split; those without a visible keypoint are left out and counted.
+
+    cut_off  visible keypoints outside the square that is cut out of the picture: there they count as invisible
+    """
 
     path: Path
     categories: tuple[Category, ...]
     annotations: tuple[Annotation, ...]
     left_out: int
+    cut_off: int = 0
 
     @property
     def max_keypoints(self) -> int:
@@ -98,8 +110,11 @@ class Augmentation:
     flip: float = 0.5
 
 
-def read_pose_set(folder: Path, split: str, *, fold: int = 1) -> PoseSet:
-    """Return a split of a folder. Raises InputMissing for what is not there, DataError for what is wrong in it."""
+def read_pose_set(folder: Path, split: str, *, fold: int = 1, crop: Crop = "image") -> PoseSet:
+    """Return a split of a folder. Raises InputMissing for what is not there, DataError for what is wrong in it.
+
+    crop  what is cut out; if visible keypoints of some objects lie outside, a warning says how many, and the first
+    """
     if not folder.is_dir():
         what = f"{folder} must be a folder" if folder.exists() else f"{folder} does not exist"
         raise InputMissing(what, where="data.path", fix=FORMAT)
@@ -113,7 +128,9 @@ def read_pose_set(folder: Path, split: str, *, fold: int = 1) -> PoseSet:
     categories = {row["id"]: _category(path, row) for row in content["categories"]}
     images = {row["id"]: row for row in content["images"]}
     annotations = [_annotation(path, row, images, categories, folder / "images") for row in content["annotations"]]
-    usable = tuple(annotation for annotation in annotations if annotation.visible.any())
+    within = [annotation.seen(crop)[1] for annotation in annotations]
+    cut_off = _warn_of_cut_off(path, annotations, within)
+    usable = tuple(annotation for annotation, seen in zip(annotations, within, strict=True) if seen.any())
     counts = dict.fromkeys(categories, 0)
     for annotation in usable:
         counts[annotation.category.id] += 1
@@ -126,7 +143,7 @@ def read_pose_set(folder: Path, split: str, *, fold: int = 1) -> PoseSet:
     for image in {annotation.image for annotation in usable}:
         if not image.is_file():
             raise InputMissing(f"{image} does not exist, but {path.name} names it", where="data.path", fix=FORMAT)
-    return PoseSet(path, tuple(categories.values()), usable, len(annotations) - len(usable))
+    return PoseSet(path, tuple(categories.values()), usable, len(annotations) - len(usable), cut_off)
 
 
 def check_apart(sets: Sequence[PoseSet]) -> None:
@@ -145,7 +162,7 @@ def only_categories(poses: PoseSet, names: Sequence[str]) -> PoseSet:
         raise ConfigError(Problem(what, "task.categories", f"known are {', '.join(sorted(known)[:20])}"))
     kept = tuple(category for category in poses.categories if category.name in names)
     annotations = tuple(annotation for annotation in poses.annotations if annotation.category.name in names)
-    return PoseSet(poses.path, kept, annotations, poses.left_out)
+    return PoseSet(poses.path, kept, annotations, poses.left_out, poses.cut_off)
 
 
 class Episodes:
@@ -226,12 +243,10 @@ class Episodes:
         size = np.zeros(xy.shape[:2], dtype=np.float32)
         for place in np.ndindex(size.shape):
             annotation = self.poses.annotations[rows[place[0]][place[1]]]
-            left, top, side = annotation.square(self.crop)
-            shares = (annotation.keypoints - [left, top]) / side
-            seen = annotation.visible & (shares >= 0).all(axis=1) & (shares <= 1).all(axis=1)
+            shares, seen = annotation.seen(self.crop)
             visible[place][: len(seen)] = seen
-            xy[place][: len(seen)] = np.where(seen[:, None], shares, 0.0)
-            size[place] = max(annotation.box[2:]) / side
+            xy[place][: len(seen)] = shares
+            size[place] = max(annotation.box[2:]) / annotation.square(self.crop)[2]
         return torch.from_numpy(xy), torch.from_numpy(visible), torch.from_numpy(size)
 
     def _named(self, rows: Sequence[Sequence[int]], xy: Tensor, visible: Tensor, size: Tensor) -> Batch:
@@ -409,15 +424,17 @@ def _annotation(
     folder: Path,
 ) -> Annotation:
     name = f"annotation {row['id']}"
-    numbers = [row.get("image_id"), row.get("category_id")]
-    image, category = (
-        rows.get(number) if _whole(number) else None for rows, number in zip((images, categories), numbers, strict=True)
-    )
+    image = images.get(row["image_id"]) if _whole(row.get("image_id")) else None
+    category = categories.get(row["category_id"]) if _whole(row.get("category_id")) else None
     if image is None or category is None:
         missing = "image_id" if image is None else "category_id"
         raise _fault(path, f"{name} must name an {missing} of this file, but has {row.get(missing)!r}")
     size: list[Any] = [image.get("width"), image.get("height")]
-    if not isinstance(image.get("file_name"), str) or not all(_whole(side) and side > 0 for side in size):
+    if (
+        not isinstance(image.get("file_name"), str)
+        or not _numbers(size, 2)
+        or not all(_whole(side) and side > 0 for side in size)
+    ):
         raise _fault(path, f"image {image['id']} must have file_name, and width and height as whole numbers above 0")
     if not _numbers(row.get("keypoints"), 3 * category.num_keypoints):
         length = len(row["keypoints"]) if isinstance(row.get("keypoints"), list) else 0
@@ -438,6 +455,26 @@ def _annotation(
     file, width, height = folder / image["file_name"], size[0], size[1]
     box = tuple(map(float, row["bbox"]))
     return Annotation(row["id"], file, image["id"], (width, height), category, box, keypoints, visible)  # type: ignore[arg-type]
+
+
+def _warn_of_cut_off(path: Path, annotations: Sequence[Annotation], within: Sequence[Array]) -> int:
+    """Return the number of visible keypoints that are not within the crop; a warning names the first."""
+    # An error would be too strict: occluded keypoints are marked outside the box of what is seen of an object.
+    lost = [
+        (one, point)
+        for one, seen in zip(annotations, within, strict=True)
+        for point in (one.visible & ~seen).nonzero()[0]
+    ]
+    if lost:
+        first, point = lost[0]
+        x, y = first.keypoints[point]
+        warnings.warn(
+            f"{path}: {len(lost)} visible keypoints lie outside {BOX_MARGIN:g} times the box of their object "
+            f"and count as invisible; the first is keypoint {point + 1} of annotation {first.id} at {x:g}, {y:g}, "
+            f"box {', '.join(f'{value:g}' for value in first.box)}",
+            stacklevel=4,
+        )
+    return len(lost)
 
 
 def _numbers(value: Any, count: int) -> bool:

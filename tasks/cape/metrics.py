@@ -20,13 +20,14 @@ THRESHOLD = 0.2  # share of the object's longer side
 def target_types(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the true types (N, T) of the T = K + 1 tokens of each query, and which of them count.
 
-    Visible keypoints and the end count; invisible keypoints and what comes after the end do not.
+    Visible keypoints count, and the end of queries that show any; nothing after the end does.
     """
     visible = batch["query_visible"]
     B, Q, K = visible.shape
     counts = batch["present"].sum(dim=1)[:, None].expand(B, Q).flatten()
     is_end = torch.arange(K + 1, device=visible.device) == counts[:, None]
-    counted = F.pad(visible.flatten(0, 1), (0, 1)) | is_end
+    shown = visible.flatten(0, 1)
+    counted = F.pad(shown, (0, 1)) | (is_end & shown.any(dim=1, keepdim=True))
     return torch.where(is_end, END, COORDINATE), counted
 
 

@@ -90,7 +90,9 @@ def build(
         raise ConfigError(Problem(f"must be a multiple of 32, but is {side}", "task.image_size"))
     folder = context.data_path or prepared_glyphs(context.cache / "cape", image_size=side)
     has_test = any((folder / "annotations").glob("*test.json"))
-    sets = {split: read_pose_set(folder, split, fold=fold) for split in ("train", "val", *["test"] * has_test)}
+    crop = crop or ("box" if context.data_path else "image")
+    splits = ("train", "val", *["test"] * has_test)
+    sets = {split: read_pose_set(folder, split, fold=fold, crop=crop) for split in splits}
     check_apart(list(sets.values()))
     if categories is not None:
         sets["train"] = only_categories(sets["train"], categories)
@@ -100,7 +102,7 @@ def build(
         seed=context.seed,
         forget=forget,
         augmentation=Augmentation(flip=flip) if augment else None,
-        episodes={"image_size": side, "queries": queries, "crop": crop or ("box" if context.data_path else "image")},
+        episodes={"image_size": side, "queries": queries, "crop": crop},
     )
 
 

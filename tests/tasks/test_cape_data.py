@@ -362,6 +362,24 @@ def test_objects_without_a_visible_keypoint_are_left_out_and_counted(folder: Pat
     assert len(poses.annotations) == len(whole.annotations) - 1
 
 
+def test_visible_keypoints_outside_the_crop_are_counted_and_named(folder: Path) -> None:
+    def shrink(content: Content) -> None:
+        for row in content["annotations"][1:3]:
+            x, y, _ = row["keypoints"][-3:]
+            row["keypoints"] = [0.0] * (len(row["keypoints"]) - 3) + [x, y, 2]
+        content["annotations"][1]["bbox"] = [30.0, 30.0, 1.0, 1.0]
+        content["annotations"][1]["keypoints"][-3:] = [3.0, 4.0, 2]
+
+    changed(folder, shrink)
+    whole = read_pose_set(folder, "train", crop="image")
+    with pytest.warns(UserWarning, match=r"1 visible keypoints .* of annotation 2 at 3, 4, box 30, 30, 1, 1") as warned:
+        poses = read_pose_set(folder, "train", crop="box")
+    assert len(warned) == 1
+    assert (whole.cut_off, whole.left_out, poses.cut_off, poses.left_out) == (0, 0, 1, 1)
+    data = Episodes(poses, image_size=SIDE, max_keypoints=12, crop="box")
+    assert data.places(range(len(data)))["query_visible"].any(dim=-1).all()
+
+
 def test_invisible_keypoints_may_hold_anything(folder: Path) -> None:
     poses = read_pose_set(
         changed(folder, lambda c: keypoints_of(c).__setitem__(slice(0, 3), [-7.0, 1e9, 0.0])), "train"

@@ -183,6 +183,22 @@ def test_the_loss_is_what_it_is_by_hand() -> None:
     assert int(items) == 1
 
 
+def test_queries_without_a_visible_keypoint_have_no_part_in_the_loss() -> None:
+    model, batch = make_model(), make_batch()
+    task = make_task(model)
+    nothing = {**batch, "query_visible": torch.zeros_like(batch["query_visible"])}
+    loss, items = task.loss(model, nothing)
+    assert (float(loss.detach()), int(items)) == (0.0, 0)
+    loss.backward()
+    assert all(not weight.grad.any() for weight in model.parameters() if weight.grad is not None)
+    half = {**batch, "query_visible": batch["query_visible"].clone()}
+    half["query_visible"][1] = False
+    alone, count = task.loss(model, rows_of(batch, slice(0, 1)))
+    together, both = task.loss(model, half)
+    torch.testing.assert_close(together, alone)
+    assert int(both) == int(count)
+
+
 # Decoding
 
 
