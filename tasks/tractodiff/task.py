@@ -134,6 +134,13 @@ class TractoDiff(Task):
         sums["mdf_mm_nearest"] = self._measured(self.train.nearest(batch), batch)["mdf_mm"]
         return {name: float(total) / float(count) for name, (total, count) in sums.items()}
 
+    def example(self) -> tuple[Tensor, ...]:
+        """Return noisy points (2, 16, 3), the diffusion step of each (2,), and two held-out conditions (2, 346)."""
+        batch, schedule = self.dataset("val").spread(2), self.model.schedule
+        step = torch.arange(2) * (schedule.num_steps // 2)
+        noise = torch.randn(batch["points"].shape, generator=torch.Generator().manual_seed(0))
+        return schedule.noised(batch["points"] / self.model.scale, step, noise), step, batch["condition"]
+
     def predict(  # type: ignore[override]  # the options of the contract, by name
         self,
         model: nn.Module,

@@ -140,6 +140,17 @@ def test_full_is_the_published_size(denoiser: Any, millions: float) -> None:
     assert sum(weight.numel() for weight in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.001)
 
 
+@pytest.mark.parametrize("denoiser", ["gru", "unet"])
+@pytest.mark.filterwarnings("ignore:The tensor attributes")  # of the GRU, said by torch
+def test_the_model_is_traced_with_the_example(denoiser: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = make_task(cache, monkeypatch, denoiser=denoiser)
+    example, model = task.example(), task.model.eval()
+    assert [tuple(each.shape) for each in example] == [(2, 16, 3), (2,), (2, CONDITION_SIZE)]
+    assert all(torch.equal(one, other) for one, other in zip(example, task.example(), strict=True))
+    traced = torch.export.export(model, example).module()
+    torch.testing.assert_close(traced(*example), model(*example))
+
+
 # The loss
 
 
