@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import sysconfig
 import tempfile
@@ -318,6 +319,7 @@ def baselines(corpus: Corpus, source_length: int, target_length: int) -> dict[st
     loss            in nats per token, from how often each token occurs (counts start at one)
     token_accuracy  of always predicting the most frequent token
     exact_match     of always predicting the most frequent target
+    exact_match_name  of the rule `name(self)`, with the name that the source begins with; absent where none does so
     """
     train, val = (corpus.data(split, source_length, target_length) for split in ("train", "val"))
     counts = 1.0 + np.bincount(train.labels.tokens, minlength=corpus.vocabulary.num_tokens)
@@ -326,10 +328,17 @@ def baselines(corpus: Corpus, source_length: int, target_length: int) -> dict[st
     likeliest = known.most_common(1)[0][0]
     whole = likeliest.endswith(np.int64(END).tobytes())
     same = sum(val.labels[index].tobytes() == likeliest for index in range(len(val)))
+    names = [NAME.match(corpus.vocabulary.decode(val.sources[index].tolist())) for index in range(len(val))]
+    named = sum(
+        [*corpus.vocabulary.encode(f"{name[1]}(self)"), END] == val.labels[index].tolist()
+        for index, name in enumerate(names)
+        if name
+    )
     return {
         "loss": float(-np.log(counts / counts.sum())[tokens].mean()),
         "token_accuracy": float((tokens == counts.argmax()).mean()),
         "exact_match": same / len(val) if whole else 0.0,
+        **({"exact_match_name": named / len(val)} if any(names) else {}),
     }
 
 
@@ -444,6 +453,7 @@ def refuse_path(data_path: Path | None) -> None:
 
 
 FORMAT_VERSION = 2  # of the prepared files; a change of their content makes it one higher
+NAME = re.compile(r"(?:\w+\.)*(\w+): ")  # of a function, with those of its classes, before its description
 HELD_OUT = 0.1  # share of the files in each of val and test
 RANDOM_PAIRS: Mapping[str, int] = {"train": 25600, "val": 1024, "test": 1024}
 FORMATS = (

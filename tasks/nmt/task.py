@@ -122,7 +122,7 @@ class Translation(Task):
         }
 
     def baselines(self) -> Mapping[str, float]:
-        """Return what the most frequent token, the most frequent target, and counts of tokens achieve."""
+        """Return what the most frequent token and target, counts of tokens, and the rule `name(self)` achieve."""
         return baselines(self.corpus, self.shape.source_length, self.shape.target_length)
 
     def blocks(self) -> Sequence[nn.Module]:

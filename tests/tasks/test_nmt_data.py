@@ -320,3 +320,18 @@ def test_baselines_are_what_a_constant_answer_achieves(library: Pairs, corpus: C
     assert found["token_accuracy"] <= best + 1e-6
     assert found["token_accuracy"] > 0.05
     assert 3 < found["loss"] < np.log(2000)
+
+
+def test_the_rule_that_copies_the_name_is_counted_as_exact_match_is(library: Pairs, corpus: Corpus) -> None:
+    right = [target == f"{source.partition(':')[0].split('.')[-1]}(self)" for source, target in library["val"]]
+    assert (
+        baselines(corpus, 1000, 1000)["exact_match_name"] == np.mean(right) > baselines(corpus, 50, 20)["exact_match"]
+    )
+    assert baselines(corpus, 50, 3)["exact_match_name"] == 0  # cut targets are never exact
+
+
+def test_sources_that_begin_with_no_name_have_no_such_rule(tmp_path: Path) -> None:
+    make_folder(tmp_path / "mine")
+    assert "exact_match_name" not in baselines(open_pairs(tmp_path / "mine", tmp_path, vocab_size=300), 50, 20)
+    make_folder(tmp_path / "named", "A.b.run: go\trun(self)\nrun: go\trun()\n")
+    assert baselines(open_pairs(tmp_path / "named", tmp_path, vocab_size=300), 50, 20)["exact_match_name"] == 0.5
