@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from runner.tasks.cape.data import (
     read_crop,
     read_pose_set,
 )
-from runner.tasks.cape.glyphs import KEYPOINTS, Letter, draw, letters_by_split, write_glyphs
+from runner.tasks.cape.glyphs import KEYPOINTS, Letter, draw, letters_by_split, resembling, write_glyphs
 from runner.tasks.cape.task import build
 
 from runner.base.errors import AccelRunError, ConfigError, DataError, InputMissing, MissingPackage
@@ -95,6 +96,29 @@ def test_no_letter_and_no_likeness_of_one_is_in_two_splits(letters: Splits) -> N
     where = {name: split for split, members in names.items() for name in members}
     for kin in ("Hhʜɥɦ", "Kkʞ", "Aaɐ", "EƎǝɘ", "Łł"):
         assert len({where[name] for name in kin if name in where}) == 1, kin
+
+
+def test_no_held_out_letter_resembles_one_of_training(letters: Splits) -> None:
+    assert resembling([*letters["val"], *letters["test"]], letters["train"]) == set()
+    where = {letter.name: split for split, members in letters.items() for letter in members}
+    for likenesses in ("F\ua7fb\u2132\U00010305", "S\u01a7", "s\u01a8", "\u0394\u1401", "M\u01a9", "v\u039b"):
+        assert len({where[name] for name in likenesses if name in where}) == 1, likenesses
+
+
+def test_a_letter_resembles_its_mirror_image_walked_backwards_from_elsewhere(letters: Splits) -> None:
+    letter = next(letter for letter in letters["train"] if letter.name == "F")
+    points = [point for point, code in enumerate(letter.codes) if code != 79]
+    assert letter.codes[:-1] == (1, *[2] * (len(points) - 1)), "one contour of straight lines"
+    skewed = np.array([[-0.9, 0.3], [0.2, 1.1]])
+    for start in (0, 3):
+        order = np.roll(points[::-1], start)
+        outlines = {
+            font: np.append(shape[order], shape[order[:1]], axis=0) @ skewed for font, shape in letter.outlines.items()
+        }
+        mirrored = replace(letter, name="mirrored", outlines=outlines, keypoints=tuple(points))
+        assert resembling([mirrored], [letter]) == {"mirrored"}
+    bent = {font: shape + 0.3 * np.sin(9 * shape[:, ::-1]) for font, shape in letter.outlines.items()}
+    assert resembling([replace(letter, name="bent", outlines=bent)], [letter]) == set()
 
 
 def test_letters_are_drawn_where_their_keypoints_are(few: Splits) -> None:
