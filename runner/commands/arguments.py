@@ -68,6 +68,7 @@ SETTINGS_HELP = """settings are written key=value, in any order; accel-run plan 
   global_batch_size=N          samples per update; micro_batch_size=N per pass, accumulation follows
   optimizer.lr=X, scheduler=NAME, max_grad_norm=X, seed=N
   precision=auto|fp32|tf32|bf16|fp16    compile=off|default|...    device=auto|cpu|cuda:0
+  phases=[NAME,...]            only these phases of a task that has several; phase.NAME.KEY=VALUE sets one of them
   run=NAME                     the run's folder in output_root (outputs); the same name resumes
   --config-dir DIR             your own configuration files, found before ours
 """

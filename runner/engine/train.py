@@ -264,7 +264,7 @@ class Phase:
         self.is_first = True
         self.closed = False  # the result of the phase is in the model
         self._on_disk: int | None = None
-        self.record = run.records[self.name]
+        self.record = run.records.setdefault(self.name, PhaseRecord(planned.kind))
         self.record.total = self.total
         self._seconds_before, self._began = self.record.seconds, time.perf_counter()
         restart_host_peak()

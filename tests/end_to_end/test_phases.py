@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from runner.base.configuration import Request
 from runner.durable.checkpoint import newest_valid
+from runner.engine.session import open_phase
 from tests.forkserver import ForkServer
 
 TASK = Path(__file__).with_name("task_of_two_phases.py")
@@ -68,6 +70,12 @@ def test_phases_can_be_run_one_by_one(server: ForkServer, tmp_path: Path) -> Non
     wrong = server.run([*BASE, "phases=[tow]"], apart)
     assert wrong.code == 78
     assert "did you mean two?" in wrong.err
+
+
+def test_a_phase_can_be_opened_to_measure_its_updates(tmp_path: Path) -> None:
+    words = ("run=opened", f"output_root={tmp_path}", "device=cpu", "monitor=off", "updates=3")
+    with open_phase(Request(words, TASK)) as phase:
+        assert list(phase.updates()) == [1, 2, 3]
 
 
 def test_a_refused_attempt_leaves_the_run_as_it_was(server: ForkServer, tmp_path: Path) -> None:
