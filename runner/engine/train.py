@@ -668,14 +668,22 @@ def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) ->
     for phase in selected:
         missing = [name for name in phase.needs if name not in there]
         if missing:
-            first = ",".join(name for name in names if name in missing)
+            wanted = _with_needs(plan, phase.name) - there
+            first = ",".join(name for name in names if name in wanted)
             raise InputMissing(
                 f"phase {phase.name} needs {', '.join(missing)}, which run {directory.name} has not finished",
                 where="phases",
-                fix=f"say phases=[{first},{phase.name}], or resume=RUN that has finished it",
+                fix=f"say phases=[{first}], or resume=RUN that has finished it",
             )
         there.add(phase.name)
     return selected
+
+
+def _with_needs(plan: Plan, name: str) -> set[str]:
+    """Return a phase and all that it needs, and what these need."""
+    phase = plan.phase(name)
+    assert phase is not None, "PHASES names only phases of its own"
+    return {name}.union(*(_with_needs(plan, other) for other in phase.needs))
 
 
 def _goes_on(start: Loaded, first: PhasePlan, directory: RunDirectory, plan: Plan) -> bool:

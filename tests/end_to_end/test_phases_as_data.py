@@ -195,6 +195,7 @@ def test_a_phase_whose_prerequisite_is_missing_is_refused(server: ForkServer, tm
     assert ended.code == 66
     assert "phase adapter needs pretrain, which run mine has not finished" in ended.err
     assert "phases=[pretrain,adapter]" in ended.err
+    assert "phases=[pretrain,adapter,patient]" in train(server, tmp_path, "phases=[patient]").err
     assert not (tmp_path / "outputs" / "mine" / "checkpoints").exists() or not newest_valid(
         tmp_path / "outputs" / "mine" / "checkpoints"
     )
