@@ -12,8 +12,6 @@ import itertools
 import json
 import math
 import re
-import shutil
-import tempfile
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from runner.tasks.gpt.data import prepared
 
 from runner.base.packages import require
 from runner.base.task import sample_rng
 
-VERSION = 2  # a new one for every change of what is drawn
+VERSION = 3  # a new one for every change of what is drawn
 FONTS = [
     f"DejaVu{family}{style}.ttf"
     for family, styles in {
@@ -116,18 +115,10 @@ def write_glyphs(folder: Path, splits: Mapping[str, Sequence[Letter]], *, image_
 
 def prepared_glyphs(cache: Path, *, image_size: int, seed: int = 0) -> Path:
     """Return a folder in `cache` that `write_glyphs` filled, now or earlier, whole or not at all."""
-    folder = cache / f"glyphs-v{VERSION}-{image_size}-{seed}"
-    if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
-        try:
-            write_glyphs(draft, letters_by_split(), image_size=image_size, seed=seed)
-            draft.replace(folder)
-        except OSError:  # another process was faster
-            if not folder.exists():
-                raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+    folder: Path = prepared(
+        cache / f"glyphs-v{VERSION}-{image_size}-{seed}",
+        lambda draft: write_glyphs(draft, letters_by_split(), image_size=image_size, seed=seed),
+    )
     return folder
 
 

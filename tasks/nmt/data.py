@@ -11,17 +11,16 @@ import json
 import os
 import platform
 import re
-import shutil
 import sysconfig
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from runner.tasks.gpt.data import prepared
 from torch import Tensor
 
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem
@@ -194,7 +193,7 @@ def open_pairs(data_path: Path | None, cache: Path, *, vocab_size: int) -> Corpu
         (folder / "pieces.json").write_text(json.dumps(vocabulary.pieces), encoding="utf-8")
 
     name = f"python-{platform.python_version()}" if data_path is None else data_path.resolve().name
-    folder = prepared(cache / f"{name}-{key}", make)
+    folder: Path = prepared(cache / f"{name}-{key}", make)
     try:
         with np.load(folder / "tokens.npz") as arrays:
             read = {key: arrays[key] for key in arrays.files}
@@ -342,26 +341,6 @@ def baselines(corpus: Corpus, source_length: int, target_length: int) -> dict[st
     }
 
 
-def prepared(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Return `folder`, filled by `make` if it was not there yet, whole or not at all.
-
-    Processes that do this at the same time each fill a draft; the first to rename it wins, the others use that one.
-    """
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        make(draft)
-        draft.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return folder
-
-
 def _read_table(path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(_lines(path), start=1):
         fields = line.split("\t")
@@ -452,7 +431,7 @@ def refuse_path(data_path: Path | None) -> None:
         raise ConfigError(Problem(what, "data.path", "leave it out, or say task.data=pairs"))
 
 
-FORMAT_VERSION = 2  # of the prepared files; a change of their content makes it one higher
+FORMAT_VERSION = 3  # of the prepared files; a change of their content makes it one higher
 NAME = re.compile(r"(?:\w+\.)*(\w+): ")  # of a function, with those of its classes, before its description
 HELD_OUT = 0.1  # share of the files in each of val and test
 RANDOM_PAIRS: Mapping[str, int] = {"train": 25600, "val": 1024, "test": 1024}

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from runner.tasks.gpt.data import prepared
 from torch import Tensor
 
 from runner.base.errors import DataError, InputMissing
@@ -169,19 +168,8 @@ def prepare(data_path: Path | None, cache: Path, *, data: Literal["volume", "bun
         ]
         make = partial(folder_of_subjects, data_path)
     key = hashlib.sha256(json.dumps([VERSION, step, *content]).encode()).hexdigest()[:12]
-    folder = cache / f"{data if data_path is None else data_path.name}-{key}"
-    if not folder.exists():
-        subjects = make()
-        cache.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
-        try:
-            write(subjects, step, draft)
-            draft.replace(folder)
-        except OSError:
-            if not folder.exists():  # unless another process was faster
-                raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+    name = f"{data if data_path is None else data_path.name}-{key}"
+    folder: Path = prepared(cache / name, lambda draft: write(make(), step, draft))
     return folder
 
 
@@ -224,4 +212,4 @@ def read(folder: Path) -> Tracts:
     return Tracts([str(name) for name in parts["names"]], fields, parts["affines"], **tensors)
 
 
-VERSION = 1  # of the prepared files; a change of their content makes it one higher
+VERSION = 2  # of the prepared files; a change of their content makes it one higher
