@@ -259,10 +259,10 @@ def _groups(
     assert len(set(names)) == len(names), "each parameter has one name"
     problems = [
         Problem(
-            f"no parameter's name starts with {prefix}", "optimizer.lr_scales", did_you_mean(prefix, _prefixes(names))
+            f"no parameter's name starts with {prefix}", "optimizer.lr_scales", did_you_mean(prefix, prefixes(names))
         )
         for prefix in lr_scales
-        if not any(_starts(name, prefix) for name in names)
+        if not any(is_under(name, prefix) for name in names)
     ]
     if not parameters:
         problems.append(Problem("there must be a parameter to train, but all are frozen", "optimizer"))
@@ -270,7 +270,7 @@ def _groups(
         raise ConfigError(problems)
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for name, parameter in parameters:
-        matching = [prefix for prefix in lr_scales if _starts(name, prefix)]
+        matching = [prefix for prefix in lr_scales if is_under(name, prefix)]
         scale = float(lr_scales[max(matching, key=len)]) if matching else 1.0
         decays = decay_1d or parameter.dim() >= 2
         group = groups.setdefault(
@@ -289,12 +289,13 @@ def _groups(
     return list(groups.values())
 
 
-def _starts(name: str, prefix: str) -> bool:
+def is_under(name: str, prefix: str) -> bool:
     """Tell whether `prefix` is the name or a module that holds it: blocks.1 does not hold blocks.10.weight."""
     return name == prefix or name.startswith(prefix.removesuffix(".") + ".")
 
 
-def _prefixes(names: Sequence[str]) -> list[str]:
+def prefixes(names: Sequence[str]) -> list[str]:
+    """Return the names, and those of all modules that hold them."""
     return list({name.rsplit(".", cut)[0]: None for name in names for cut in range(name.count(".") + 1)})
 
 

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.axes.optimizer import OPTIMIZERS, expected_state_bytes, export_state, import_state, state_bytes
+from runner.axes.optimizer import (
+    OPTIMIZERS,
+    expected_state_bytes,
+    export_state,
+    import_state,
+    is_under,
+    prefixes,
+    state_bytes,
+)
 from runner.axes.scheduler import SCHEDULERS
 from runner.base.batch import MicroBatch
 from runner.base.choice import make
@@ -151,7 +159,7 @@ class Gradients(Work):
         if self.prefixes is None:
             return []
         sizes = [
-            f"{prefix} ({sum(weight.numel() for name, weight in self.trained.items() if _under(name, prefix)):,})"
+            f"{prefix} ({sum(weight.numel() for name, weight in self.trained.items() if is_under(name, prefix)):,})"
             for prefix in self.prefixes
         ]
         count = sum(weight.numel() for weight in self.trained.values())
@@ -254,18 +262,15 @@ def _trained(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Parameter]:
     wanted = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if phase.trains is None:
         return wanted
-    modules = list(dict.fromkeys(name.rsplit(".", cut)[0] for name in wanted for cut in range(name.count(".") + 1)))
     problems = [
         Problem(
-            f"no parameter's name starts with {prefix}", f"phase.{phase.name}.trains", did_you_mean(prefix, modules)
+            f"no parameter's name starts with {prefix}",
+            f"phase.{phase.name}.trains",
+            did_you_mean(prefix, prefixes([*wanted])),
         )
         for prefix in phase.trains
-        if not any(_under(name, prefix) for name in wanted)
+        if not any(is_under(name, prefix) for name in wanted)
     ]
     if problems or not phase.trains:
         raise ConfigError(problems or Problem("names no parameter", f"phase.{phase.name}.trains=[]"))
-    return {name: weight for name, weight in wanted.items() if any(_under(name, prefix) for prefix in phase.trains)}
-
-
-def _under(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(prefix.removesuffix(".") + ".")
+    return {name: weight for name, weight in wanted.items() if any(is_under(name, prefix) for prefix in phase.trains)}

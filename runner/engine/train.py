@@ -652,7 +652,7 @@ def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) ->
                 where="phases",
                 fix=f"say phases=[{current}]",
             )
-        is_named_anew = plan.settings.phases is not None and start.path.parent != directory.checkpoints
+        is_named_anew = _is_named_anew(plan, start, directory)
         coming = [phase for phase in selected if is_named_anew or phase.name not in finished]
         if is_selected and not (is_named_anew and current in finished):
             coming = [phase for phase in selected if phase.name == current] + [
@@ -686,11 +686,15 @@ def _with_needs(plan: Plan, name: str) -> set[str]:
     return {name}.union(*(_with_needs(plan, other) for other in phase.needs))
 
 
+def _is_named_anew(plan: Plan, start: Loaded, directory: RunDirectory) -> bool:
+    """Tell whether the user names phases to be made in this run with the model of another."""
+    return plan.settings.phases is not None and start.path.parent != directory.checkpoints
+
+
 def _goes_on(start: Loaded, first: PhasePlan, directory: RunDirectory, plan: Plan) -> bool:
     """Tell whether the first phase goes on from the checkpoint; else it begins with its model."""
-    is_anew = plan.settings.phases is not None and start.path.parent != directory.checkpoints
     is_finished = start.state["records"][start.state["phase"]]["finished"]
-    return bool(start.state["phase"] == first.name) and not (is_anew and is_finished)
+    return bool(start.state["phase"] == first.name) and not (is_finished and _is_named_anew(plan, start, directory))
 
 
 def check_resume(plan: Plan, start: Loaded, say: Callable[[str], None]) -> None:
