@@ -11,11 +11,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = {
     "base": 0,
-    "axes": 1, "observe": 1, "durable": 1,
-    "plan": 2,
-    "engine": 3, "launch": 3,
-    "commands": 4,
-    "cli": 5, "__main__": 6,
+    "distributed": 1,
+    "axes": 2, "observe": 2, "durable": 2,
+    "plan": 3,
+    "engine": 4, "launch": 4,
+    "commands": 5,
+    "cli": 6, "__main__": 7,
 }  # fmt: skip
 
 

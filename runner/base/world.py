@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class World:
-    """Rank, size and device of this process, and the few collectives the engine needs."""
+    """Rank, size and device of this process, and the few collectives the engine needs.
+
+    A collective must be called by all ranks, in the same order. In a world of size 1 it returns what it was given.
+    """
 
     device: torch.device
     rank: int = 0
@@ -36,3 +42,54 @@ class World:
         """Wait until the device has done all that was asked of it."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add the tensors of all ranks, in place; return it."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """Take the elementwise maximum over all ranks, in place; return it."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the JSON-able value of every rank, in their order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        mine = _encoded(value)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(mine)
+        dist.all_reduce(sizes)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        rows = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(rows, padded)
+        return [_decoded(row[:size]) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+    def from_first(self, value: Any) -> Any:
+        """Return the JSON-able value of rank 0; what the others give does not matter."""
+        if self.world_size == 1:
+            return value
+        mine = _encoded(value if self.is_first else None)
+        size = torch.tensor([len(mine)])
+        dist.broadcast(size, 0)
+        content = mine if self.is_first else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, 0)
+        return _decoded(content)
+
+    def any(self, flag: bool) -> bool:
+        """Tell whether the flag of some rank is set."""
+        if self.world_size == 1:
+            return flag
+        return bool(self.largest(torch.tensor([int(flag)])).item())
+
+
+def _encoded(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decoded(content: Tensor) -> Any:
+    return json.loads(content.numpy().tobytes())

@@ -1,0 +1,1 @@
+"""How processes find each other and share an update: process groups, gradients, pipelines."""

@@ -1,0 +1,72 @@
+"""The door to torch's process groups: join the ranks of a run, and leave them in order."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from runner.base.errors import SystemLimit
+from runner.base.ranks import Member
+from runner.base.world import World
+
+TIMEOUT_S = 600.0  # a collective that takes longer is taken for a hang
+
+
+@contextmanager
+def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
+    """The world of `member`, whose ranks have found each other; they part at the end.
+
+    CPU tensors go through gloo, those of a GPU through NCCL. Raises SystemLimit where they cannot meet.
+    """
+    world = World(device, member.rank, member.local_rank, member.world_size, member.num_local_ranks)
+    if member.world_size == 1:
+        yield world
+        return
+    if member.store.startswith("file:"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: nothing listens for others
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = PrefixStore(f"attempt-{member.attempt}-of-{member.world_size}", _store(member, timeout))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=member.rank,
+            world_size=member.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, OSError) as error:
+        raise SystemLimit(
+            f"rank {member.rank} of {member.world_size} cannot meet the others: {str(error).splitlines()[0]}",
+            where=member.store,
+            fix="see that every rank was started, and that the port is free: MASTER_PORT=29501",
+        ) from error
+    try:
+        yield world
+    finally:
+        gc.collect()  # whatever still holds the group must let go of it before it ends
+        dist.destroy_process_group()
+
+
+def _store(member: Member, timeout: timedelta) -> Store:
+    """Return where the ranks meet: a file for one machine, rank 0's port for several."""
+    kind, _, place = member.store.partition("://")
+    if kind == "file":
+        return FileStore(place, member.world_size)
+    host, _, port = place.rpartition(":")
+    hosted_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        host,
+        int(port),
+        member.world_size,
+        is_master=member.rank == 0 and not hosted_elsewhere,
+        timeout=timeout,
+        multi_tenant=True,
+    )

@@ -1,0 +1,43 @@
+"""The collectives of a world, and their neutral forms in a world of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runner.base.world import World
+from tests.distributed.ranks import CPU, run_ranks
+
+
+def collectives(world: World) -> list[object]:
+    mine = torch.tensor([1.0 + world.rank, 10.0])
+    return [
+        world.gather({"rank": world.rank, "text": "x" * (5 * world.rank)}),
+        world.from_first(["first", world.rank]),
+        world.sum(mine.clone()).tolist(),
+        world.largest(mine.clone()).tolist(),
+        world.any(world.rank == 1),
+        world.any(False),
+    ]
+
+
+def test_every_rank_gets_the_same_of_all() -> None:
+    for got in run_ranks(collectives, 3):
+        assert got == [
+            [{"rank": rank, "text": "x" * (5 * rank)} for rank in range(3)],
+            ["first", 0], [6.0, 30.0], [3.0, 10.0], True, False,
+        ]  # fmt: skip
+
+
+def test_a_world_of_one_returns_what_it_was_given() -> None:
+    assert collectives(World(CPU)) == [[{"rank": 0, "text": ""}], ["first", 0], [1.0, 10.0], [1.0, 10.0], False, False]
+
+
+def test_a_rank_that_raises_is_told_apart() -> None:
+    def broken(world: World) -> None:
+        if world.rank == 1:
+            raise ValueError("this one")
+        world.sum(torch.zeros(1))
+
+    with pytest.raises(AssertionError, match="this one"):
+        run_ranks(broken, 2)
