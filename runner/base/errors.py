@@ -58,10 +58,11 @@ class AccelRunError(Exception):
         super().__init__(str(self.problems[0]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remake, (type(self), self.problems, self.exit_code)  # data workers hand errors over
+        return remake, (type(self), self.problems, self.exit_code)  # data workers hand errors over
 
 
-def _remake(kind: type[AccelRunError], problems: tuple[Problem, ...], exit_code: Exit) -> AccelRunError:
+def remake(kind: type[AccelRunError], problems: tuple[Problem, ...], exit_code: Exit) -> AccelRunError:
+    """Return the error another process ended with."""
     error = kind.__new__(kind)
     Exception.__init__(error, "\n".join(str(problem) for problem in problems))
     error.problems, error.exit_code = problems, exit_code
@@ -168,6 +169,12 @@ class DataWorkerLost(AccelRunError):
     """A process that reads samples died."""
 
     exit_code = Exit.DATA_WORKER
+
+
+class RankLost(AccelRunError):
+    """A rank of the run was ended from outside, or can no longer reach the others."""
+
+    exit_code = Exit.RANK_LOST
 
 
 class SystemLimit(AccelRunError):

@@ -1,0 +1,417 @@
+"""The ranks of a run on this machine: forked from this process, watched to their end, and named when one fails."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from runner.base.errors import AccelRunError, CannotCreate, Exit, Problem, RankLost, SystemLimit, remake
+from runner.base.ranks import Member
+from runner.launch.family import LAST_S, adopting_orphans, children, clear_away
+from runner.launch.rank import Main, live, read_report
+from runner.observe.events import Console
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank ended that did not end well.
+
+    exit_code   the rank's own; 128 + n for signal n
+    signal      name of the signal that ended it, or None
+    what        in words: "was ended by SIGKILL", "raised ValueError: no such file"
+    problems    of the AccelRunError it ended with, if any
+    traceback   also of a crash; empty where it left none
+    is_victim   it only saw that another rank had gone
+    seconds     since the start
+    """
+
+    rank: int
+    exit_code: int
+    signal: str | None
+    what: str
+    problems: tuple[Problem, ...]
+    traceback: str
+    is_victim: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the ranks of one start ended.
+
+    code      0; 75 where a rank saved and stopped; 130 where the user would not wait; else the exit code of the cause
+    cause     the first failure that is not a mere consequence of another; None where there is no failure
+    failures  in the order of time
+    killed    ranks that were ended here, since they did not end after the failure of another
+    results   what `main` returned besides the code, by rank; None where a rank did not end well
+    stop      the first signal that asked to stop, such as "SIGINT", or None: who starts ranks again must not after it
+    """
+
+    code: int
+    cause: Failure | None
+    failures: tuple[Failure, ...]
+    killed: tuple[int, ...]
+    results: tuple[Any, ...]
+    stop: str | None
+
+
+def run_ranks(
+    main: Main,
+    num_ranks: int,
+    *,
+    attempt: int = 0,
+    grace_s: float = 2.0,
+    say: Callable[[str], None] | None = None,
+) -> Ending:
+    """Call `main(member)` in a forked process per rank, and return how they ended once none of them is left.
+
+    `main` returns its exit code and something JSON can write; an AccelRunError ends the rank with its code. After the
+    first failure the others have `grace_s` to end by themselves (twice that, until a rank is known to be the cause),
+    and are killed then. SIGINT, SIGTERM or SIGUSR1 asks every rank to save and stop, by SIGUSR1; a second SIGINT or
+    SIGTERM kills them. This process must have one thread, must not have started CUDA, and must not have computed on
+    several threads: their locks and pools do not survive a fork. Raises SystemLimit or CannotCreate where the ranks
+    cannot be started.
+
+    say  told at once which rank failed, and of what; default: a warning on the console
+    """
+    assert threading.current_thread() is threading.main_thread(), "ranks die with the thread that started them"
+    assert threading.active_count() == 1, f"cannot fork beside other threads: {threading.enumerate()}"
+    assert not _cuda_has_started(), "CUDA does not survive a fork: let a process of its own ask for devices"
+    with _private_folder() as folder, _Asked() as asked, _everything_ended() as ranks:
+        started = time.monotonic()
+        for rank in range(num_ranks):
+            member = Member(rank, rank, num_ranks, num_ranks, f"file://{folder}/store", attempt)
+            ranks.append(_forked(main, member, folder, asked))
+        watch = _Watch(ranks, folder, asked, started, grace_s, say or Console().warning)
+        watch.until_the_end()
+        return watch.ending()
+
+
+def as_error(ending: Ending) -> AccelRunError:
+    """Return the error that explains a failure: the rank's own, with its exit code, or RankLost."""
+    cause = ending.cause
+    assert cause is not None, "nothing failed"
+    if cause.problems:
+        named = [
+            Problem(problem.what, f"rank {cause.rank}: {problem.where}".removesuffix(": "), problem.fix)
+            for problem in cause.problems
+        ]
+        return remake(AccelRunError, tuple(named), Exit(cause.exit_code))
+    what = f"rank {cause.rank} of {len(ending.results)} {cause.what}, after {cause.seconds:.1f} s"
+    if cause.is_victim and ending.killed:
+        ranks = ", ".join(str(rank) for rank in ending.killed)
+        what += f"; rank {ranks} did not answer" if len(ending.killed) == 1 else f"; ranks {ranks} did not answer"
+    fix = f"{cause.traceback}\n{_WAY_OUT}" if cause.traceback else _HINTS.get(cause.signal or "", _WAY_OUT)
+    error = RankLost(what, fix=fix.replace("\n", "\n    "))
+    if cause.signal is None and cause.exit_code == Exit.SOFTWARE and not cause.is_victim:
+        error.exit_code = Exit.SOFTWARE  # the same fault with one rank ends so too
+    return error
+
+
+# ---------------------------------------------------------------- watching
+
+
+@dataclass
+class _Rank:
+    """A forked rank. It is a zombie once it has ended, until all have, so that its number means nobody else."""
+
+    number: int
+    pid: int
+    descriptor: int
+    status: int | None = None  # exit code, or minus the signal
+    result: Any = None
+    is_killed: bool = False
+
+    def send(self, number: int) -> None:
+        if self.status is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.descriptor, number)
+
+    def send_to_group(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # in the instant before it has one
+            os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        self.is_killed = self.is_killed or self.status is None
+        self.send(signal.SIGKILL)
+
+
+@dataclass
+class _Watch:
+    """Waits for deaths and requests, and decides what they mean for the other ranks."""
+
+    ranks: list[_Rank]
+    folder: Path
+    asked: _Asked
+    started: float
+    grace_s: float
+    say: Callable[[str], None]
+    failures: list[Failure] = field(default_factory=list)
+    limit: float = float("inf")  # when the ranks that live are killed
+    next_reminder: float = 0.0
+    is_named: bool = False
+
+    def until_the_end(self) -> None:
+        while living := [rank for rank in self.ranks if rank.status is None]:
+            for rank in _wait(living, self.asked, self._patience()):
+                rank.status = _status(rank)
+                self._judge(rank)
+            self._heed()
+            if time.monotonic() > self.limit + LAST_S:
+                self.say("a process does not die of SIGKILL: the system holds it, as it does when a disk hangs")
+                return
+        if self.failures and not self.is_named:
+            self._name(self._cause())
+
+    def ending(self) -> Ending:
+        cause = self._cause() if self.failures else None
+        stopped = any(rank.status == Exit.PREEMPTED for rank in self.ranks)
+        code = cause.exit_code if cause else int(Exit.PREEMPTED if stopped else Exit.DONE)
+        return Ending(
+            int(Exit.INTERRUPTED) if self.asked.leaves_at_once else code,
+            cause,
+            tuple(sorted(self.failures, key=lambda failure: failure.seconds)),
+            tuple(rank.number for rank in self.ranks if rank.is_killed),
+            tuple(rank.result for rank in self.ranks),
+            self.asked.stop,
+        )
+
+    def _judge(self, rank: _Rank) -> None:
+        """Take note of a rank that has ended."""
+        assert rank.status is not None
+        report = read_report(self.folder, rank.number)
+        if rank.status in (Exit.DONE, Exit.PREEMPTED):
+            rank.result = report.result
+            return
+        if rank.is_killed and rank.status == -signal.SIGKILL:
+            return
+        rank.is_killed = False  # it was faster
+        by = _name_of(-rank.status) if rank.status < 0 else None
+        failure = Failure(
+            rank.number,
+            128 - rank.status if by else rank.status,
+            by,
+            f"was ended by {by}" if by else report.what or f"ended with exit code {rank.status}",
+            report.problems,
+            report.traceback,
+            not by and (report.is_victim or rank.status == Exit.RANK_LOST),
+            (report.time_s or time.monotonic()) - self.started,
+        )
+        self.failures.append(failure)
+        now = time.monotonic()
+        self.limit = min(self.limit, now + self.grace_s * (2 if failure.is_victim else 1))
+        if not failure.is_victim and not self.is_named:
+            self._name(failure)
+
+    def _name(self, failure: Failure) -> None:
+        self.is_named = True
+        self.say(f"rank {failure.rank} of {len(self.ranks)} {failure.what}, after {failure.seconds:.1f} s")
+
+    def _cause(self) -> Failure:
+        return min(self.failures, key=lambda failure: (failure.is_victim, failure.seconds))
+
+    def _heed(self) -> None:
+        """Do what was asked by signals, and what is due by the clock."""
+        now = time.monotonic()
+        if self.asked.suspends:
+            self._suspend()
+        if self.asked.stop and now >= self.next_reminder:
+            # Repeated, since a rank may not listen yet. To one that does, SIGUSR1 says nothing new.
+            self.next_reminder = now + _REMINDER_S
+            for rank in self.ranks:
+                rank.send(signal.SIGUSR1)
+        if self.asked.leaves_at_once:
+            self.limit = min(self.limit, now)
+        if now >= self.limit:
+            for rank in self.ranks:
+                rank.kill()
+
+    def _patience(self) -> float | None:
+        """Return for how many seconds nothing is due, None for ever."""
+        due = min(self.limit, self.next_reminder if self.asked.stop else float("inf"))
+        now = time.monotonic()
+        if due == float("inf"):
+            return None
+        return max(0.0, due - now) if now < self.limit else 0.1
+
+    def _suspend(self) -> None:
+        """Stop with all ranks, which the terminal does not reach, until SIGCONT."""
+        for rank in self.ranks:
+            rank.send_to_group(signal.SIGSTOP)
+        self.asked.suspend()
+        for rank in self.ranks:
+            rank.send_to_group(signal.SIGCONT)
+
+
+class _Asked:
+    """What signals ask of this process while the context is open; `bell` can be read after each of them."""
+
+    def __init__(self) -> None:
+        self.stop: str | None = None
+        self.suspends = False
+        self._stops = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def leaves_at_once(self) -> bool:
+        """True after a second SIGINT or SIGTERM; a warning by SIGUSR1 does not count, as for a run of one process."""
+        return self._stops > 1
+
+    def __enter__(self) -> _Asked:
+        self.bell, self._rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._previous_bell = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP):
+            if number != signal.SIGTSTP or signal.getsignal(number) == signal.SIG_DFL:
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+        signal.set_wakeup_fd(self._previous_bell)
+        self.close()
+
+    def close(self) -> None:
+        os.close(self.bell)
+        os.close(self._rope)
+
+    def hear(self) -> None:
+        """Empty the bell; the handlers have run by now."""
+        with suppress(BlockingIOError):
+            os.read(self.bell, 4096)
+
+    def suspend(self) -> None:
+        """Stop this process as the terminal meant to."""
+        self.suspends = False
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._handle)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGTSTP:
+            self.suspends = True
+            return
+        self.stop = self.stop or signal.Signals(number).name
+        self._stops += number != signal.SIGUSR1
+
+
+def _wait(living: Iterable[_Rank], asked: _Asked, patience_s: float | None) -> list[_Rank]:
+    """Return the ranks that have ended; none after `patience_s`, or where a signal came."""
+    by_descriptor = {rank.descriptor: rank for rank in living}
+    poll = select.poll()
+    for descriptor in (asked.bell, *by_descriptor):
+        poll.register(descriptor, select.POLLIN)
+    ready = [descriptor for descriptor, _ in poll.poll(None if patience_s is None else patience_s * 1000 + 1)]
+    asked.hear()
+    return [by_descriptor[descriptor] for descriptor in ready if descriptor in by_descriptor]
+
+
+def _status(rank: _Rank) -> int:
+    """Return the exit code of a rank that has ended, or minus its signal, and leave it a zombie."""
+    ended = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+# ---------------------------------------------------------------- starting
+
+
+def _forked(main: Main, member: Member, folder: Path, asked: _Asked) -> _Rank:
+    """Return the rank that runs `main`. Raises SystemLimit where the system has no room for it."""
+    supervisor = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()  # or the rank would print again what waits here
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP})
+    try:
+        pid = os.fork()
+        if pid == 0:
+            asked.close()
+            live(main, member, supervisor, folder, {signal.Signals(number) for number in mask})
+        try:
+            return _Rank(member.rank, pid, os.pidfd_open(pid))
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+    except OSError as error:
+        raise SystemLimit(
+            f"rank {member.rank} of {member.world_size} cannot be started: {error.strerror}",
+            fix="raise the limits on processes (ulimit -u) and open files (ulimit -n), or use fewer ranks",
+        ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _cuda_has_started() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A folder that is readable by its owner alone, gone at the end."""
+    try:
+        folder = tempfile.mkdtemp(prefix="accel-run-")
+    except OSError as error:
+        raise CannotCreate(
+            f"the folder where the ranks meet cannot be made: {error.strerror}",
+            where=error.filename or tempfile.gettempdir(),
+            fix="make room there, or name another place: TMPDIR=/path",
+        ) from error
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _everything_ended() -> Iterator[list[_Rank]]:
+    """A list for ranks; at the end they and what they started are gone, whatever happened.
+
+    While it is open, orphans come to this process, so that none gets out of sight. Every rank leads a session of its
+    own: what is left in that is killed. What made itself a session, as the process behind a tracker does to keep the
+    last rows, is let be where all went well, and else has some seconds to end.
+    """
+    ranks: list[_Rank] = []
+    known = children()
+    with adopting_orphans():
+        try:
+            yield ranks
+        finally:
+            went_well = all(rank.status in (Exit.DONE, Exit.PREEMPTED) or rank.is_killed for rank in ranks)
+            for rank in ranks:
+                rank.kill()
+            clear_away({rank.pid for rank in ranks}, known, float("inf") if went_well else _OTHERS_S)
+            for rank in ranks:
+                os.close(rank.descriptor)
+                os.waitpid(rank.pid, os.WNOHANG)
+
+
+_REMINDER_S = 0.5
+_OTHERS_S = 4.0  # for what outlives its rank on purpose; with the grace, nobody is left after 10 s
+
+_WAY_OUT = "the same command goes on from the last checkpoint"
+_HINTS: Mapping[str, str] = {
+    "SIGKILL": "for want of memory? `dmesg` tells; use fewer dataloader.num_workers or a smaller micro_batch_size; "
+    + _WAY_OUT,
+}

@@ -1,0 +1,159 @@
+"""One rank in its forked process: what it does first, and what it tells of its end."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from runner.base.errors import AccelRunError, Exit, Problem
+from runner.base.ranks import Member
+
+Main = Callable[[Member], tuple[int, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a rank told before it ended.
+
+    what        how it ended, as in "raised ValueError: no such file"; empty where it returned
+    time_s      of the monotonic clock, which all processes of a machine share
+    """
+
+    what: str = ""
+    result: Any = None
+    problems: tuple[Problem, ...] = ()
+    traceback: str = ""
+    is_victim: bool = False
+    time_s: float | None = None
+
+
+def live(main: Main, member: Member, supervisor: int, folder: Path, mask: set[signal.Signals]) -> NoReturn:
+    """Be a rank until the process ends, with the code that `main` returned or raised; called right after the fork.
+
+    supervisor  process to die with
+    folder      where the report goes
+    mask        signals that were blocked before the fork
+    """
+    code = int(Exit.SOFTWARE)
+    try:
+        _settle_in(supervisor, folder / f"crash-{member.rank}")
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        code, report = _lived(main, member)
+        (folder / f"report-{member.rank}").write_text(json.dumps(dataclasses.asdict(report)), encoding="utf-8")
+    except OSError:
+        code = code or int(Exit.INPUT_OUTPUT)  # an end whose result is lost is not a good one
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(code)  # what the supervisor registered for its own exit must not run here
+
+
+def read_report(folder: Path, rank: int) -> Report:
+    """Return what the rank told; the traceback of a crash where it had no time to tell anything."""
+    try:
+        told = json.loads((folder / f"report-{rank}").read_text(encoding="utf-8"))
+        return Report(**{**told, "problems": tuple(Problem(**problem) for problem in told["problems"])})
+    except (OSError, ValueError):  # killed before it was written, or while
+        pass
+    try:
+        crash = (folder / f"crash-{rank}").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        crash = ""
+    return Report(traceback=crash.partition("\nExtension modules:")[0].strip())
+
+
+def _settle_in(supervisor: int, crash: Path) -> None:
+    """Die with the supervisor, hear no terminal, and leave a traceback also where Python itself crashes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != supervisor:  # it died before that
+            os._exit(Exit.SOFTWARE)
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_DFL)
+    # The supervisor repeats it until the rank has ended: who does not listen yet, or no longer, must not die of it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    descriptor = os.open(crash, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    faulthandler.enable(descriptor, all_threads=True)
+
+
+def _lived(main: Main, member: Member) -> tuple[int, Report]:
+    """Call `main`; return the exit code and what is to be told."""
+    try:
+        code, result = main(member)
+        assert 0 <= code <= 255, f"an exit code is a byte, but is {code}"
+        json.dumps(result)
+        return int(code), Report(result=result)
+    except BaseException as error:
+        return _code_of(error), Report(
+            _what(error),
+            problems=error.problems if isinstance(error, AccelRunError) else (),
+            traceback="".join(traceback.format_exception(error)).strip(),
+            is_victim=_is_victim(error),
+            time_s=time.monotonic(),
+        )
+
+
+def _code_of(error: BaseException) -> int:
+    if isinstance(error, AccelRunError):
+        return int(error.exit_code)
+    if isinstance(error, SystemExit):
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+    return int(Exit.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Exit.SOFTWARE)
+
+
+def _what(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"left by sys.exit({error.code!r})"
+    if isinstance(error, AccelRunError):
+        return f"ended: {error.problems[0]}".splitlines()[0]
+    return f"raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+
+
+# ---------------------------------------------------------------- cause or victim
+
+
+def _is_victim(error: BaseException) -> bool:
+    """Tell whether all began with the loss of another rank, whatever was made of that on the way out."""
+    seen: list[BaseException] = []
+    while error not in seen:  # `raise error from error` would go round for ever
+        seen.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__) or error
+    text = str(error)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & {"DistNetworkError", "DistStoreError"}:
+        return True
+    if isinstance(error, AccelRunError):
+        return error.exit_code == Exit.RANK_LOST
+    return bool(_PEER_IS_GONE.search(text)) and (
+        "DistError" in kinds or (isinstance(error, RuntimeError) and ("gloo" in text or _is_raised_by_torch(error)))
+    )
+
+
+def _is_raised_by_torch(error: BaseException) -> bool:
+    """Tell whether it comes from torch.distributed: a data worker, too, may time out or lose its connection."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "/torch/distributed/" in frames[-1].filename
+
+
+# What gloo, NCCL and the stores say of a process at the other end: torch 2.11 and 2.13.
+_PEER_IS_GONE = re.compile(
+    r"connection (closed|reset|refused|was)|socket (closed|timeout|is not connected)|broken pipe|timed out|timeout"
+    r"|remote process exited|ncclRemoteError|communicator was aborted|recv, got 0 bytes",
+    re.IGNORECASE,
+)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
