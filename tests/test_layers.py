@@ -14,9 +14,10 @@ FLOORS = {
     "distributed": 1,
     "axes": 2, "observe": 2, "durable": 2,
     "plan": 3,
-    "engine": 4, "launch": 4,
-    "commands": 5,
-    "cli": 6, "__main__": 7,
+    "engine": 4,
+    "launch": 5,
+    "commands": 6,
+    "cli": 7, "__main__": 8,
 }  # fmt: skip
 
 

@@ -41,6 +41,12 @@ class Fetcher:
         return self.num_samples
 
     def __getitem__(self, key: Micro) -> MicroBatch:
+        if not key.indices:  # this rank has no part in the update
+            return MicroBatch(None, key.last, counts=False)
+        read = self._read(key)
+        return read if key.counts else read._replace(counts=False)
+
+    def _read(self, key: Micro) -> MicroBatch:
         if self.set_epoch is not None and key.epoch != self._epoch:
             self.set_epoch(key.epoch)
             self._epoch = key.epoch

@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
-from torch import Tensor, nn
-
-from runner.base.task import State
+from runner.base.values import Auto, Count, Positive, PositiveInt
 from runner.base.world import World
-
-
-class Parallel:
-    """Verbs of a strategy; this base class is the strategy of a single process."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self._nothing = nullcontext()
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model through which forward passes go."""
-        return model
-
-    def sync_gradients(self, *, when: bool) -> AbstractContextManager[None]:
-        """Return the context of a forward and backward pass; gradients are summed over ranks only `when`."""
-        return self._nothing
-
-    def total(self, items: Tensor | int) -> Tensor | int:
-        """Return the items of the update over all ranks."""
-        return items
-
-    def merged(self, merge: Callable[[State, State], State], state: State) -> State:
-        """Return the statistics of the data of all ranks; `merge` makes one state of two."""
-        return state
+from runner.distributed.parallel import Parallel
+from runner.distributed.replicated import Replicated
 
 
 def single(world: World) -> Parallel:
@@ -40,4 +16,24 @@ def single(world: World) -> Parallel:
     return Parallel(world)
 
 
-PARALLELISMS: Mapping[str, Callable[..., Parallel]] = {"single": single}
+def ddp(
+    world: World,
+    *,
+    world_size: PositiveInt | Auto = "auto",
+    shares: Literal["equal", "memory", "speed"] | list[int] = "equal",
+    batch_norm: Literal["per_rank", "sync"] = "per_rank",
+    restarts: Count = 3,
+    timeout_s: Positive = 600.0,
+) -> Parallel:
+    """Give each rank a copy of the model and a share of each update; the sum of gradients is divided by the true count.
+
+    world_size  number of ranks; auto: one for each GPU
+    shares      samples of an update for each rank: equal, by memory, by measured speed, or numbers such as [19,13]
+    batch_norm  per_rank: each rank normalizes by its own micro-batch; sync: by those of all ranks
+    restarts    how often a run goes on from its last checkpoint, on the ranks that are left, when a rank is killed
+    timeout_s   seconds after which a rank that does not answer is taken for lost
+    """
+    return Replicated(world) if world.world_size > 1 else Parallel(world)
+
+
+PARALLELISMS: Mapping[str, Callable[..., Parallel]] = {"single": single, "ddp": ddp}

@@ -17,6 +17,10 @@ from runner.base.values import Annotated, Factor, Positive, PositiveInt, Range
 from runner.base.world import World
 
 
+def _as_found(found: Tensor) -> Tensor:
+    return found
+
+
 class Precision:
     """The verbs of a precision; this base class is float32, which does nothing special.
 
@@ -38,10 +42,17 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss` (scaled where the format needs it)."""
-        torch.autograd.backward(loss)
+        torch.autograd.backward(self.scaled(loss))
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the gradients what they would be without scaling; once per update, after the last backward."""
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return `loss` as large as the format needs it for the backward pass."""
+        return loss
+
+    def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _as_found) -> None:
+        """Make the gradients what they would be without scaling; once per update, after the last backward.
+
+        overflow  from whether a gradient of this rank overflowed to whether one of any rank did: all skip, or none
+        """
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Apply the gradients, unless they overflowed."""
@@ -69,16 +80,20 @@ class ScaledHalf(Precision):
     def __init__(self, world: World, scaler: torch.amp.GradScaler, *, min_scale: float) -> None:
         super().__init__(world, dtype=torch.float16)
         assert scaler.is_enabled(), "torch disabled the scaler: the device cannot do float16"
+        scaler.scale(torch.zeros(1, device=world.device))  # a rank may have nothing to scale before it must unscale
         self.scaler = scaler
         self.min_scale = min_scale
         self._skipped = 0
         self._pending: tuple[Tensor, torch.Event | None] | None = None
 
-    def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(self.scaler.scale(loss))
+    def scaled(self, loss: Tensor) -> Tensor:
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _as_found) -> None:
         self.scaler.unscale_(optimizer)
+        for found in self.scaler._found_inf_per_device(optimizer).values():
+            found.copy_(overflow(found))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self.num_skipped()  # settles the update before this one

@@ -9,11 +9,15 @@ from torch import Tensor
 
 
 class MicroBatch(NamedTuple):
-    """A batch; `last` closes the update; `bad` lists (index, reason) of samples that were left out."""
+    """A batch; `last` closes the update of this rank; `bad` lists (index, reason) of samples that were left out.
+
+    counts  False: it only keeps the ranks in step, and must add nothing to the update; `batch` may then be None
+    """
 
     batch: Any
     last: bool
     bad: tuple[tuple[int, str], ...] = ()
+    counts: bool = True
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -51,6 +51,7 @@ AXES: Mapping[str, str] = {
     "monitor": "observe/monitor.py",
     "profiler": "observe/profiler.py",
     "benchmark": "observe/benchmark.py",
+    "launcher": "launch/launcher.py",
 }
 GROUPS = (*AXES, "task", "hardware")
 
@@ -860,8 +861,11 @@ def _contradictions(tree: Mapping[str, Any], schema: _Schema) -> list[Problem]:
     """Return what is wrong between keys that are each right, as far as no machine needs to be known for it."""
     problems = []
     total, micro = tree.get("global_batch_size"), tree.get("micro_batch_size")
-    if isinstance(total, int) and total > 0 and (micro == "auto" or (isinstance(micro, int) and micro > 0)):
-        batch = divide(total, micro, 1)
+    is_alone = tree.get("parallelism") == "single"  # what ranks can do is the plan's to say
+    if not is_alone or not isinstance(total, int) or total < 1:
+        pass
+    elif micro == "auto" or (isinstance(micro, int) and micro > 0):
+        batch = divide(total, micro, (total,))
         problems += [batch] if isinstance(batch, Problem) else []
     for lead in ("", *(phase.declared.key("") for phase in schema.phases if phase.declared.kind == "train")):
         updates, epochs = tree.get(f"{lead}updates"), tree.get(f"{lead}epochs")

@@ -1,4 +1,4 @@
-"""How a global batch is divided: global = micro-batch x accumulation x ranks."""
+"""How a global batch is divided: into shares of the ranks, and these into micro-batches."""
 
 from __future__ import annotations
 
@@ -6,55 +6,73 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runner.base.errors import Problem
+from runner.base.shares import identity, table
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The identity global = micro x accumulation x ranks."""
+    """The identity: the global batch is the sum of the shares, a share the sum of its micro-batches.
+
+    micro_batch_size  most samples that a rank passes through the model at once
+    shares            samples of an update for each rank
+    in_one_pass       each rank passes its whole share at once, also where shares change on the way
+    """
 
     global_batch_size: int
     micro_batch_size: int
-    accumulation_steps: int
-    world_size: int
+    shares: tuple[int, ...]
+    in_one_pass: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.shares)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Return the number of micro-batches of the rank that has most of them."""
+        return -(-max(self.shares, default=0) // max(1, self.micro_batch_size))
 
     def __str__(self) -> str:
-        ranks = f"{self.world_size} rank" + ("s" if self.world_size > 1 else "")
-        return (
-            f"{self.global_batch_size} samples per update = micro-batch {self.micro_batch_size}"
-            f" x {self.accumulation_steps} accumulation x {ranks}"
-        )
+        product = self.micro_batch_size * self.accumulation_steps * self.world_size
+        if product == self.global_batch_size:
+            ranks = f"{self.world_size} rank" + ("s" if self.world_size > 1 else "")
+            return (
+                f"{self.global_batch_size} samples per update = micro-batch {self.micro_batch_size}"
+                f" x {self.accumulation_steps} accumulation x {ranks}"
+            )
+        nobody = [""] * self.world_size
+        return identity(table(self.shares, nobody, [None] * self.world_size, [self.micro_batch_size] * self.world_size))
 
 
-def divide(total: int, micro: int | Literal["auto"], world_size: int) -> Batch | Problem:
-    """Return the division of `total` samples, or what is wrong with the nearest sizes that divide."""
+def divide(
+    total: int, micro: int | Literal["auto"], shares: tuple[int, ...], *, ragged: bool = False
+) -> Batch | Problem:
+    """Return the division of `total` samples, or what is wrong with the nearest sizes that divide.
+
+    ragged  the last micro-batch of a share may be smaller: the numbers are the same, kernels may be slower
+    """
     if micro == "auto":
-        if total % world_size:
-            return _does_not_divide(total, world_size, f"world_size ({world_size})")
-        micro = total // world_size
-    product = micro * world_size
-    if product > total:
-        return _too_large(total, micro, world_size)
-    if total % product:
-        return _does_not_divide(total, product, f"micro_batch_size x world_size ({micro} x {world_size} = {product})")
-    return Batch(total, micro, total // product, world_size)
+        return Batch(total, max(shares), shares, in_one_pass=True)
+    if micro > max(shares):
+        return _too_large(total, micro, shares)
+    if not ragged and total % micro:
+        return _does_not_divide(total, micro)
+    return Batch(total, micro, shares)
 
 
-def _too_large(total: int, micro: int, world_size: int) -> Problem:
-    share, rest = divmod(total, world_size)
-    limit = (
-        f"global_batch_size ({total})"
-        if world_size == 1
-        else f"global_batch_size / world_size ({total} / {world_size})"
-    )
-    fixes = [] if rest or not share else [f"micro_batch_size={share}"]
+def _too_large(total: int, micro: int, shares: tuple[int, ...]) -> Problem:
+    of_ranks = f"the largest share of a rank ({max(shares)} of {total})"
+    limit = f"global_batch_size ({total})" if len(shares) == 1 else of_ranks
     return Problem(
         f"must be at most {limit}, but is {micro}",
         f"micro_batch_size={micro}",
-        "say " + ", or ".join([*fixes, f"global_batch_size={micro * world_size}"]),
+        f"say micro_batch_size={max(shares)}, or global_batch_size={micro * len(shares)}",
     )
 
 
-def _does_not_divide(total: int, divisor: int, words: str) -> Problem:
-    below, above = total // divisor * divisor, -(-total // divisor) * divisor
+def _does_not_divide(total: int, micro: int) -> Problem:
+    below, above = total // micro * micro, -(-total // micro) * micro
     near = ", ".join(str(size) for size in (below, above) if size > 0)
-    return Problem(f"must be a multiple of {words}, but is {total}", f"global_batch_size={total}", f"nearest: {near}")
+    what = f"must be a multiple of micro_batch_size ({micro}), but is {total}"
+    return Problem(what, f"global_batch_size={total}", f"nearest: {near}")

@@ -13,22 +13,32 @@ from typing import NamedTuple
 
 import numpy as np
 
+from runner.base.shares import dealt, slices
+
 Indices = list[int]
 
 
 class Micro(NamedTuple):
-    """The key of one micro-batch: samples `indices` of epoch `epoch`; `last` closes the update."""
+    """The key of one micro-batch: samples `indices` of epoch `epoch`; `last` closes the update of this rank.
+
+    counts  False: read only to keep the ranks in step, or empty because this rank has nothing to do
+    """
 
     epoch: int
     indices: Indices
     last: bool
+    counts: bool = True
 
 
 @dataclass(frozen=True)
 class Order:
-    """Cut each epoch into updates of `global_batch_size` samples, and those into micro-batches.
+    """Cut each epoch into updates of `global_batch_size` samples, those into the shares of the ranks and micro-batches.
 
     The last update of an epoch has fewer samples, or is left out with `drop_last`.
+
+    shares   samples of an update for each rank, in sum `global_batch_size`; empty: one rank has them all
+    rank     whose micro-batches are told
+    in_step  every rank gets the same number of micro-batches, the missing ones read in vain
     """
 
     num_samples: int
@@ -36,6 +46,9 @@ class Order:
     micro_batch_size: int
     seed: int
     drop_last: bool = False
+    shares: tuple[int, ...] = ()
+    rank: int = 0
+    in_step: bool = False
 
     @property
     def updates_per_epoch(self) -> int:
@@ -54,13 +67,24 @@ class Order:
         return epoch * per_epoch + window * self.global_batch_size
 
     def micros(self, update: int) -> Iterator[Micro]:
-        """Yield the micro-batches of update number `update`."""
+        """Yield the micro-batches of this rank in update number `update`; one that does not count where it has none."""
         epoch, window = divmod(update, self.updates_per_epoch)
         start = window * self.global_batch_size
-        samples = permutation(self.seed, epoch, self.num_samples)[start : start + self.global_batch_size].tolist()
-        for first in range(0, len(samples), self.micro_batch_size):
-            stop = first + self.micro_batch_size
-            yield Micro(epoch, samples[first:stop], stop >= len(samples))
+        whole = permutation(self.seed, epoch, self.num_samples)[start : start + self.global_batch_size].tolist()
+        parts = [whole[first:stop] for first, stop in slices(len(whole), self.shares or (self.global_batch_size,))]
+        mine = parts[self.rank]
+        passes = [mine[first : first + self.micro_batch_size] for first in range(0, len(mine), self.micro_batch_size)]
+        wanted = max(-(-len(part) // self.micro_batch_size) for part in parts) if self.in_step else max(1, len(passes))
+        for number in range(wanted):
+            counts = number < len(passes)
+            vain = (passes[-1] if passes else whole[:1]) if self.in_step else []
+            yield Micro(epoch, passes[number] if counts else vain, number == wanted - 1, counts)
+
+    def samples_of_rank(self, update: int) -> int:
+        """Return how many samples this rank has in update number `update`."""
+        window = update % self.updates_per_epoch
+        there = min(self.global_batch_size, self.num_samples - window * self.global_batch_size)
+        return dealt(there, self.shares)[self.rank] if self.shares else there
 
     def from_update(self, update: int) -> Iterator[Micro]:
         """Yield micro-batches from update number `update` on, without end."""

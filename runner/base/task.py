@@ -177,6 +177,27 @@ class Task:
         """Return the repeated blocks of the model: units of checkpointing and of regional compilation."""
         return [layer for child in self.model.children() if isinstance(child, nn.ModuleList) for layer in child]
 
+    def layers(self) -> Sequence[nn.Module]:
+        """Return modules whose composition is the model, each called with the output of the one before.
+
+        A pipeline splits between them. A model that is an nn.Sequential is its own answer.
+        """
+        if isinstance(self.model, nn.Sequential):
+            return list(self.model)
+        raise NotImplementedError(f"{type(self).__name__} must define layers() to be split into a pipeline")
+
+    def layers(self) -> Sequence[nn.Module]:
+        """Return modules whose composition, each called with the one before's output, equals the model; for pipelines.
+
+        They share the model's parameters, and hold all of them. The first takes what the model is called with; between
+        them go floating-point tensors or tuples of such.
+        """
+        if isinstance(self.model, nn.Sequential):
+            return list(self.model)
+        raise NotImplementedError(
+            f"{type(self).__name__} must define layers() -> modules whose composition is the model, for a pipeline"
+        )
+
     def example(self) -> tuple[Tensor, ...]:
         """Return the arguments of one call of the model, a batch of two samples on the CPU: `export` traces them."""
         raise NotImplementedError(f"{type(self).__name__} defines no example()")

@@ -36,7 +36,7 @@ class World:
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros on this world's device, in its widest format."""
-        return torch.zeros(*shape, dtype=self.widest, device=self.device)
+        return torch.zeros(shape, dtype=self.widest, device=self.device)
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was asked of it."""
@@ -48,6 +48,11 @@ class World:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def sum_later(self, tensor: Tensor) -> Any:
+        """Begin to add the tensors of all ranks, in place; `wait()` of what is returned ends when that is done."""
+        assert self.world_size > 1, "a rank alone has nobody to wait for"
+        return dist.all_reduce(tensor, async_op=True)
 
     def largest(self, tensor: Tensor) -> Tensor:
         """Take the elementwise maximum over all ranks, in place; return it."""

@@ -17,6 +17,6 @@ examples
 
 def run(words: list[str]) -> int:
     """Train and predict; the exit code of the first that does not end well."""
-    from runner.engine.session import train
+    from runner.launch.start import train
 
     return int(train(read(words).request, then_infer=True))

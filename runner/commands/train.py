@@ -27,6 +27,6 @@ def run(words: list[str]) -> int:
         from runner.launch.sweep import sweep
 
         return sweep(arguments.request)
-    from runner.engine.session import train
+    from runner.launch.start import train
 
     return int(train(arguments.request))

@@ -305,6 +305,26 @@ class Writer:
         self._on_failure(error)
 
 
+class NoWriter:
+    """Saves nothing: what a rank has in the place of a Writer where another one writes."""
+
+    failures: tuple[StorageError, ...] = ()
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+
+    def submit(self, snapshot: Snapshot, *, best: Collection[Path] = ()) -> None:
+        """Take the snapshot for saved."""
+        self._last = snapshot.update
+
+    def wait(self) -> int | None:
+        """Return the last update that was submitted."""
+        return self._last
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def _check(snapshot: Snapshot) -> None:
     """Raise TypeError or ValueError where the format cannot hold the snapshot."""
     json.dumps([snapshot.state, snapshot.facts])

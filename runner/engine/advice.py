@@ -35,7 +35,7 @@ def watch_shapes(batches: Iterator[MicroBatch], warn: Callable[[str], None]) -> 
     seen: set[tuple[tuple[int, ...], ...]] = set()
     warned = False
     for item in batches:
-        if not warned:
+        if not warned and item.counts:
             shapes: list[tuple[int, ...]] = []
 
             def note(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> None:

@@ -19,7 +19,7 @@ from runner.axes.backend import BACKENDS
 from runner.axes.compile import COMPILES
 from runner.axes.dataloader import DATALOADERS, Fetcher, Loader
 from runner.axes.memory import MEMORIES
-from runner.axes.parallelism import PARALLELISMS, Parallel
+from runner.axes.parallelism import PARALLELISMS
 from runner.axes.precision import PRECISIONS, Precision
 from runner.axes.prefetch import PREFETCHES, Prefetch
 from runner.base.choice import make
@@ -27,6 +27,7 @@ from runner.base.configuration import Choice, task_source
 from runner.base.errors import DataError, TaskFault
 from runner.base.task import Task
 from runner.base.world import World
+from runner.distributed.parallel import Parallel
 from runner.engine.advice import odd_sizes
 from runner.engine.faults import place_of
 from runner.engine.tasks import explained, load_task
@@ -80,10 +81,13 @@ class Parts:
         return make(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
 
 
-def assemble(plan: Plan, stack: ExitStack) -> Parts:
-    """Build everything a run needs; global switches of torch are put back when `stack` closes."""
+def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
+    """Build everything a run needs; global switches of torch are put back when `stack` closes.
+
+    world  the ranks that train together; None: this process alone, on the device of rank 0
+    """
     choices = plan.choices
-    world = World(torch.device(plan.device))
+    world = world or World(torch.device(plan.device))
     stack.enter_context(_made(BACKENDS, choices["backend"], world.num_local_ranks))
     attention: Attention = _made(ATTENTIONS, choices["attention"], world.device)
     stack.enter_context(attention.context())  # for the whole run: checkpointing computes forward passes in backward
@@ -103,8 +107,15 @@ def assemble(plan: Plan, stack: ExitStack) -> Parts:
     notes += odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
     parallel = _made(PARALLELISMS, choices["parallelism"], world)
     prefetch = _made(PREFETCHES, choices["prefetch"], world.device)
-    model = parallel.wrap(bare)
+    model = parallel.wrap(bare, task.layers, blocks)
+    if not world.is_first:  # every rank drew the same weights; what it draws from now on is its own
+        seed_everything(seed_of_rank(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
+
+
+def seed_of_rank(seed: int, rank: int, update: int = 0) -> int:
+    """Return the seed of what a rank draws while it trains, from an update on."""
+    return int(np.random.SeedSequence([seed, rank, update]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def seed_everything(seed: int) -> None:

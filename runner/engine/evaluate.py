@@ -13,7 +13,7 @@ from runner.axes.precision import Precision
 from runner.axes.prefetch import Prefetch
 from runner.base.order import Indices, Micro
 from runner.base.task import Task
-from runner.base.world import World
+from runner.distributed.parallel import Parallel
 
 
 def evaluate(
@@ -22,35 +22,50 @@ def evaluate(
     loader: Loader,
     prefetch: Prefetch,
     precision: Precision,
-    world: World,
+    parallel: Parallel,
     samples: Indices,
     batch_size: int,
     seed: int,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Return the task's metrics over `samples`, each counted once; None where `stopped` said so in between.
+    """Return the task's metrics over `samples`, each counted once; None where `stopped` said so on some rank.
 
-    Random numbers are drawn from `seed` anew, so that metrics that sample can be compared. Afterwards the model is in
-    train mode again, and the random generators are where they were.
+    Random numbers are drawn anew for each batch, from `seed` and the batch, so that metrics that sample can be
+    compared, on any number of ranks. Afterwards the model is in train mode, and the generators are where they were.
     """
+    world = parallel.world
     keys = [
         Micro(0, samples[first : first + batch_size], last=first + batch_size >= len(samples))
         for first in range(0, len(samples), batch_size)
     ]
     sums: dict[str, list[Tensor]] = {}
     counts: dict[str, Tensor | int] = {}
+    mine = parallel.dealt(keys)
+    is_stopped = False
     with as_in_use(model, world.device), torch.no_grad():
-        torch.manual_seed(seed)
-        for batch, _, _ in prefetch(iter(loader.batches(keys))):
-            if stopped():
-                return None
+        for key, (batch, _, _, counted) in zip(mine, prefetch(iter(loader.batches(mine))), strict=True):
+            if stopped() and not parallel.in_step:  # else the others would wait for this rank
+                is_stopped = True
+                break
+            torch.manual_seed(_seed_of_batch(seed, key))
             with precision.forward():
                 measured = task.evaluate(model, batch)
-            for name, (total, count) in measured.items():
+            for name, (total, count) in measured.items() if counted else ():
                 sums.setdefault(name, []).append(total.detach().to(world.widest))
                 counts[name] = counts.get(name, 0) + count
-    divided = {name: float(sum(parts)) / max(float(counts[name]), 1e-30) for name, parts in sums.items()}
+    found = {name: [float(sum(parts)), float(counts[name])] for name, parts in sums.items()}
+    of_ranks = world.gather([is_stopped, found])
+    if any(stopped_there for stopped_there, _ in of_ranks):
+        return None
+    divided = {}
+    for name in dict.fromkeys(name for _, there in of_ranks for name in there):
+        pairs = [there[name] for _, there in of_ranks if name in there]
+        divided[name] = sum(total for total, _ in pairs) / max(sum(count for _, count in pairs), 1e-30)
     return dict(task.summarize(divided))
+
+
+def _seed_of_batch(seed: int, key: Micro) -> int:
+    return (seed * 1_000_003 + key.indices[0]) % 2**63
 
 
 @contextmanager

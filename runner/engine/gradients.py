@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 
-def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients that are there."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
 def correct_and_clip(
-    gradients: list[Tensor], correction: float | Tensor | None, max_norm: float | None
+    gradients: list[Tensor],
+    correction: float | Tensor | None,
+    max_norm: float | None,
+    over_ranks: Callable[[Tensor], Tensor] = lambda norm: norm,
 ) -> Tensor | None:
     """Multiply the gradients by `correction`, then scale them down to `max_norm`; return their norm before clipping.
+
+    over_ranks  from the norm of these gradients to that of all, where ranks hold different ones
 
     Both factors are applied in one pass. Returns None, and measures nothing, when `max_norm` is None.
     """
@@ -32,7 +32,7 @@ def correct_and_clip(
         if correction is not None:
             torch._foreach_mul_(gradients, correction)
         return None
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    norm = over_ranks(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
     if correction is not None:
         norm = norm * correction
     scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)

@@ -99,18 +99,20 @@ class Gradients(Work):
         self.trained = _trained(parts.bare, phase)
         for name, weight in parts.bare.named_parameters():
             weight.requires_grad_(name in self.trained)
+        self.own = parts.parallel.owned(self.trained)
         self.prefixes = phase.trains
         self._reached: set[str] = set()
         self._watches = [
             weight.register_post_accumulate_grad_hook(lambda _, name=name: self._reached.add(name))  # type: ignore[no-untyped-call]
-            for name, weight in self.trained.items()
+            for name, weight in self.own.items()
         ]
+        parts.parallel.begin(list(self.own.values()))
         self.training = Training(
             position=position,
             model=parts.model,
             loss=self.loss,
-            parameters=list(self.trained.values()),
-            optimizer=make(OPTIMIZERS, phase.optimizer.function, [*self.trained.items()], **phase.optimizer.options),
+            parameters=list(self.own.values()),
+            optimizer=make(OPTIMIZERS, phase.optimizer.function, [*self.own.items()], **phase.optimizer.options),
             schedule=make(SCHEDULERS, phase.scheduler.function, self.total, **phase.scheduler.options),
             precision=parts.precision,
             parallel=parts.parallel,
@@ -143,14 +145,25 @@ class Gradients(Work):
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         tensors, numbers = export_state(self.training.optimizer)
-        return {"optimizer": tensors}, {"optimizer": numbers, "schedule": self.training.schedule.state()}
+        of_ranks = self.parts.world.gather(numbers["numbers"])  # ranks may own different parameters
+        numbers["numbers"] = {name: value for there in of_ranks for name, value in there.items()}
+        whole = {"optimizer": self.parts.parallel.whole(tensors)}
+        return whole, {"optimizer": numbers, "schedule": self.training.schedule.state()}
 
     def load(self, start: Loaded) -> None:
-        import_state(self.training.optimizer, start.tensors("optimizer"), start.state["optimizer"])
+        foreign = {name for name in self.trained if name not in self.own}
+
+        def mine(saved: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in saved.items() if foreign.isdisjoint(prefixes([key]))}
+
+        saved = start.state["optimizer"]
+        saved = {**saved, "numbers": mine(saved["numbers"])}
+        import_state(self.training.optimizer, mine(start.tensors("optimizer")), saved)
         self.training.schedule.load(start.state["schedule"])
 
     def release(self) -> None:
         self._stop_watching()
+        self.parts.parallel.end()
         for name, weight in self.parts.bare.named_parameters():
             weight.requires_grad_(self._wanted_before[name])
             weight.grad = None
@@ -168,7 +181,7 @@ class Gradients(Work):
 
     def missed(self) -> list[str]:
         self._stop_watching()
-        return [name for name in self.trained if name not in self._reached]
+        return [name for name in self.own if name not in self._reached]
 
     def _stop_watching(self) -> None:
         while self._watches:
@@ -201,16 +214,20 @@ class Statistics(Work):
             bad: tuple[tuple[int, str], ...] = ()
             last = False
             while not last:
-                batch, last, skipped = next(batches)
-                with torch.no_grad(), self.parts.precision.forward():
-                    added = self.fit.add(self.parts.model, self.gathered, batch)
-                self.gathered, count = _checked(added, self.fit, self.parts.source)
-                items, bad = items + count, bad + skipped
+                batch, last, skipped, counts = next(batches)
+                if counts:
+                    with torch.no_grad(), self.parts.precision.forward():
+                        added = self.fit.add(self.parts.model, self.gathered, batch)
+                    self.gathered, count = _checked(added, self.fit, self.parts.source)
+                    items, bad = items + count, bad + skipped
             self.position.update += 1
-            yield StepInfo(self.position.update, None, items, None, None, bad)
+            of_all = (
+                items if self.parts.world.world_size == 1 else self.parts.world.sum(self.parts.world.zeros() + items)
+            )
+            yield StepInfo(self.position.update, None, of_all, None, None, bad)
 
     def close(self) -> Mapping[str, float]:
-        whole = self.parts.parallel.merged(self.fit.merge, self.gathered)
+        whole = self._merged()
         with torch.no_grad():
             found = self.fit.finish(self.parts.bare, whole) or {}
         try:
@@ -223,10 +240,15 @@ class Statistics(Work):
             ) from error
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        return {"fit": self.gathered}, {}
+        return {"fit": self.parts.parallel.whole(self._merged())}, {}
 
     def load(self, start: Loaded) -> None:
-        self.gathered = {name: value.to(self.parts.world.device) for name, value in start.tensors("fit").items()}
+        """Rank 0 goes on with what all ranks had gathered, the others begin again."""
+        if self.parts.world.is_first:
+            self.gathered = {name: value.to(self.parts.world.device) for name, value in start.tensors("fit").items()}
+
+    def _merged(self) -> State:
+        return self.parts.parallel.merged(self.fit.merge, self.gathered)
 
 
 KINDS: Mapping[str, Callable[[PhasePlan, Parts, Order, Position], Work]] = {

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from runner.axes.optimizer import set_learning_rate
-from runner.axes.parallelism import Parallel
 from runner.axes.precision import Precision
 from runner.axes.scheduler import Schedule
 from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.task import Sum
-from runner.engine.gradients import clear, correct_and_clip, gradients_of
+from runner.distributed.parallel import Parallel, Passes
+from runner.engine.gradients import clear, correct_and_clip
 
 
 @dataclass
@@ -66,30 +66,31 @@ class Training:
 
 def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> Iterator[StepInfo]:
     """Yield after each update until `until` updates are made. `batches` has no end."""
-    position, precision = run.position, run.precision
+    position, precision, parallel = run.position, run.precision, run.parallel
+    watch = parallel.watch
+    passes = Passes(
+        run.model,
+        run.loss,
+        precision.forward,
+        backward=lambda loss: precision.backward(loss * run.per_item),
+        scale=lambda loss: precision.scaled(loss * run.per_item),
+    )
     while position.update < until:
-        loss_sum: Tensor | None = None
-        items: Tensor | int = 0
-        bad: tuple[tuple[int, str], ...] = ()
-        last = False
-        while not last:
-            batch, last, skipped = next(batches)
-            with run.parallel.sync_gradients(when=last), precision.forward():
-                loss, count = run.loss(run.model, batch)
-            precision.backward(loss * run.per_item)
-            loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
-            items = items + count
-            bad += skipped
-        assert loss_sum is not None
-        precision.unscale(run.optimizer)
-        correction = 1.0 / (run.per_item * _exact(run.parallel.total(items)))
-        grad_norm = correct_and_clip(gradients_of(run.parameters), correction, run.max_grad_norm)
+        watch.start()
+        mine = parallel.accumulate(passes, batches)
+        total = parallel.reduce(mine)
+        precision.unscale(run.optimizer, parallel.overflow)
+        correction = 1.0 / (run.per_item * _exact(total.items))
+        gradients = parallel.gradients(run.parameters)
+        grad_norm = correct_and_clip(gradients, correction, run.max_grad_norm, parallel.norm)
         factor = run.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
         lr = set_learning_rate(run.optimizer, factor)
         precision.step(run.optimizer)
         clear(run.parameters)
+        watch.lap("optimizer")
+        watch.stop()
         position.update += 1
-        yield StepInfo(position.update, loss_sum, items, grad_norm, lr, bad)
+        yield StepInfo(position.update, total.loss_sum, total.items, grad_norm, lr, total.bad)
 
 
 def _exact(items: Tensor | int) -> Tensor | int:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from runner.base.errors import IncompatibleResume, Problem
+from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import Loaded
 
 # Keys that are the mathematics of the run: another value makes it another run.
@@ -57,7 +58,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable
     return fine
 
 
-def load_model(model: nn.Module, checkpoint: Loaded) -> None:
+def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel) -> None:
     """Put the weights back, strictly by name, shape and dtype. Raises IncompatibleResume."""
     saved = checkpoint.tensors("model")
     current = model.state_dict()
@@ -75,7 +76,7 @@ def load_model(model: nn.Module, checkpoint: Loaded) -> None:
             where=str(checkpoint.path),
             fix="use the task options the run was trained with, or start anew with another run=NAME",
         )
-    model.load_state_dict(saved, strict=True)
+    parallel.load(model, saved)
 
 
 def _of_run(key: str) -> str:

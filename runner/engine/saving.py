@@ -33,11 +33,13 @@ class SavePolicy:
     _last: float = field(default_factory=time.monotonic)
 
     def due(self, update: int, updates_per_epoch: int) -> bool:
-        """Tell whether the checkpoint of this update is wanted; `saved` says that it was taken."""
+        """Tell whether the checkpoint of this update is wanted, by counting."""
         if self.updates is not None and update % self.updates == 0:
             return True
-        if self.epochs is not None and update % (self.epochs * updates_per_epoch) == 0:
-            return True
+        return self.epochs is not None and update % (self.epochs * updates_per_epoch) == 0
+
+    def is_late(self) -> bool:
+        """Tell whether the time is up; `saved` says that a checkpoint was taken."""
         return self.seconds is not None and time.monotonic() - self._last >= self.seconds
 
     def saved(self) -> None:

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 class Screen:
     """Progress while a phase runs, words before and after it; a copy of the words in the run directory."""
 
-    def __init__(self, directory: RunDirectory) -> None:
+    def __init__(self, directory: RunDirectory, *, speaks: bool = True) -> None:
         self.directory = directory
-        self.console = Console(directory.console)
-        self.events = Events(directory.events)
+        self.speaks = speaks
+        self.console = Console(directory.console, speaks=speaks)
+        self.events = Events(directory.events if speaks else None)
         self.progress = Progress()
         self.first_update_is_due = True
         self._due = self.progress.due
@@ -69,7 +70,7 @@ class Screen:
             f"{phase}: {total - done} updates of {total} to make ({order.num_samples:,} samples, {epochs:.2g} epochs,"
             f" {order.global_batch_size} an update)"
         )
-        self.progress = make_progress(sys.stdout)
+        self.progress = make_progress(sys.stdout) if self.speaks else Progress()
         self.console.speak_through(self.progress.note)
         self.progress.start(total, done)
         self._due = self.progress.due

@@ -13,59 +13,69 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner import __version__
-from runner.base.configuration import Configuration, Request, compose, merge_overrides, task_source, to_yaml
+from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
 from runner.base.errors import AccelRunError, Exit, InputMissing, StorageError
-from runner.base.phases import INFERENCE
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.durable.files import read_object
 from runner.plan.inventory import Inventory
 from runner.plan.plan import Plan, plan_here
 
 if TYPE_CHECKING:
+    from runner.base.world import World
     from runner.durable.checkpoint import Loaded
     from runner.engine.screen import Screen
     from runner.engine.train import Phase, TrainingRun
 
 
-def train(request: Request, *, then_infer: bool = False) -> Exit:
-    """Run the phases that the request asks for, `infer` among them or with `then_infer`; return how it ended.
+@dataclass(frozen=True)
+class Job:
+    """What every rank of a run must know before it joins the others: all of it is decided once."""
+
+    request: Request
+    configuration: Configuration
+    plan: Plan
+    inventory: Inventory
+    name: str
+
+    @property
+    def folder(self) -> Path:
+        """Return where the run directory lies."""
+        return Path(self.configuration.settings.output_root) / self.name
+
+
+def job_of(request: Request, configuration: Configuration, plan: Plan, inventory: Inventory) -> Job:
+    """Return the job with the name of its run. Raises ConfigError for a name that cannot be."""
+    name = configuration.settings.run or default_name(configuration.choices["task"].name)
+    check_name(name)
+    return Job(request, configuration, plan, inventory, name)
+
+
+def take_part(job: Job, world: World) -> tuple[Exit, bool]:
+    """Train as one of the ranks of the job; return how it ended, and whether somebody asked the run to stop.
 
     Raises AccelRunError; the same is then in error.json of the run directory, if there is one.
     """
-    from runner.engine.infer import infer
-
-    configuration = compose(request)
-    wanted = configuration.settings.phases
-    if wanted is not None and set(wanted) == {INFERENCE}:
-        return infer(request)
-    code, directory, asked_to_stop = _run(request, configuration)
-    if code == Exit.DONE and (then_infer or INFERENCE in (wanted or ())):
-        if asked_to_stop:  # with the last update: the same command predicts
-            return Exit.PREEMPTED
-        run = merge_overrides(request.overrides, [f"run={directory.name}"])
-        return infer(dataclasses.replace(request, overrides=run))
-    return code
+    return _lead(job, world) if world.is_first else _follow(job, world)
 
 
-def _run(request: Request, configuration: Configuration) -> tuple[Exit, RunDirectory, bool]:
-    """Train in the directory of the run; return how it ended, where it lies, and whether somebody asked it to stop."""
-    name = configuration.settings.run or default_name(configuration.choices["task"].name)
-    check_name(name)
-    plan, inventory = plan_here(configuration)
+def _lead(job: Job, world: World) -> tuple[Exit, bool]:
+    """Train as rank 0, which writes and speaks."""
     from runner.engine.screen import Screen  # needs torch, which wrong settings must not wait for
 
-    directory = RunDirectory.create_or_open(Path(configuration.settings.output_root), name)
+    request, plan = job.request, job.plan
+    directory = RunDirectory.create_or_open(job.folder.parent, job.name)
     began = time.time()
     with directory, Screen(directory) as screen, _warnings_on(screen):
         record: dict[str, Any] = {
-            "name": name,
+            "name": job.name,
             "state": "running",
             "task": plan.choices["task"].name,
             "task_file": plan.task_file,
@@ -79,10 +89,10 @@ def _run(request: Request, configuration: Configuration) -> tuple[Exit, RunDirec
         previous = read_object(directory.run_json)
         record["tracker_id"] = previous.get("tracker_id")
         # Only once nothing stands against going on: a refused attempt must not change what the run is.
-        leave_traces = partial(_leave_traces, directory, configuration, plan, inventory, record)
+        leave_traces = partial(_leave_traces, directory, job.configuration, plan, job.inventory, record)
         try:
             try:
-                code = _train(plan, directory, screen, record, inventory, leave_traces)
+                code = _train(job, world, directory, screen, record, leave_traces)
             except SystemExit as left:
                 raise _left(left, plan) from left
         except BaseException as error:
@@ -90,9 +100,46 @@ def _run(request: Request, configuration: Configuration) -> tuple[Exit, RunDirec
             if is_written and isinstance(error, Exception) and not isinstance(error, AccelRunError):
                 raise _fault_of_ours(error, directory) from error
             raise
+        asked_to_stop = record.pop("asked_to_stop", False)
         record |= {"state": "preempted" if code == Exit.PREEMPTED else "done", "exit_code": int(code), "ended": _now()}
         directory.write("run.json", _json(record))
-    return code, directory, record.pop("asked_to_stop", False)
+    return code, asked_to_stop
+
+
+def _follow(job: Job, world: World) -> tuple[Exit, bool]:
+    """Train as any other rank: in step with rank 0, and in silence."""
+    from runner.durable.checkpoint import load
+    from runner.durable.signals import StopRequest
+    from runner.engine.assemble import assemble
+    from runner.engine.screen import Screen
+    from runner.engine.train import TrainingRun, silent
+
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        found = world.from_first(None)
+        start = load(Path(found)) if found else None
+        directory = RunDirectory.join(job.folder)
+        screen = stack.enter_context(Screen(directory, speaks=False))
+        stack.enter_context(_warnings_on(screen))
+        parts = assemble(job.plan, stack, world)
+        try:
+            outcome = TrainingRun(job.plan, parts, directory, silent(screen), stop).train(start)
+        except SystemExit as left:
+            raise _left(left, job.plan) from left
+        return outcome.exit_code, stop.requested is not None
+
+
+def record_failure(job: Job, error: AccelRunError, began: float) -> None:
+    """Write error.json and the state of the run for ranks that could not do it themselves, where they had begun.
+
+    began  seconds since 1970 when the ranks were started
+    """
+    if not job.folder.is_dir():
+        return
+    with suppress(AccelRunError), RunDirectory.create_or_open(job.folder.parent, job.name) as directory:
+        record = read_object(directory.run_json)
+        if record and datetime.fromisoformat(record["started"]).timestamp() >= began:
+            _end_badly(error, directory, record, began)
 
 
 @contextmanager
@@ -104,17 +151,17 @@ def _warnings_on(screen: Screen) -> Iterator[None]:
 
 
 def _train(
-    plan: Plan,
+    job: Job,
+    world: World,
     directory: RunDirectory,
     screen: Screen,
     record: dict[str, Any],
-    inventory: Inventory,
     leave_traces: Callable[[], None],
 ) -> Exit:
     """Open the run, train, and say how it ended."""
     with ExitStack() as stack:
-        run, start = _open(plan, directory, screen, record, stack, leave_traces)
-        screen.report_start(plan, run.parts, inventory, start)
+        run, start = _open(job.plan, world, directory, screen, record, stack, leave_traces)
+        screen.report_start(job.plan, run.parts, job.inventory, start)
         exit_code = 1
         try:
             outcome = run.train(start)
@@ -137,6 +184,7 @@ def _train(
 
 def _open(
     plan: Plan,
+    world: World,
     directory: RunDirectory,
     screen: Screen,
     record: dict[str, Any],
@@ -166,9 +214,10 @@ def _open(
     tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), known)
     record["tracker_id"] = tracker.id
     leave_traces()
-    monitor = made(MONITORS, "monitor", directory.gpu_csv, [plan.device_uuid] if plan.device_uuid else None)
+    world.from_first(str(start.path) if start else None)
+    monitor = made(MONITORS, "monitor", directory.gpu_csv, [rank.uuid for rank in plan.ranks if rank.uuid] or None)
     stack.callback(monitor.stop)
-    parts = assemble(plan, stack)
+    parts = assemble(plan, stack, world)
     profiler = made(PROFILERS, "profiler", directory.profile)
     observers = Observers(metrics, tracker, monitor, profiler, made(BENCHMARKS, "benchmark", parts.world), screen)
     return TrainingRun(plan, parts, directory, observers, stop, tracker_id=tracker.id if goes_on else None), start
@@ -177,6 +226,9 @@ def _open(
 @contextmanager
 def open_phase(request: Request) -> Iterator[Phase]:
     """Give the first phase of a new run, ready to make updates: for measuring what training costs."""
+    import torch
+
+    from runner.base.world import World
     from runner.engine.screen import Screen
     from runner.engine.train import Phase
 
@@ -187,7 +239,8 @@ def open_phase(request: Request) -> Iterator[Phase]:
         Screen(directory) as screen,
         ExitStack() as stack,
     ):
-        run, start = _open(plan, directory, screen, {"tracker_id": None}, stack, lambda: None)
+        world = World(torch.device(plan.device))
+        run, start = _open(plan, world, directory, screen, {"tracker_id": None}, stack, lambda: None)
         with Phase(run, plan.selected[0], start) as phase:
             yield phase
 

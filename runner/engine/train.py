@@ -25,13 +25,15 @@ from runner.base.errors import DataError, Exit, IncompatibleResume, InputMissing
 from runner.base.order import Indices, Order, evenly_spread
 from runner.base.schema import did_you_mean
 from runner.base.task import Progress
+from runner.base.world import World
 from runner.durable import checkpoint as checkpoints
-from runner.durable.checkpoint import Loaded, Snapshot, Writer
+from runner.durable.checkpoint import Loaded, NoWriter, Snapshot, Writer
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
 from runner.engine.advice import watch_shapes
-from runner.engine.assemble import Parts, random_state, restore_random_state
+from runner.engine.assemble import Parts, random_state, restore_random_state, seed_everything, seed_of_rank
+from runner.engine.council import Council
 from runner.engine.evaluate import evaluate
 from runner.engine.faults import explain
 from runner.engine.kinds import KINDS, check_parameters
@@ -43,6 +45,7 @@ from runner.engine.screen import Screen
 from runner.engine.stopping import EarlyStopping
 from runner.observe.benchmark import Benchmark
 from runner.observe.memory import host_peak_gib, restart_host_peak
+from runner.observe.monitor import NoMonitor
 from runner.observe.profiler import Profiler
 from runner.observe.trackers import Tracker
 from runner.plan.plan import PhasePlan, Plan
@@ -70,7 +73,7 @@ class Outcome:
 class Observers:
     """Who is told what happens: metrics.jsonl is the truth, all others may miss something."""
 
-    metrics: AppendLog
+    metrics: AppendLog | NoLog
     tracker: Tracker
     monitor: Any
     profiler: Profiler
@@ -82,6 +85,23 @@ class Observers:
         self.metrics.write(as_line(row))
         self.metrics.flush()
         self.tracker.log(row)
+
+
+class NoLog:
+    """Keeps no rows: what a rank has in the place of metrics.jsonl where another one writes it."""
+
+    length = 0
+
+    def write(self, row: str) -> None:
+        """Forget a row."""
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Do nothing."""
+
+
+def silent(screen: Screen) -> Observers:
+    """Return observers that see and write nothing, for a rank that does not speak."""
+    return Observers(NoLog(), Tracker(""), NoMonitor(), Profiler(), Benchmark(), screen)
 
 
 @dataclass
@@ -205,9 +225,9 @@ class TrainingRun:
 
     def _begin_after(self, start: Loaded) -> None:
         """Take the model of a finished phase that is not run again; the next one begins with it."""
-        load_model(self.parts.bare, start)
+        load_model(self.parts.bare, start, self.parts.parallel)
         self.parts.precision.load(start.state["precision"])
-        restore_random_state(start.tensors("random"), start.state["random"], self.parts.world.device)
+        restore_random_state_of(self.parts.world, start, self.plan.settings.seed)
         self.updates_before += int(start.state["phase_update"])
         if start.path.parent == self.directory.checkpoints:
             self.kept += [*(int(number) for _, number in start.state["bests"]), start.update]
@@ -228,7 +248,13 @@ class Phase:
             micro_batch_size=planned.batch.micro_batch_size,
             seed=plan.settings.seed,
             drop_last=planned.kind == "train" and bool(plan.choices["dataloader"].options["drop_last"]),
+            shares=planned.batch.shares if parts.parallel.splits_batch else (),
+            rank=parts.world.rank if parts.parallel.splits_batch else 0,
+            in_step=parts.parallel.in_step,
         )
+        self.council = Council(parts.world)
+        self.bad: list[tuple[int, str]] = []  # samples this rank left out and has not told the others of
+        self.must_stop = False  # all ranks know it
         if self.order.updates_per_epoch == 0:
             raise DataError(
                 f"{len(fetcher)} training samples make no whole update of {planned.batch.global_batch_size}",
@@ -264,6 +290,7 @@ class Phase:
         self.is_first = True
         self.closed = False  # the result of the phase is in the model
         self._on_disk: int | None = None
+        self.save_is_late = False  # rank 0 says so, and all ranks know it
         self.record = run.records.setdefault(self.name, PhaseRecord(planned.kind))
         self.record.total = self.total
         self._seconds_before, self._began = self.record.seconds, time.perf_counter()
@@ -273,11 +300,13 @@ class Phase:
         if start:
             self._restore(start)
             self.closed = self.closed and self.is_over  # more updates may be wanted than were
-        self.writer = Writer(
-            run.directory.checkpoints,
-            keep_last=max(2, self.policy.keep),
-            on_failure=lambda error: run.observers.screen.warn(f"the checkpoint was not saved: {error}"),
-        )
+        self.writer: Writer | NoWriter = NoWriter()
+        if parts.world.is_first:
+            self.writer = Writer(
+                run.directory.checkpoints,
+                keep_last=max(2, self.policy.keep),
+                on_failure=lambda error: run.observers.screen.warn(f"the checkpoint was not saved: {error}"),
+            )
 
     @property
     def is_over(self) -> bool:
@@ -314,8 +343,9 @@ class Phase:
         if self.stopping.is_on and (self.held_out is None or not self.evaluate_every):
             self.observers.screen.warn(f"early_stopping has no effect in {self.name}: nothing is evaluated on the way")
         for _ in self.updates():
-            if self.run_.stop.requested or self.is_over:
+            if self.must_stop or self.is_over:
                 break
+        self.council.close()
         if self.stopping.is_due and not was_over:
             settings = self.planned.early_stopping
             self.observers.screen.say(
@@ -325,19 +355,19 @@ class Phase:
         began = time.perf_counter()
         self._close()
         self.clock.hooks += time.perf_counter() - began
-        return None if self.record.finished else self.run_.stop.requested
+        return None if self.record.finished else self.run_.stop.requested or "a signal to another rank"
 
     def updates(self) -> Iterator[int]:
         """Make one update after the other, with all that happens between them, and yield their numbers."""
         self.observers.screen.begin(self.name, self.position.update, self.total, self.order)
         self.observers.monitor.enter_phase(self.name)
-        batches = self._batches()
+        self.feed = _Timed(self._batches(), self.clock)
         self.run_.parts.bare.train()
         self.clock.starting = time.perf_counter() - self.clock.started - self.clock.data - self.clock.hooks
         self._tell_progress()
         if self._evaluation_is_due():  # the run was stopped in the middle of it
             self._evaluate()
-        for step in () if self.is_over else self.work.updates(batches):
+        for step in () if self.is_over else self.work.updates(self.feed):
             began = time.perf_counter()
             self._between(step)
             self.clock.hooks += time.perf_counter() - began
@@ -349,20 +379,42 @@ class Phase:
         observers, update = self.observers, step.update
         self._tell_progress()
         self.meter(step)
+        self._heed(step)
         if self.is_first:
             self._after_the_first_of_the_phase()
         if observers.screen.first_update_is_due:
             self._after_the_first_update(step)
-        for index, reason in step.bad:
-            observers.screen.event("bad sample", index=index, reason=reason, update=update)
         if observers.screen.due(update):
             observers.screen.draw(update, self._values(step), observers.monitor.line())
         if self._evaluation_is_due():
             self._evaluate()
-        if not self.is_over and self.policy.due(update, self.order.updates_per_epoch):  # the last one is `_close`'s
+        is_due = self.save_is_late or self.policy.due(update, self.order.updates_per_epoch)
+        if not self.is_over and is_due:  # the last one is `_close`'s
             self._save()
         observers.profiler(update)
         observers.benchmark(update)
+
+    def _heed(self, step: StepInfo) -> None:
+        """Tell the other ranks how it stands, and learn how they do: what follows is the same on all of them."""
+        self.bad += step.bad
+        word = self.council.hear(
+            stop=self.run_.stop.requested is not None,
+            save=self.policy.is_late(),
+            num_bad=len(step.bad),
+            seconds=self.run_.parts.parallel.watch.last,
+            samples=self.order.samples_of_rank(step.update - 1),
+        )
+        self.save_is_late = word is not None and word.save
+        if word is None:
+            return
+        self.must_stop = word.stop
+        if word.num_bad:
+            self._list_bad_samples(step.update)
+
+    def _list_bad_samples(self, update: int) -> None:
+        told, self.bad = self.run_.parts.world.gather(self.bad), []
+        for index, reason in (pair for there in told for pair in there):
+            self.observers.screen.event("bad sample", index=index, reason=reason, update=update)
 
     def _tell_progress(self) -> None:
         update = self.position.update
@@ -428,12 +480,14 @@ class Phase:
         began = time.perf_counter()
         self.meter.flush()
         parts = self.run_.parts
+        parts.parallel.settle(parts.bare)
         measured = evaluate(
-            parts.task, parts.model, self.held_out, parts.prefetch, parts.precision, parts.world,
+            parts.task, parts.model, self.held_out, parts.prefetch, parts.precision, parts.parallel,
             self.held_out_samples, self.planned.batch.micro_batch_size, self.run_.plan.settings.seed,
             lambda: self.run_.stop.requested is not None,
         )  # fmt: skip
         if measured is None:  # asked to stop: the resumed run makes this evaluation
+            self.must_stop = True
             return
         self.evaluated_at = self.position.update
         metrics = {f"val/{name}": value for name, value in measured.items()}
@@ -517,6 +571,8 @@ class Phase:
         work, numbers = self.work.state()
         self._note()
         random, rest = random_state(parts.world.device)
+        of_ranks = parts.world.gather([{name: tensor.tolist() for name, tensor in random.items()}, rest])
+        parts.parallel.settle(parts.bare)
         values = plan.values()
         state = {
             "phase": self.name,
@@ -532,6 +588,8 @@ class Phase:
             "precision": parts.precision.state(),
             "meter": meter,
             "random": rest,
+            "random_of_ranks": [there for _, there in of_ranks[1:]],
+            "shares": list(self.order.shares),
             "bests": self.run_.bests,
             "evaluated_at": self.evaluated_at,
             "skipped_before": self.position.skipped_before,
@@ -550,9 +608,10 @@ class Phase:
             "wandb_id": self.observers.tracker.id,
             "metrics_bytes": self.observers.metrics.length,
         }
-        copied = checkpoints.snapshot_tensors
-        tensors = {"model": copied(parts.bare.state_dict()), "random": copied(random)}
-        tensors |= {name: copied(values) for name, values in work.items()}
+        tensors = {"model": parts.parallel.whole(parts.bare.state_dict()), **work}
+        for rank, (generators, _) in enumerate(of_ranks):
+            stem = checkpoints.rank_stem("random", rank) if rank else "random"
+            tensors[stem] = {name: torch.tensor(state, dtype=torch.uint8) for name, state in generators.items()}
         return Snapshot(self.number, tensors, state, facts)
 
     def _note(self) -> None:
@@ -569,7 +628,7 @@ class Phase:
 
     def _restore(self, start: Loaded) -> None:
         parts = self.run_.parts
-        load_model(parts.bare, start)
+        load_model(parts.bare, start, parts.parallel)
         self.work.load(start)
         self.stopping.load(start.state["early_stopping"])
         self.closed = bool(start.state["closed"])
@@ -582,7 +641,7 @@ class Phase:
             self.run_.bests = [(float(value), int(number)) for value, number in start.state["bests"]]
             self.saved_at, self._on_disk = self.position.update, start.update
         # Last, for building the parts drew from the generators too.
-        restore_random_state(start.tensors("random"), start.state["random"], parts.world.device)
+        restore_random_state_of(parts.world, start, self.run_.plan.settings.seed)
 
     @property
     def number(self) -> int:
@@ -609,7 +668,7 @@ class Phase:
         batches = self.run_.parts.prefetch(iter(self.loader.batches(keys)))
         if self.run_.plan.choices["backend"].name == "fast":
             batches = watch_shapes(batches, self.observers.screen.warn)
-        return _Timed(batches, self.clock)
+        return batches
 
 
 class _Timed:
@@ -626,6 +685,18 @@ class _Timed:
         batch = next(self.batches)
         self.clock.data += time.perf_counter() - began
         return batch
+
+
+def restore_random_state_of(world: World, start: Loaded, seed: int) -> None:
+    """Put the generators back to where this rank left them; a rank that was not there begins a sequence of its own."""
+    stem, rest = "random", start.state["random"]
+    if not world.is_first:
+        stem, there = checkpoints.rank_stem("random", world.rank), start.state.get("random_of_ranks", [])
+        if stem not in start.stems:
+            seed_everything(seed_of_rank(seed, world.rank, start.update))
+            return
+        rest = there[world.rank - 1]
+    restore_random_state(start.tensors(stem), rest, world.device)
 
 
 def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) -> list[PhasePlan]:

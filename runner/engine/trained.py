@@ -51,7 +51,7 @@ def open_trained(request: Request, console: Console, stack: ExitStack) -> Traine
     parts = assemble(plan, stack)
     gc.enable()  # off while everything was imported and built, see cli.py
     checkpoint = load(path)
-    load_model(parts.bare, checkpoint)
+    load_model(parts.bare, checkpoint, parts.parallel)
     state = checkpoint.state
     parts.task.begin_phase(state["phase"])
     parts.task.begin_update(Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))

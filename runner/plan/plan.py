@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from runner.base.phases import GROUPS as PHASE_GROUPS
 from runner.base.schema import defaults
 from runner.base.settings import DataSettings, EarlyStoppingSettings, EvaluateSettings, Settings
 from runner.plan.inventory import Device, Inventory, inventory_of_profile, read_cpu, take_inventory
+from runner.plan.ranks import RankDevice, gpus_of_ranks, shares_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class PhasePlan:
             words.append("one pass over the training data")
         batch = self.batch
         product = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.world_size}"
+        is_even = batch.micro_batch_size * batch.accumulation_steps * batch.world_size == batch.global_batch_size
+        product = product if is_even else " + ".join(map(str, batch.shares))
         words.append(f"{batch.global_batch_size} samples an update ({product})")
         words += [f"trains {', '.join(self.trains)}"] if self.trains is not None else []
         words += [f"needs {', '.join(self.needs)}"] if self.needs else []
@@ -66,7 +69,8 @@ class PhasePlan:
 class Plan:
     """Every value the run is made of; `auto` is left only where the option's own function knows what to do with it.
 
-    device     torch's name of the device, such as cuda:0
+    device     torch's name of the device of rank 0, such as cuda:0
+    ranks      the device of each rank; one process is one rank
     choices    group -> choice; `task` among them
     reasons    key -> why it has the value it has
     notes      what the user should know: what was asked for and could not be, what differs
@@ -78,6 +82,7 @@ class Plan:
     device: str
     device_name: str
     device_uuid: str
+    ranks: tuple[RankDevice, ...]
     choices: Mapping[str, Choice]
     task_file: str | None
     updates: int | None
@@ -90,6 +95,11 @@ class Plan:
     notes: tuple[str, ...]
     phases: tuple[PhasePlan, ...]
     own_keys: Mapping[str, Any]
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
 
     @property
     def selected(self) -> tuple[PhasePlan, ...]:
@@ -114,6 +124,7 @@ class Plan:
             "micro_batch_size": self.batch.micro_batch_size,
             "accumulation_steps": self.batch.accumulation_steps,
         }
+        found |= {"shares": list(self.batch.shares)} if self.world_size > 1 else {}
         for group, choice in self.choices.items():
             found[group] = choice.name
             found |= {f"{group}.{key}": value for key, value in choice.options.items()}
@@ -150,9 +161,14 @@ class Plan:
         tree["settings"] = Settings(**settings)
         tree["phases"] = tuple(_phase_from(phase) for phase in tree["phases"])
         tree["choices"] = {group: Choice(**choice) for group, choice in tree["choices"].items()}
-        tree["batch"] = Batch(**tree["batch"])
+        tree["batch"] = _batch_from(tree["batch"])
+        tree["ranks"] = tuple(RankDevice(**rank) for rank in tree["ranks"])
         tree["notes"] = tuple(tree["notes"])
         return Plan(**tree)
+
+
+def _batch_from(tree: Mapping[str, Any]) -> Batch:
+    return Batch(**{**tree, "shares": tuple(tree["shares"])})
 
 
 def _phase_from(tree: Mapping[str, Any]) -> PhasePlan:
@@ -160,7 +176,7 @@ def _phase_from(tree: Mapping[str, Any]) -> PhasePlan:
         **{
             **tree,
             "needs": tuple(tree["needs"]),
-            "batch": Batch(**tree["batch"]),
+            "batch": _batch_from(tree["batch"]),
             "evaluate": EvaluateSettings(**tree["evaluate"]),
             "early_stopping": EarlyStoppingSettings(**tree["early_stopping"]),
             "optimizer": Choice(**tree["optimizer"]),
@@ -169,13 +185,16 @@ def _phase_from(tree: Mapping[str, Any]) -> PhasePlan:
     )
 
 
-def make_plan(configuration: Configuration, inventory: Inventory, world_size: int = 1) -> Plan:
+def make_plan(configuration: Configuration, inventory: Inventory, ranks: Sequence[RankDevice] | None = None) -> Plan:
     """Derive the mechanics of a run.
+
+    ranks  devices of ranks that somebody else has started; None: as many as the configuration asks for, here
 
     Raises ConfigError with every problem, DeviceMissing if a device asked for by name is not in the inventory.
     """
-    planner = _Planner(configuration, inventory, world_size)
-    gpu = planner.gpu()
+    planner = _Planner(configuration, inventory)
+    chosen = planner.gpu()
+    gpu = planner.gather(chosen, ranks)
     planner.device = gpu
     planner.fit_profile(gpu)
     for rule in RULES:
@@ -184,11 +203,12 @@ def make_plan(configuration: Configuration, inventory: Inventory, world_size: in
     phases = tuple(planner.phase(phase) for phase in configuration.phases)
     if planner.problems:
         raise ConfigError(planner.problems)
-    cpu = inventory.cpu
+    first = planner.ranks[0]
     return Plan(
-        device=gpu.torch_name if gpu else "cpu",
-        device_name=gpu.name if gpu else f"CPU ({cpu.name}, {cpu.logical_cores} cores)",
-        device_uuid=gpu.uuid if gpu else "",
+        device=first.device,
+        device_name=first.name,
+        device_uuid=first.uuid,
+        ranks=planner.ranks,
         choices=planner.choices,
         task_file=str(configuration.request.task_file) if configuration.request.task_file else None,
         updates=configuration.settings.updates,
@@ -205,12 +225,18 @@ def make_plan(configuration: Configuration, inventory: Inventory, world_size: in
 
 
 def plan_here(configuration: Configuration) -> tuple[Plan, Inventory]:
-    """Plan for this machine; CUDA's allocator is told its settings before torch asks for devices."""
+    """Plan for this machine and this process alone."""
+    allow_for(configuration)
+    inventory = take_inventory()
+    planned = make_plan(configuration, inventory)
+    return (planned if planned.world_size == 1 else make_plan(configuration, inventory, planned.ranks[:1])), inventory
+
+
+def allow_for(configuration: Configuration) -> None:
+    """Tell CUDA's allocator its settings, before torch asks for devices."""
     allocator = configuration.choices["memory"].options.get("allocator")
     if allocator:
         os.environ.update(allocator_environment(allocator))
-    inventory = take_inventory()
-    return make_plan(configuration, inventory), inventory
 
 
 def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
@@ -226,10 +252,10 @@ def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
 
 
 class _Planner:
-    def __init__(self, configuration: Configuration, inventory: Inventory, world_size: int) -> None:
+    def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
         self.configuration = configuration
         self.inventory = inventory
-        self.world_size = world_size
+        self.ranks: tuple[RankDevice, ...] = ()
         self.choices = dict(configuration.choices)
         self.reasons = {key: source for key, source in configuration.sources.items() if key != "hardware"}
         self.notes: list[str] = []
@@ -254,6 +280,24 @@ class _Planner:
             where=f"device={wanted}",
             fix="say device=auto to take what is here",
         )
+
+    def gather(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> Device | None:
+        """Give every rank its device; return the one that decides what all of them can compute in, None for the CPU."""
+        parallelism = self.choices["parallelism"]
+        if ranks is not None and len(ranks) > 1 and parallelism.function == "single":
+            what = f"cannot be one of {len(ranks)} ranks that were started"
+            self.problems.append(Problem(what, "parallelism=single", "say parallelism=ddp, or start one process"))
+        if ranks is not None or parallelism.function == "single":
+            self.ranks = tuple(ranks or [RankDevice.of(chosen, self.inventory)])
+            return chosen
+        wanted = parallelism.options.get("world_size", "auto")
+        gpus, why = gpus_of_ranks(chosen, wanted, self.inventory)
+        self.ranks = tuple(RankDevice.of(gpu, self.inventory) for gpu in gpus)
+        self.set("parallelism", "world_size", len(gpus), why or self.reasons.get("parallelism.world_size", "as given"))
+        weakest = min((gpu for gpu in gpus if gpu is not None), key=lambda gpu: gpu.capability or (0, 0), default=None)
+        if weakest is not None and chosen is not None and weakest.capability != chosen.capability:
+            self.notes.append(f"all ranks compute in one format: {weakest.name} decides which")
+        return weakest
 
     def _best_gpu(self, usable: tuple[Device, ...]) -> Device | None:
         kinds = {item.get("kind", "cuda") for item in self.configuration.hardware.get("devices") or ()}
@@ -362,20 +406,30 @@ class _Planner:
         )
 
     def _divided(self, global_batch_size: int, micro_batch_size: int | Literal["auto"], lead: str) -> Batch:
-        batch = divide(global_batch_size, micro_batch_size, self.world_size)
+        wanted = self.choices["parallelism"].options.get("shares", "equal")
+        shares, why = shares_of(wanted, global_batch_size, self.ranks)
+        ragged = self.choices["parallelism"].function != "single"
+        batch = (
+            shares
+            if isinstance(shares, Problem)
+            else divide(global_batch_size, micro_batch_size, shares, ragged=ragged)
+        )
         if isinstance(batch, Problem):
             where = f"{lead}{batch.where}" if lead else batch.where
             problem = dataclasses.replace(batch, where=where)
             if problem.what not in [other.what for other in self.problems]:  # a phase's batch is most often the run's
                 self.problems.append(problem)
-            return Batch(0, 0, 0, 0)
+            return Batch(0, 0, ())
         if lead:
             self.own_keys[f"{lead}micro_batch_size"] = batch.micro_batch_size
             self.own_keys[f"{lead}accumulation_steps"] = batch.accumulation_steps
         if micro_batch_size == "auto":
             self.reasons[f"{lead}micro_batch_size"] = "auto: the whole share of an update in one pass"
-        micro_batches = f"{batch.micro_batch_size} x {batch.world_size}"
-        self.reasons[f"{lead}accumulation_steps"] = f"{batch.global_batch_size} / ({micro_batches})"
+        self.reasons[f"{lead}shares"] = why
+        is_even = len(set(batch.shares)) == 1
+        of_rank = f"({batch.micro_batch_size} x {batch.world_size})" if is_even else f"{batch.micro_batch_size}"
+        samples = batch.global_batch_size if is_even else max(batch.shares)
+        self.reasons[f"{lead}accumulation_steps"] = f"{samples} / {of_rank}"
         return batch
 
 

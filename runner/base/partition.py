@@ -1,0 +1,381 @@
+"""Which layers go on which device: contiguous stages, by memory or by time; and how long a pipeline of them takes.
+
+Arithmetic without torch: it answers for machines that are not here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from runner.base.errors import Problem
+
+Balance = Literal["memory", "time"]
+Schedule = Literal["1f1b", "gpipe", "interleaved"]
+
+
+class DeviceLike(Protocol):
+    """What a device can do: bytes that it holds, and how fast it is beside the one on which costs were measured."""
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def speed(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of a split; `speed` 2.0 needs half the seconds."""
+
+    memory_bytes: int
+    speed: float = 1.0
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Contiguous layers for each stage, in order.
+
+    sizes         layers of each stage, at least 1
+    used_bytes    bytes of each stage on its device
+    memory_bytes  bytes that the device of each stage holds
+    seconds       seconds of a micro-batch in each stage, on its device
+    """
+
+    sizes: tuple[int, ...]
+    used_bytes: tuple[int, ...]
+    memory_bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """Return the numbers of the layers of each stage."""
+        stops = [sum(self.sizes[: stage + 1]) for stage in range(len(self.sizes))]
+        return tuple(range(stop - size, stop) for stop, size in zip(stops, self.sizes, strict=True))
+
+    def __str__(self) -> str:
+        return " : ".join(map(str, self.sizes))
+
+
+def split(
+    costs: Sequence[float],
+    memory_bytes: Sequence[int],
+    devices: Sequence[DeviceLike],
+    *,
+    balance: Balance = "memory",
+    activation_bytes: Sequence[int] | None = None,
+    in_flight: Sequence[int] | None = None,
+) -> Split | Problem:
+    """Return the best split of the layers over the devices in their order, or why there is none.
+
+    memory: the largest used share of a device's memory is as small as can be, then the shares as even as can be.
+    time: the slowest stage is as fast as can be, then the memory as above. No device holds more than it can.
+
+    costs             seconds of each layer for a micro-batch on a device of speed 1
+    memory_bytes      bytes of each layer that do not depend on the batch: parameters, gradients, optimizer state
+    activation_bytes  bytes that each layer keeps for the backward pass of one micro-batch
+    in_flight         micro-batches that each stage keeps at once
+    """
+    layers = _Layers(costs, memory_bytes, devices, activation_bytes, in_flight)
+    problem = _impossible(layers)
+    if problem is not None:
+        return problem
+
+    def share(stage: int, start: int, stop: int) -> float:
+        return layers.used(stage, start, stop) / max(1, devices[stage].memory_bytes)
+
+    def seconds(stage: int, start: int, stop: int) -> float:
+        return layers.seconds[start][stop] / devices[stage].speed
+
+    def fits(stage: int, start: int, stop: int) -> bool:
+        return layers.used(stage, start, stop) <= devices[stage].memory_bytes
+
+    for worst in [seconds, share] if balance == "time" else [share]:
+        stops = _best(layers.count, len(devices), worst, max, fits)
+        if stops is None:
+            return _does_not_fit(layers)
+        fits = _no_worse(worst, _largest(worst, stops), fits)
+    stops = _best(layers.count, len(devices), lambda *part: share(*part) ** 2, lambda one, other: one + other, fits)
+    assert stops is not None, "the split that is the best by its worst stage is one of these"
+    return described(stops, layers)
+
+
+def given(
+    sizes: Sequence[int],
+    costs: Sequence[float],
+    memory_bytes: Sequence[int],
+    devices: Sequence[DeviceLike],
+    *,
+    activation_bytes: Sequence[int] | None = None,
+    in_flight: Sequence[int] | None = None,
+    where: str = "parallelism.split",
+) -> Split | Problem:
+    """Return the split of these sizes, whatever memory it needs, or what is wrong with the sizes."""
+    layers = _Layers(costs, memory_bytes, devices, activation_bytes, in_flight)
+    text = f"[{','.join(map(str, sizes))}]"
+    if len(sizes) != len(devices):
+        return Problem(f"must have one size for each of the {len(devices)} stages, but has {len(sizes)}: {text}", where)
+    if min(sizes) < 1 or sum(sizes) != layers.count:
+        what = f"must be numbers of layers from 1 on that add up to the model's {layers.count}, but is {text}"
+        return Problem(what, where, f"say {where}=null to have it chosen")
+    return described([sum(sizes[: stage + 1]) for stage in range(len(sizes))], layers)
+
+
+def in_flight_of(
+    schedule: Schedule, num_devices: int, num_microbatches: int | None, chunks: int = 1
+) -> tuple[int, ...]:
+    """Return how many micro-batches each stage keeps at once at most; where their number is not known, as with many."""
+    many = num_microbatches or 4 * num_devices
+    most = [0] * (num_devices * chunks)
+    for row in orders(schedule, num_devices, many, chunks):
+        held = [0] * len(most)
+        for kind, stage, _ in row:
+            held[stage] += 1 if kind == "F" else -1
+            most[stage] = max(most[stage], held[stage])
+    return tuple(most)
+
+
+def table(
+    split: Split, names: Sequence[str], places: Sequence[str], layer_bytes: Sequence[int], costs: Sequence[float]
+) -> str:
+    """Return the split layer by layer: name, place, MiB, share of the time of all; and a sum for each stage.
+
+    names, layer_bytes, costs  of each layer; `places` of each stage, such as "rank 0 (cuda:0, 11.0 GiB)"
+    """
+    width = max(5, *(len(name) for name in names))
+    where = max(6, *(len(place) for place in places))
+    total = math.fsum(costs)
+
+    def row(*cells: str) -> str:
+        name, place, size, part = cells
+        return f"{name:<{width}}  {place:<{where}}  {size:>12}  {part:>6}".rstrip()
+
+    def part(seconds: float) -> str:
+        return f"{seconds / total:6.1%}" if total else ""
+
+    lines = [row("layer", "device", "bytes", "time")]
+    for stage, (layers, place) in enumerate(zip(split.ranges, places, strict=True)):
+        lines += [row(names[layer], place, mebibytes(layer_bytes[layer]), part(costs[layer])) for layer in layers]
+        share = split.used_bytes[stage] / max(1, split.memory_bytes[stage])
+        seconds = math.fsum(costs[layer] for layer in layers)
+        lines.append(
+            row(f"= {len(layers)} layers", f"{share:.1%} used", mebibytes(split.used_bytes[stage]), part(seconds))
+        )
+    return "\n".join(lines)
+
+
+def mebibytes(size: int) -> str:
+    """Return a size in MiB, as text."""
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 or not size else f"{size / 2**20:.3f} MiB"
+
+
+# ---------------------------------------------------------------- how long it takes
+
+
+def ideal_bubble(num_stages: int, num_microbatches: int, chunks: int = 1) -> float:
+    """Return the share of the time that stages of equal speed stand idle: (S - 1) / (v M + S - 1) for S devices.
+
+    chunks  v: stages of each device. The same for GPipe and 1F1B, which differ in memory.
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 2.2.
+    """
+    return (num_stages - 1) / (chunks * num_microbatches + num_stages - 1)
+
+
+def orders(
+    schedule: Schedule, num_devices: int, num_microbatches: int, chunks: int = 1
+) -> list[list[tuple[str, int, int]]]:
+    """Return what each device does, in order: ("F" or "B", stage, micro-batch). Stage s is on device s mod devices."""
+    if schedule == "interleaved" and chunks > 1:
+        return [_interleaved(device, num_devices, num_microbatches, chunks) for device in range(num_devices)]
+    rows: list[list[tuple[str, int, int]]] = []
+    for stage in range(num_devices):
+        ahead = num_microbatches if schedule == "gpipe" else min(num_microbatches, num_devices - stage)
+        row = [("F", stage, number) for number in range(ahead)]
+        for number in range(num_microbatches):
+            row.append(("B", stage, number))
+            if ahead + number < num_microbatches:
+                row.append(("F", stage, ahead + number))
+        rows.append(row)
+    return rows
+
+
+def simulated_seconds(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int, chunks: int = 1
+) -> float:
+    """Return the seconds of an update whose stages take `forward` and `backward` seconds for a micro-batch.
+
+    Nothing is taken for the way between devices. There are len(forward) / chunks devices.
+    """
+    num_stages = len(forward)
+    queues = orders(schedule, num_stages // chunks, num_microbatches, chunks)
+    ends: dict[tuple[str, int, int], float] = {}
+    clock, done = [0.0] * len(queues), [0] * len(queues)
+    while any(done[device] < len(queue) for device, queue in enumerate(queues)):
+        moved = False
+        for device, queue in enumerate(queues):
+            while done[device] < len(queue):
+                kind, stage, number = work = queue[done[device]]
+                needed = _needed(kind, stage, number, num_stages)
+                if needed is not None and needed not in ends:
+                    break
+                start = max(clock[device], ends[needed] if needed is not None else 0.0)
+                ends[work] = clock[device] = start + (forward if kind == "F" else backward)[stage]
+                done[device] += 1
+                moved = True
+        assert moved, "the orders of the devices wait for each other"
+    return max(clock)
+
+
+def simulated_bubble(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int, chunks: int = 1
+) -> float:
+    """Return the share of the time that the devices stand idle, for stages of these seconds."""
+    seconds = simulated_seconds(schedule, forward, backward, num_microbatches, chunks)
+    busy = num_microbatches * (math.fsum(forward) + math.fsum(backward))
+    return 1.0 - busy / (len(forward) // chunks * seconds) if seconds else 0.0
+
+
+def _needed(kind: str, stage: int, number: int, num_stages: int) -> tuple[str, int, int] | None:
+    if kind == "F":
+        return ("F", stage - 1, number) if stage else None
+    return ("B", stage + 1, number) if stage < num_stages - 1 else ("F", stage, number)
+
+
+def _interleaved(device: int, num_devices: int, num_microbatches: int, chunks: int) -> list[tuple[str, int, int]]:
+    """Return the order of Narayanan et al., section 2.2, with rounds of as many micro-batches as divide them evenly."""
+    rounds = max(1, num_microbatches // num_devices)
+    of_round = num_microbatches // rounds
+    total = chunks * num_microbatches
+
+    def work(kind: str, step: int) -> tuple[str, int, int]:
+        number, rest = divmod(step, of_round * chunks)
+        chunk, inside = divmod(rest, of_round)
+        chunk = chunk if kind == "F" else chunks - 1 - chunk
+        return kind, chunk * num_devices + device, number * of_round + inside
+
+    ahead = min(total, (chunks - 1) * of_round + 2 * (num_devices - 1 - device))
+    row = [work("F", step) for step in range(ahead)]
+    for step in range(total - ahead):
+        row += [work("F", ahead + step), work("B", step)]
+    return row + [work("B", step) for step in range(total - ahead, total)]
+
+
+# ---------------------------------------------------------------- the best split
+
+
+class _Layers:
+    """Sums over contiguous layers: bytes exactly, seconds rounded once, so that equal parts are equal."""
+
+    def __init__(
+        self,
+        costs: Sequence[float],
+        memory_bytes: Sequence[int],
+        devices: Sequence[DeviceLike],
+        activation_bytes: Sequence[int] | None,
+        in_flight: Sequence[int] | None,
+    ) -> None:
+        self.count, self.devices = len(costs), devices
+        self.fixed, self.kept = memory_bytes, activation_bytes or [0] * self.count
+        self.in_flight = in_flight or [1] * len(devices)
+        assert len(memory_bytes) == len(self.kept) == self.count, "one number for each layer"
+        assert len(self.in_flight) == len(devices), "one number for each stage"
+        self.seconds = [[math.fsum(costs[i:j]) for j in range(self.count + 1)] for i in range(self.count + 1)]
+        self._fixed, self._kept = _running(memory_bytes), _running(self.kept)
+
+    def used(self, stage: int, start: int, stop: int) -> int:
+        return self._fixed[stop] - self._fixed[start] + self.in_flight[stage] * (self._kept[stop] - self._kept[start])
+
+
+def _running(numbers: Sequence[int]) -> list[int]:
+    sums = [0]
+    for number in numbers:
+        sums.append(sums[-1] + number)
+    return sums
+
+
+Measure = Callable[[int, int, int], float]
+"""(stage, first layer, layer after the last) -> how bad that is."""
+
+
+def _best(
+    num_layers: int,
+    num_stages: int,
+    cost: Measure,
+    joined: Callable[[float, float], float],
+    allowed: Callable[[int, int, int], bool],
+) -> list[int] | None:
+    """Return the stops of the stages whose joined cost is the least, by dynamic programming; None where none can be.
+
+    Of equal ones the later stages have more layers.
+    """
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # for each stage: stop -> (cost up to it, start)
+    for stage in range(num_stages):
+        row: dict[int, tuple[float, int]] = {}
+        for stop in range(stage + 1, num_layers - (num_stages - 1 - stage) + 1):
+            for start, (before, _) in best[-1].items():
+                if start < stop and allowed(stage, start, stop):
+                    total = joined(before, cost(stage, start, stop))
+                    if stop not in row or total < row[stop][0]:
+                        row[stop] = (total, start)
+        best.append(row)
+    if num_layers not in best[-1]:
+        return None
+    stops = [num_layers]
+    for row in reversed(best[2:]):
+        stops.append(row[stops[-1]][1])
+    return stops[::-1]
+
+
+def _parts(stops: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    yield from ((stage, start, stop) for stage, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)))
+
+
+def _largest(cost: Measure, stops: Sequence[int]) -> float:
+    return max(cost(*part) for part in _parts(stops))
+
+
+def _no_worse(cost: Measure, limit: float, allowed: Callable[[int, int, int], bool]) -> Callable[[int, int, int], bool]:
+    return lambda stage, start, stop: allowed(stage, start, stop) and cost(stage, start, stop) <= limit
+
+
+def described(stops: Sequence[int], layers: _Layers) -> Split:
+    """Return the split with its figures."""
+    parts = list(_parts(stops))
+    return Split(
+        tuple(stop - start for _, start, stop in parts),
+        tuple(layers.used(*part) for part in parts),
+        tuple(device.memory_bytes for device in layers.devices),
+        tuple(layers.seconds[start][stop] / layers.devices[stage].speed for stage, start, stop in parts),
+    )
+
+
+def _impossible(layers: _Layers) -> Problem | None:
+    if layers.count < len(layers.devices):
+        return Problem(
+            f"must have at least as many layers as stages ({len(layers.devices)}), but the model has {layers.count}",
+            "parallelism=pipeline",
+            f"start at most {layers.count} ranks, or let Task.layers() return smaller layers",
+        )
+    return None
+
+
+def _does_not_fit(layers: _Layers) -> Problem:
+    """Return how much is missing: a layer that fits nowhere, or the sum."""
+    devices = [device.memory_bytes for device in layers.devices]
+    least = [
+        (min(layers.used(stage, layer, layer + 1) for stage in range(len(devices))), layer)
+        for layer in range(layers.count)
+    ]
+    largest, layer = max(least)
+    capacities = " + ".join(mebibytes(size) for size in devices)
+    if largest > max(devices):
+        what = (
+            f"layer {layer} alone needs {mebibytes(largest)}, but no device holds more than {mebibytes(max(devices))}"
+        )
+    else:
+        total = mebibytes(sum(size for size, _ in least))
+        what = f"the layers need at least {total}, in whole layers one after the other; the devices hold {capacities}"
+    return Problem(what, "parallelism=pipeline", "use more devices, a smaller micro_batch_size, or memory=checkpoint")

@@ -1,0 +1,227 @@
+"""How the samples of an update are dealt to ranks: whole numbers, one per rank, that sum to the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import groupby
+
+from runner.base.errors import Problem
+
+Shares = tuple[int, ...]
+Caps = Sequence[int | None]  # most samples per rank; None: any number
+
+GIB = 2**30
+LINE_WIDTH = 120
+
+
+def proportional(total: int, weights: Sequence[float], caps: Caps | None = None) -> Shares | Problem:
+    """Return whole numbers that sum to `total`, proportional to `weights` by the largest remainder (Hamilton).
+
+    No rank is above its cap; its surplus goes to the others, in proportion. A rank with a weight above 0 gets at
+    least 1 where there are that many samples. Ties go to the lower rank. A weight of 0 gets 0. Computed in exact
+    fractions: the same on every machine. Returns a Problem where the caps together are below `total`.
+    """
+    assert min(weights) >= 0 < max(weights), weights
+    taking = [rank for rank, weight in enumerate(weights) if weight > 0]
+    least = 1 if total >= len(taking) else 0
+    most = {rank: total if (cap := _cap(caps, rank)) is None else max(0, min(cap, total)) for rank in taking}
+    if sum(most.values()) < total:
+        return _does_not_fit(total, tuple(most.values()))
+    quotas = _quotas(total, {rank: Fraction(weights[rank]) for rank in taking}, least, most)
+    shares = {rank: int(quota) for rank, quota in quotas.items()}
+    by_remainder = sorted(taking, key=lambda rank: (shares[rank] - quotas[rank], rank))
+    for rank in by_remainder[: total - sum(shares.values())]:  # these have a remainder, so they are below their cap
+        shares[rank] += 1
+    return tuple(shares.get(rank, 0) for rank in range(len(weights)))
+
+
+def dealt(window: int, shares: Sequence[int]) -> Shares:
+    """Return how many of `window` samples each rank takes: its share, or in proportion where the window is ragged.
+
+    The last window of an epoch may hold fewer samples than the shares together; then a rank may get 0, none gets
+    more than its share, and all of the window is dealt.
+    """
+    if window == sum(shares):
+        return tuple(shares)
+    parts = proportional(window, shares)
+    assert not isinstance(parts, Problem)  # without caps everything fits
+    return parts
+
+
+def slices(window: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return the (start, stop) of each rank inside a window: contiguous, in the order of the ranks."""
+    parts = dealt(window, shares)
+    starts = [sum(parts[:rank]) for rank in range(len(parts))]
+    return tuple((start, start + part) for start, part in zip(starts, parts, strict=True))
+
+
+def equal(world_size: int, total: int) -> Shares | Problem:
+    """Return shares that differ by at most 1, or the Problem that there are more ranks than samples."""
+    return fixed((1,) * world_size, world_size, total)
+
+
+def fixed(shares: Sequence[int], world_size: int, total: int) -> Shares | Problem:
+    """Return the user's shares, as proportions where they do not sum to `total`, or what is wrong with them."""
+    where = f"parallelism.shares={written(shares)}"
+    if world_size > total:
+        what = f"must be at least the number of ranks ({world_size}), but is {total}"
+        return Problem(
+            what, f"global_batch_size={total}", f"say parallelism.world_size={total}, or global_batch_size={world_size}"
+        )
+    if len(shares) != world_size:
+        what = f"must have one number per rank ({world_size}), but has {len(shares)}"
+        return Problem(what, where, _one_per_rank(shares, world_size))
+    if min(shares) < 1:
+        rank = next(rank for rank, share in enumerate(shares) if share < 1)
+        what = f"must be at least 1 for each rank, but is {shares[rank]} for rank {rank}"
+        return Problem(what, where, _without(shares))
+    return tuple(shares) if sum(shares) == total else proportional(total, shares)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank takes of an update.
+
+    percent           of the samples of an update
+    micro_batch_size  most samples of one pass; 0 where the rank takes none
+    passes            samples of each forward and backward pass, in order
+    """
+
+    rank: int
+    device: str
+    memory_bytes: int | None
+    share: int
+    percent: float
+    micro_batch_size: int
+
+    @property
+    def passes(self) -> Shares:
+        if not self.share:
+            return ()
+        whole, rest = divmod(self.share, self.micro_batch_size)
+        return (self.micro_batch_size,) * whole + ((rest,) if rest else ())
+
+    @property
+    def product(self) -> str:
+        """The passes in short: `1 x 19`, `2 x 8 + 3`."""
+        if not self.share:
+            return "none"
+        whole, rest = divmod(self.share, self.micro_batch_size)
+        return f"{whole} x {self.micro_batch_size}" + (f" + {rest}" if rest else "")
+
+
+def table(
+    shares: Sequence[int],
+    devices: Sequence[str],
+    memory_bytes: Sequence[int | None],
+    micro_batch_sizes: Sequence[int | None],
+) -> tuple[Row, ...]:
+    """Return one row per rank; a micro-batch of None, or above the share, is the whole share in one pass."""
+    total = sum(shares)
+    return tuple(
+        Row(rank, device, memory, share, 100 * share / total, min(micro or share, share))
+        for rank, (share, device, memory, micro) in enumerate(
+            zip(shares, devices, memory_bytes, micro_batch_sizes, strict=True)
+        )
+    )
+
+
+def identity(rows: Sequence[Row]) -> str:
+    """Return the sum in one line: `32 samples per update = 19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)`.
+
+    Neighbors that take the same are one term, `4 x 16 (ranks 0-3: 2 x 8)`. Where the line would still be longer than
+    120 columns it has the shares alone, or with very many ranks their range; the table has the rest.
+    """
+    lead = f"{sum(row.share for row in rows)} samples per update = "
+    runs = [list(run) for _, run in groupby(rows, key=lambda row: (row.share, row.micro_batch_size))]
+    line = lead + " + ".join(_term(run) for run in runs)
+    return line if len(line) <= LINE_WIDTH else lead + summed([row.share for row in rows])
+
+
+def summed(shares: Sequence[int]) -> str:
+    """Return `19 + 13`, or with more ranks than a line holds `64 ranks, 3 to 9 each`."""
+    text = " + ".join(str(share) for share in shares)
+    return text if len(text) <= LINE_WIDTH // 2 else f"{len(shares)} ranks, {min(shares)} to {max(shares)} each"
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """Return the table as plain text with aligned columns: a heading, then one line per rank."""
+    heading = ("rank", "device", "memory", "share", "percent", "micro-batch", "passes")
+    cells = [heading, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(heading))]
+    return ["  ".join(_padded(line, widths)).rstrip() for line in cells]
+
+
+def written(shares: Sequence[int]) -> str:
+    """Return the shares as they are typed on the command line: `[19,13]`."""
+    return "[" + ",".join(str(share) for share in shares) + "]"
+
+
+def _cap(caps: Caps | None, rank: int) -> int | None:
+    return None if caps is None else caps[rank]
+
+
+def _quotas(total: int, weights: dict[int, Fraction], least: int, most: dict[int, int]) -> dict[int, Fraction]:
+    """Return fractions that sum to `total`, each its weight times one factor, held between `least` and its `most`.
+
+    Who breaks a bound is set to it and leaves, and the rest is dealt again: first those above their `most` where these
+    exceed by more than the others fall short, else those below `least`. So nobody is ever set to a wrong bound
+    (the way CSS resolves flexible lengths).
+    """
+    quotas: dict[int, Fraction] = {}
+    free = dict(weights)
+    while free:
+        factor = (total - sum(quotas.values(), Fraction(0))) / sum(free.values(), Fraction(0))
+        wanted = {rank: factor * weight for rank, weight in free.items()}
+        held = {rank: min(max(quota, Fraction(least)), Fraction(most[rank])) for rank, quota in wanted.items()}
+        excess = sum(wanted.values()) - sum(held.values())
+        if held == wanted or not excess:
+            return quotas | held
+        for rank, quota in wanted.items():
+            if (quota > held[rank]) if excess > 0 else (quota < held[rank]):
+                quotas[rank] = held[rank]
+                del free[rank]
+    return quotas
+
+
+def _does_not_fit(total: int, caps: Sequence[int]) -> Problem:
+    capacity = sum(caps)
+    what = f"must be at most what the ranks hold together ({summed(caps)}: {capacity}), but is {total}"
+    return Problem(what, f"global_batch_size={total}", f"say global_batch_size={capacity}, or add ranks")
+
+
+def _one_per_rank(shares: Sequence[int], world_size: int) -> str:
+    wanted = f"say parallelism.world_size={len(shares)}, or " if shares else "say "
+    example = (*shares[:world_size], *(1,) * (world_size - len(shares)))
+    return f"{wanted}{world_size} numbers, as in parallelism.shares={written(example)}"
+
+
+def _without(shares: Sequence[int]) -> str:
+    kept = [share for share in shares if share > 0]
+    if len(kept) == len(shares) or not kept:
+        return f"say parallelism.shares={written([max(1, share) for share in shares])}"
+    again = f" parallelism.shares={written(kept)}" if len(kept) > 1 else ""
+    return f"say parallelism.world_size={len(kept)}{again}"
+
+
+def _term(run: Sequence[Row]) -> str:
+    first, last = run[0], run[-1]
+    if len(run) == 1:
+        return f"{first.share} (rank {first.rank}: {first.product})"
+    return f"{len(run)} x {first.share} (ranks {first.rank}-{last.rank}: {first.product})"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    memory = "unknown" if row.memory_bytes is None else f"{row.memory_bytes / GIB:.1f} GiB"
+    micro = str(row.micro_batch_size)
+    return str(row.rank), row.device, memory, str(row.share), f"{row.percent:.1f} %", micro, row.product
+
+
+def _padded(line: Sequence[str], widths: Sequence[int]) -> list[str]:
+    left = {1, 6}  # words; numbers are aligned to the right
+    return [
+        cell.ljust(width) if column in left else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+    ]

@@ -1,0 +1,541 @@
+"""What ranks take for their part of an update, the shares that make the slowest of them fastest, and when to change.
+
+A rank's own time for n samples is modeled as t = a + c n (seconds; waiting for other ranks is not in it). Everything
+here uses only + - * / and square roots of Python floats, which all machines round alike, so ranks that see the same
+times take the same decision without talking.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from statistics import median
+from typing import Any, NamedTuple
+
+from runner.base.errors import Problem
+from runner.base.shares import Caps, Shares, proportional, summed
+
+DROP_MARGIN = 0.02  # how much faster fewer ranks must be
+DROP_VERDICTS = 3  # how often in a row
+TRIAL_UPDATES = 5
+TRIAL_EVERY = 5  # blocks between two trials of fewer ranks where these are not known to be faster
+CLEAR_GAIN = 0.10  # a smaller one must be found twice in a row
+ERRORS = 2.5  # standard errors by which a gain must hold
+DRIFT = 0.05  # relative change of a rank's time that is a change of its speed, if it is also above 3 standard errors
+PROBE_ROUNDS = 3  # each probe split is tried so often, so that the median withstands one outlier
+KEPT = 10  # blocks per sample count that are remembered
+KEPT_COUNTS = 8  # sample counts that are remembered, those seen last
+MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean: sqrt(pi / 2)
+MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, for normal noise
+LEAST_NOISE = 0.002  # relative; a few times that happen to agree are not exact
+
+
+@dataclass(frozen=True)
+class Line:
+    """The time of one rank: t = fixed_s + per_sample_s x samples, in seconds."""
+
+    fixed_s: float
+    per_sample_s: float
+
+    def seconds(self, samples: int) -> float:
+        return self.fixed_s + self.per_sample_s * samples
+
+
+def fit(points: Iterable[tuple[int, float]]) -> Line:
+    """Return the line through (samples, seconds): least relative squares of the medians per distinct sample count.
+
+    Neither the fixed nor the per-sample time is ever negative. With one distinct count the fixed time is 0.
+    A median withstands outliers of less than half the times of its count.
+    """
+    return _regress([Timing(n, median(times), len(times), 0.0) for n, times in _by_count(points).items()]).line
+
+
+def fastest(
+    total: int, lines: Sequence[Line], caps: Caps | None = None, wait_s: float = 0.0, *, may_drop: bool = False
+) -> Shares:
+    """Return the shares of `total` samples that make the slowest rank fastest; exact.
+
+    Each rank takes at least 1 and at most its cap; with `may_drop` a rank may take 0, and one rank alone is chosen
+    where it is faster than several and the `wait_s` seconds that they need to exchange. The last sample goes where it
+    is done first; ties to the rank with fewer samples, then to the lower rank. The caps must together hold `total`.
+    """
+    most = [total if caps is None or (cap := caps[rank]) is None else min(cap, total) for rank in range(len(lines))]
+    least = 0 if may_drop else 1
+    assert len(lines) * least <= total <= sum(most), (total, caps)
+    assert min(most) >= least, caps
+    start = _filled_until(total, lines, most, least)
+    queue = [(line.seconds(n + 1), n, rank) for rank, (line, n) in enumerate(zip(lines, start, strict=True))]
+    queue = [entry for entry in queue if entry[1] < most[entry[2]]]
+    heapq.heapify(queue)
+    shares = list(start)
+    for _ in range(total - sum(shares)):
+        _, n, rank = heapq.heappop(queue)
+        shares[rank] = n + 1
+        if n + 1 < most[rank]:
+            heapq.heappush(queue, (lines[rank].seconds(n + 2), n + 1, rank))
+    if may_drop and sum(share > 0 for share in shares) > 1:
+        alone = _fastest_single(total, lines, most)
+        if alone is not None and lines[alone].seconds(total) <= slowest(lines, shares) + wait_s:
+            return tuple(total if rank == alone else 0 for rank in range(len(lines)))
+    return tuple(shares)
+
+
+def slowest(lines: Sequence[Line], shares: Sequence[int]) -> float:
+    """Return the seconds of the rank that takes longest; ranks without samples take none."""
+    return max(line.seconds(share) if share else 0.0 for line, share in zip(lines, shares, strict=True))
+
+
+def best_alone(
+    total: int, lines: Sequence[Line], caps: Caps | None = None, exchange_s: float = 0.0
+) -> tuple[Shares, float]:
+    """Return the ranks that together take least for an update, and its seconds; several also need `exchange_s`."""
+    shares = fastest(total, lines, caps, exchange_s, may_drop=True)
+    ranks = tuple(rank for rank, share in enumerate(shares) if share)
+    return ranks, slowest(lines, shares) + (exchange_s if len(ranks) > 1 else 0.0)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What changes from the next update on, and why.
+
+    shares  samples per rank; 0 for the ranks to leave out
+    old_s   predicted seconds of an update as it was; with `drop` the measured ones
+    new_s   predicted seconds of an update as it will be
+    reason  for the user
+    drop    ranks to leave out: without them an update is faster
+    """
+
+    shares: Shares
+    old_s: float
+    new_s: float
+    reason: str
+    drop: Shares = ()
+
+
+class Timing(NamedTuple):
+    """Times of one rank at one sample count: their median, how many, and their relative standard deviation."""
+
+    samples: int
+    seconds: float
+    num: int
+    noise: float
+
+
+class Seen(NamedTuple):
+    """One update: samples and busy seconds per rank, and the seconds that all need to exchange gradients."""
+
+    samples: Shares
+    seconds: tuple[float, ...]
+    exchange_s: float
+
+
+class Balance:
+    """Decide how `total` samples are dealt to ranks, from what each rank took; any split gives the same update.
+
+    At first a few unequal splits are tried, so that each rank is seen with two sample counts; then the shares are
+    solved for, and again after every `every` updates. They change only where the predicted gain is above `threshold`,
+    holds against the noise of the times, and is large or was found twice. A rank whose speed changed keeps only the
+    shape of what was known of it. Where fewer ranks would be faster, that is tried out, and said once after several
+    verdicts in a row.
+
+    caps      most samples per rank
+    start     shares before anything is known; default as equal as the caps allow
+    warm_up   first updates whose times are not looked at
+    The caps must hold `total`, and each rank at least 1.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        world_size: int,
+        *,
+        caps: Caps | None = None,
+        start: Shares | None = None,
+        every: int = 20,
+        threshold: float = 0.03,
+        warm_up: int = 2,
+    ) -> None:
+        self.total, self.caps, self.every, self.threshold, self.warm_up = total, caps, every, threshold, warm_up
+        self.ranks = [_Rank() for _ in range(world_size)]
+        self.current = start or _must(proportional(total, [1] * world_size, caps))
+        assert len(self.current) == world_size, self.current
+        assert sum(self.current) == total, self.current
+        assert min(self.current) > 0, self.current
+        self._unseen = warm_up
+        self._known = False  # the lines were fitted
+        splits = [self.current] * 0 if world_size == 1 else probe_splits(total, self.current, caps)
+        self._trials: list[Shares] = splits * PROBE_ROUNDS
+        self._block: list[Seen] = []
+        self._gained = False  # the last solution gained enough to change, but not so much as to change at once
+        self._verdicts = 0
+        self._until_trial = 0  # blocks before fewer ranks are tried out again
+        self._said = False
+
+    @property
+    def shares(self) -> Shares:
+        """What each rank takes of the next update."""
+        return self.ahead(0)
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """What is known of the ranks; none before the first solution."""
+        return tuple(rank.fitted.line for rank in self.ranks) if self._known else ()
+
+    def ahead(self, num: int) -> Shares:
+        """Return what each rank takes in `num` updates from the next one, as far as is decided now."""
+        trial = num - self._unseen
+        return self._trials[trial] if 0 <= trial < len(self._trials) else self.current
+
+    def observe(
+        self, seconds: Sequence[float], samples: Sequence[int] | None = None, exchange_s: float = 0.0
+    ) -> Decision | None:
+        """Take in the busy seconds of each rank for the update just made; return what changes, if anything.
+
+        samples     what each rank took, where it was not `shares`: a ragged window, or a split decided earlier
+        exchange_s  the seconds of the update in which all ranks exchange and none waits for another
+        Must be given the same on all ranks.
+        """
+        seen = Seen(self.shares if samples is None else tuple(samples), tuple(seconds), exchange_s)
+        if len(self.ranks) == 1:
+            return None
+        if self._unseen:
+            self._unseen -= 1
+            return None
+        del self._trials[:1]
+        if all(isfinite(time) and time > 0 for time, n in zip(seen.seconds, seen.samples, strict=True) if n):
+            self._block.append(seen)
+        if self._trials or not self._is_due():
+            return None
+        block, self._block = self._block, []
+        return self._resolve(block) if self._known else self._solve(block)
+
+    def state(self) -> dict[str, Any]:
+        """Return what is known, as JSON; times not yet looked at are left out."""
+        return {
+            "total": self.total,
+            "current": list(self.current),
+            "known": self._known,
+            "ranks": [rank.state() for rank in self.ranks],
+            "gained": self._gained,
+            "verdicts": self._verdicts,
+            "until_trial": self._until_trial,
+            "said": self._said,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was known; start anew where it is of another total, number of ranks or caps."""
+        current = tuple(state["current"])
+        fits = state["total"] == self.total and len(current) == len(self.ranks) and _within(current, self.caps)
+        if not fits or not state["known"]:
+            return
+        self.current, self._known = current, True
+        for rank, known in zip(self.ranks, state["ranks"], strict=True):
+            rank.load(known)
+        self._verdicts, self._until_trial = state["verdicts"], state["until_trial"]
+        self._gained, self._said = state["gained"], state["said"]
+        self._trials, self._block, self._unseen = [], [], self.warm_up
+
+    def _is_due(self) -> bool:
+        """Tell whether the block is long enough to look at: all of the probes, or `every` updates."""
+        if self._known:
+            return len(self._block) >= self.every
+        return all(any(seen.samples[rank] for seen in self._block) for rank in range(len(self.ranks)))
+
+    def _solve(self, block: Sequence[Seen]) -> Decision:
+        """Fit the lines for the first time and take the shares they say, unless they gain too little."""
+        for number, rank in enumerate(self.ranks):
+            rank.add(_timings(block, number))
+        self._known = True
+        new = fastest(self.total, self.lines, self.caps)
+        old_s, new_s = slowest(self.lines, self.current), slowest(self.lines, new)
+        if new == self.current or new_s > old_s * (1 - self.threshold):
+            reason = f"the ranks are balanced: shares stay {_shares(self.current)}, {_ms(old_s)} ms an update"
+            return Decision(self.current, old_s, old_s, reason)
+        return self._change(new, old_s, new_s, _slow_rank(self.lines, self.total))
+
+    def _resolve(self, block: Sequence[Seen]) -> Decision | None:
+        """Take in a block of updates; change the shares where that gains, or say that fewer ranks would do better."""
+        factors = [rank.add(_timings(block, number)) for number, rank in enumerate(self.ranks)]
+        fits = [rank.fitted for rank in self.ranks]
+        new = fastest(self.total, self.lines, self.caps)
+        old_s, new_s = slowest(self.lines, self.current), slowest(self.lines, new)
+        surely_old = max(each.seconds(n, -ERRORS) for each, n in zip(fits, self.current, strict=True))
+        surely_new = max(each.seconds(n, ERRORS) for each, n in zip(fits, new, strict=True))
+        gains = new_s < old_s * (1 - self.threshold) and surely_new < surely_old
+        before, self._gained = self._gained, gains
+        if gains and (before or new_s < old_s * (1 - CLEAR_GAIN)):
+            self._verdicts, self._gained = 0, False
+            return self._change(new, old_s, new_s, _changed(factors) or _slow_rank(self.lines, self.total))
+        return self._fewer(block)
+
+    def _change(self, new: Shares, old_s: float, new_s: float, why: str) -> Decision:
+        reason = f"{why}: shares {_shares(self.current)} -> {_shares(new)}, {_ms(old_s)} -> {_ms(new_s)} ms an update"
+        self.current = new
+        return Decision(new, old_s, new_s, reason)
+
+    def _fewer(self, block: Sequence[Seen]) -> Decision | None:
+        """Say once which ranks to leave out: found faster several times in a row, each time tried out."""
+        whole = [seen for seen in block if seen.samples == self.current]
+        if self._said or not whole:
+            return None
+        together_s = median(max(seen.seconds) + seen.exchange_s for seen in whole)
+        more_s = max(0.0, together_s - slowest(self.lines, self.current))  # the exchange, and the noise of several
+        shares = fastest(self.total, self.lines, self.caps, more_s, may_drop=True)
+        kept, alone_s = best_alone(self.total, self.lines, self.caps, more_s)
+        drop = tuple(rank for rank in range(len(self.ranks)) if rank not in kept)
+        faster = bool(drop) and alone_s * (1 + DROP_MARGIN) < together_s
+        self._verdicts = self._verdicts + 1 if faster else 0
+        self._until_trial = max(0, self._until_trial - 1)
+        if self._verdicts >= DROP_VERDICTS:
+            self._said = True
+            return Decision(shares, together_s, alone_s, _faster_without(drop, kept, together_s, alone_s), drop)
+        candidate = shares if faster else self._perhaps_alone(together_s)
+        if candidate and (faster or not self._until_trial):
+            self._trials = [_nearly(candidate, self.lines, self.caps)] * TRIAL_UPDATES
+            self._until_trial = TRIAL_EVERY
+        return None
+
+    def _perhaps_alone(self, together_s: float) -> Shares:
+        """Return all samples for the one rank that may be faster alone, as far as is known; empty without one."""
+        best = {
+            rank: each.fitted.seconds(self.total, -ERRORS)
+            for rank, each in enumerate(self.ranks)
+            if self.caps is None or (cap := self.caps[rank]) is None or cap >= self.total
+        }
+        rank = min(best, key=lambda rank: (best[rank], rank), default=None)
+        if rank is None or best[rank] * (1 + DROP_MARGIN) >= together_s:
+            return ()
+        return tuple(self.total if other == rank else 0 for other in range(len(self.ranks)))
+
+
+def probe_splits(total: int, base: Sequence[int], caps: Caps | None = None) -> list[Shares]:
+    """Return splits inside the caps, each rank with at least 1, in which each rank has two counts if it can.
+
+    Every second rank takes half as much again and the others half, then the other way round. Where samples are so few
+    that a rank stays what it is, one more split favors it; at most 6 in all.
+    """
+    size = len(base)
+    more, less = [3 * share for share in base], list(base)
+    splits = [
+        _must(proportional(total, [more[rank] if rank % 2 == up else less[rank] for rank in range(size)], caps))
+        for up in (0, 1)
+    ]
+    for rank in range(size):
+        if len({split[rank] for split in splits}) == 1 and len(splits) < 6:
+            weights = [size * share if other == rank else share for other, share in enumerate(base)]
+            split = _must(proportional(total, weights, caps))
+            splits += [split] if split[rank] != splits[0][rank] else []
+    return splits
+
+
+class _Rank:
+    """What is known of one rank: a few timings per sample count, newest last, and its noise."""
+
+    def __init__(self) -> None:
+        self._timings: dict[int, list[Timing]] = {}
+        self._noises: list[float] = []
+        self.fitted = Fit(Line(0.0, 0.0), (0.0, 0.0, 0.0))
+
+    def add(self, timings: Sequence[Timing]) -> float:
+        """Take in the timings of a block; return the factor by which the rank became slower, 1.0 without a change."""
+        factor = self._drift(timings) if self._timings and timings else 1.0
+        if factor != 1.0:
+            self._scale(factor)
+        for timing in timings:
+            self._timings[timing.samples] = [*self._timings.pop(timing.samples, []), timing][-KEPT:]
+        for count in list(self._timings)[:-KEPT_COUNTS]:
+            del self._timings[count]
+        self._noises = [*self._noises, *(timing.noise for timing in timings if timing.num > PROBE_ROUNDS)][-KEPT:]
+        self._fit()
+        return factor
+
+    def state(self) -> dict[str, Any]:
+        flat = [list(timing) for timings in self._timings.values() for timing in timings]
+        return {"timings": flat, "noises": self._noises}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._timings = {}
+        for samples, seconds, num, noise in state["timings"]:
+            self._timings.setdefault(samples, []).append(Timing(samples, seconds, num, noise))
+        self._noises = list(state["noises"])
+        self._fit()
+
+    def _fit(self) -> None:
+        merged = [_merged(timings) for timings in self._timings.values()]
+        noises = self._noises or [timing.noise for timing in merged]
+        self.fitted = _regress(merged, max(LEAST_NOISE, median(noises)))
+
+    def _drift(self, timings: Sequence[Timing]) -> float:
+        """Return measured over predicted time, or 1.0 where the difference is small or may be noise."""
+        main = max(timings, key=lambda timing: timing.num)
+        predicted = self.fitted.line.seconds(main.samples)
+        factor = main.seconds / predicted
+        noise = max(main.noise, LEAST_NOISE, median(self._noises) if self._noises else 0.0)
+        measured = main.seconds * MEDIAN_ERROR * noise / sqrt(main.num)
+        error = sqrt(measured**2 + self.fitted.error(main.samples) ** 2) / predicted
+        return factor if abs(factor - 1.0) > max(DRIFT, 3 * error) else 1.0
+
+    def _scale(self, factor: float) -> None:
+        """Turn what is known into what it would be at the new speed, and trust it little."""
+        for count, timings in self._timings.items():
+            old = _merged(timings)
+            self._timings[count] = [Timing(count, old.seconds * factor, min(old.num, PROBE_ROUNDS), old.noise)]
+
+
+class Fit(NamedTuple):
+    """A line and its covariance: of the fixed time, of both, of the time per sample."""
+
+    line: Line
+    covariance: tuple[float, float, float]
+
+    def error(self, samples: int) -> float:
+        """Return the standard error of the predicted seconds."""
+        fixed, both, per_sample = self.covariance
+        return sqrt(max(0.0, fixed + 2 * both * samples + per_sample * samples**2))
+
+    def seconds(self, samples: int, errors: float) -> float:
+        """Return the predicted seconds and so many standard errors."""
+        return self.line.seconds(samples) + errors * self.error(samples)
+
+
+def _regress(timings: Sequence[Timing], noise: float = 0.0) -> Fit:
+    """Return the line with the least weighted squares of relative errors; a negative part is set to 0."""
+    weights = [timing.num / max(timing.seconds, 1e-12) ** 2 for timing in timings]
+    pairs = list(zip(weights, timings, strict=True))
+    w = sum(weights)
+    wn = sum(weight * timing.samples for weight, timing in pairs)
+    wnn = sum(weight * timing.samples**2 for weight, timing in pairs)
+    wt = sum(weight * timing.seconds for weight, timing in pairs)
+    wnt = sum(weight * timing.samples * timing.seconds for weight, timing in pairs)
+    mean = wn / w
+    spread = sum(weight * (timing.samples - mean) ** 2 for weight, timing in pairs)
+    variance = (MEDIAN_ERROR * noise) ** 2
+    if len(timings) > 1:
+        per_sample = sum(weight * (timing.samples - mean) * timing.seconds for weight, timing in pairs) / spread
+        fixed = wt / w - per_sample * mean
+        if per_sample < 0:
+            return Fit(Line(wt / w, 0.0), (variance / w, 0.0, 0.0))
+        if fixed >= 0:
+            covariance = (variance * wnn / (w * spread), -variance * mean / spread, variance / spread)
+            return Fit(Line(fixed, per_sample), covariance)
+    return Fit(Line(0.0, wnt / wnn), (0.0, 0.0, variance / wnn))
+
+
+def _timings(block: Sequence[Seen], rank: int) -> list[Timing]:
+    """Return the timings of one rank in a block, one per sample count."""
+    points = _by_count((seen.samples[rank], seen.seconds[rank]) for seen in block)
+    middle = {count: median(times) for count, times in points.items() if count > 0}
+    timings = []
+    for count, center in middle.items():
+        times = points[count]
+        off = median(abs(time - center) for time in times) / center if center > 0 else 0.0
+        timings.append(Timing(count, center, len(times), MAD_TO_SIGMA * off))
+    return timings
+
+
+def _by_count(points: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
+    counts: dict[int, list[float]] = {}
+    for samples, seconds in points:
+        counts.setdefault(samples, []).append(seconds)
+    return counts
+
+
+def _merged(timings: Sequence[Timing]) -> Timing:
+    """Return one timing for several of one sample count."""
+    num = sum(timing.num for timing in timings)
+    seconds = sum(timing.num * timing.seconds for timing in timings) / num
+    return Timing(timings[0].samples, seconds, num, median(timing.noise for timing in timings))
+
+
+def _filled_until(total: int, lines: Sequence[Line], most: Sequence[int], least: int) -> list[int]:
+    """Return shares that are part of the fastest ones, with few samples left to deal: all that is done by some time."""
+    low, high = 0.0, max(line.seconds(total) for line in lines)
+    best = [least] * len(lines)
+    for _ in range(64):
+        middle = (low + high) / 2
+        shares = [max(least, min(cap, _done_by(middle, line, cap))) for line, cap in zip(lines, most, strict=True)]
+        if sum(shares) <= total:
+            low, best = middle, shares
+        else:
+            high = middle
+    return best
+
+
+def _done_by(seconds: float, line: Line, cap: int) -> int:
+    """Return how many samples, at most `cap`, the rank does in `seconds`."""
+    if line.seconds(cap) <= seconds:
+        return cap
+    if line.fixed_s > seconds or line.per_sample_s <= 0:
+        return 0
+    num = min(cap, int((seconds - line.fixed_s) / line.per_sample_s))
+    return num - 1 if line.seconds(num) > seconds else num  # the division may round up
+
+
+def _fastest_single(total: int, lines: Sequence[Line], most: Sequence[int]) -> int | None:
+    able = [rank for rank, cap in enumerate(most) if cap >= total]
+    return min(able, key=lambda rank: (lines[rank].seconds(total), rank), default=None)
+
+
+def _nearly(shares: Shares, lines: Sequence[Line], caps: Caps | None) -> Shares:
+    """Return shares that are nearly those without some ranks: 1 for each of these."""
+    kept = [rank for rank, share in enumerate(shares) if share]
+    rest = sum(shares) - (len(shares) - len(kept))
+    parts = fastest(rest, [lines[rank] for rank in kept], None if caps is None else [caps[rank] for rank in kept])
+    given = dict(zip(kept, parts, strict=True))
+    return tuple(given.get(rank, 1) for rank in range(len(shares)))
+
+
+def _within(shares: Shares, caps: Caps | None) -> bool:
+    return caps is None or all(cap is None or share <= cap for share, cap in zip(shares, caps, strict=True))
+
+
+def _must(shares: Shares | Problem) -> Shares:
+    assert not isinstance(shares, Problem), shares
+    return shares
+
+
+def _slow_rank(lines: Sequence[Line], total: int) -> str:
+    """Return words for how the slowest rank compares with the fastest, at equal shares."""
+    share = max(1, total // len(lines))
+    times = [line.seconds(share) for line in lines]
+    slow, fast = times.index(max(times)), times.index(min(times))
+    ratio = times[slow] / times[fast] if times[fast] > 0 else 1.0
+    if ratio < 1.05:
+        return "the ranks take about the same per sample"
+    than = "" if len(lines) == 2 else f" as rank {fast}"
+    return f"rank {slow} takes {ratio:.{1 if ratio >= 1.15 else 2}f} times as long{than} per sample"
+
+
+def _changed(factors: Sequence[float]) -> str:
+    """Return words for the rank whose speed changed most; empty where none did."""
+    most = max(range(len(factors)), key=lambda rank: (max(factors[rank], 1 / factors[rank]), -rank))
+    factor = factors[most]
+    if factor == 1.0:
+        return ""
+    ratio = max(factor, 1 / factor)
+    digits = 1 if ratio >= 1.15 else 2
+    return f"rank {most} became {ratio:.{digits}f} times {'slower' if factor > 1 else 'faster'}"
+
+
+def _faster_without(drop: Shares, kept: Shares, together_s: float, alone_s: float) -> str:
+    def named(ranks: Shares) -> str:
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+
+    with_alone = " alone" if len(kept) == 1 else ""
+    verb = "takes" if len(kept) == 1 else "take"
+    costs = "costs more than it brings" if len(drop) == 1 else "cost more than they bring"
+    return (
+        f"{named(drop)} {costs}: {named(kept)}{with_alone} {verb} {_ms(alone_s)} ms an update, all together"
+        f" {_ms(together_s)} ms"
+    )
+
+
+def _shares(shares: Shares) -> str:
+    return summed(shares).replace(" + ", "+")
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1000 * seconds
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"

@@ -1,0 +1,142 @@
+"""What a strategy does, by verbs; the base class is the strategy of one process, which shares nothing with anybody.
+
+An update is: `accumulate` turns the micro-batches of this rank into gradients of the sum of their losses, `reduce`
+makes them the gradients of all ranks and tells the true count, by which the loop divides once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from runner.base.batch import MicroBatch
+from runner.base.stopwatch import Stopwatch, stopwatch
+from runner.base.task import State, Sum
+from runner.base.world import World
+
+
+class Passes(NamedTuple):
+    """What turns a micro-batch into gradients.
+
+    model     what forward passes go through
+    loss      (model, batch) -> (loss summed over items, number of items)
+    forward   () -> context of a forward pass: the number format
+    backward  (loss sum) -> None: adds its gradients, scaled into range
+    scale     (loss sum) -> what `backward` starts from, for strategies that go backward themselves
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Sum]
+    forward: Callable[[], AbstractContextManager[Any]]
+    backward: Callable[[Tensor], None]
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss
+
+
+class Sums(NamedTuple):
+    """Loss and items of the micro-batches of an update, of one rank or of all; tensors stay on the device."""
+
+    loss_sum: Tensor
+    items: Tensor | int
+    bad: tuple[tuple[int, str], ...] = ()
+
+
+class Parallel:
+    """Verbs of a strategy; this base class is that of a single process.
+
+    in_step       every rank must make the same number of passes in each update, for there are collectives inside them
+    splits_batch  each rank gets its share of an update; False: every rank reads all of it
+    """
+
+    in_step = False
+    splits_batch = True
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.watch: Stopwatch = stopwatch(world.device)
+
+    # ------------------------------------------------------------ the model
+
+    def wrap(
+        self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
+    ) -> nn.Module:
+        """Return the model through which forward passes go; it starts from the same weights on every rank.
+
+        layers  returns modules whose composition is the model, in order; raises where the task does not tell
+        blocks  the repeated blocks of the model
+        """
+        return model
+
+    def owned(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return those of the parameters that this rank updates."""
+        return dict(named)
+
+    # ------------------------------------------------------------ an update
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        """A phase that trains these parameters begins."""
+
+    def end(self) -> None:
+        """The phase is over."""
+
+    def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+        """Add the gradients of all micro-batches of an update of this rank; return their sums."""
+        loss_sum: Tensor | None = None
+        items: Tensor | int = 0
+        bad: tuple[tuple[int, str], ...] = ()
+        last = False
+        watch = self.watch
+        while not last:
+            batch, last, skipped, _ = next(batches)
+            watch.lap("data")
+            with passes.forward():
+                loss, count = passes.loss(passes.model, batch)
+            watch.lap("forward")
+            passes.backward(loss)
+            watch.lap("backward")
+            loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
+            items = items + count
+            bad += skipped
+        assert loss_sum is not None
+        return Sums(loss_sum, items, bad)
+
+    def reduce(self, sums: Sums) -> Sums:
+        """Make the gradients those of all ranks; return the sums over all ranks."""
+        return sums
+
+    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return the gradients that are there, as the plain tensors that this rank holds of them."""
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def norm(self, local: Tensor) -> Tensor:
+        """Return the norm of all gradients from that of the ones that `gradients` returned."""
+        return local
+
+    def overflow(self, found: Tensor) -> Tensor:
+        """Return whether a gradient of any rank overflowed, from whether one of this rank did; 0 or 1."""
+        return found
+
+    # ------------------------------------------------------------ between updates
+
+    def settle(self, model: nn.Module) -> None:
+        """What ranks keep apart while they train, such as the statistics of batch norms, is made one."""
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the whole tensors in host memory, on rank 0; the others help and return nothing."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+        """Put whole tensors into the model; names, shapes and dtypes were checked."""
+        model.load_state_dict(saved, strict=True)
+
+    def merged(self, merge: Callable[[State, State], State], state: State) -> State:
+        """Return the statistics of the data of all ranks; `merge` makes one state of two."""
+        return state
+
+    # ------------------------------------------------------------ evaluation
+
+    def dealt(self, keys: Sequence[Any]) -> list[Any]:
+        """Return the batches of an evaluation that this rank makes."""
+        return list(keys)

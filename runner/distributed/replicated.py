@@ -1,0 +1,243 @@
+"""Every rank has the whole model and a share of each update; gradients are added over the ranks.
+
+The reducer is our own and not DistributedDataParallel because shares are unequal: a rank may have more micro-batches
+than another, or none at all in the last update of an epoch, and the sum is divided by the true count of all ranks.
+Its collectives depend on the parameters only: the same buckets in the same order, whatever a rank has to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runner.base.batch import MicroBatch
+from runner.base.errors import TaskFault
+from runner.base.order import Micro
+from runner.base.task import State
+from runner.base.world import World
+from runner.distributed.parallel import Parallel, Passes, Sums
+
+BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's: large enough for the bandwidth, small enough to start early
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+class Replicated(Parallel):
+    """Data parallel: one copy of the model on each rank."""
+
+    def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(world)
+        self.bucket_bytes = bucket_bytes
+        self._reducer: Reducer | None = None
+
+    def wrap(
+        self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
+    ) -> nn.Module:
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, 0)
+        return model
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._reducer = Reducer(parameters, self.world, self.bucket_bytes)
+
+    def end(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+
+    def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+        assert self._reducer is not None, "begin comes first"
+        watch, device = self.watch, self.world.device
+        loss_sum, items = self.world.zeros(), self.world.zeros()
+        bad: tuple[tuple[int, str], ...] = ()
+        last = False
+        while not last:
+            batch, last, skipped, counts = next(batches)
+            watch.lap("data")
+            if counts:
+                with passes.forward():
+                    loss, count = passes.loss(passes.model, batch)
+                watch.lap("forward")
+                self._reducer.is_last = last  # gradients leave for the other ranks while the rest is computed
+                passes.backward(loss)
+                watch.lap("backward")
+                loss_sum += loss.detach()
+                items += count if isinstance(count, int) else count.to(device)
+                bad += skipped
+        return Sums(loss_sum, items, bad)
+
+    def reduce(self, sums: Sums) -> Sums:
+        assert self._reducer is not None, "begin comes first"
+        assert isinstance(sums.items, Tensor)
+        loss_sum, items = self._reducer.finish(torch.stack([sums.loss_sum, sums.items]))
+        self.watch.lap("wait")
+        return Sums(loss_sum, items, sums.bad)
+
+    def settle(self, model: nn.Module) -> None:
+        """Average the running statistics of batch norms over the ranks; other buffers are those of rank 0."""
+        norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        statistics = {id(buffer): buffer for module in norms for buffer in module.buffers()}
+        for buffer in statistics.values():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer.div_(self.world.world_size)
+            else:
+                dist.all_reduce(buffer, dist.ReduceOp.MAX)
+        for buffer in model.buffers():
+            if id(buffer) not in statistics:
+                dist.broadcast(buffer, 0)
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return super().whole(tensors) if self.world.is_first else {}
+
+    def merged(self, merge: Callable[[State, State], State], state: State) -> State:
+        """Merge in the order of the ranks, on every rank alike."""
+        result: State | None = None
+        for rank in range(self.world.world_size):
+            theirs = {name: self._of_rank(tensor, rank) for name, tensor in state.items()}
+            result = theirs if result is None else merge(result, theirs)
+        assert result is not None
+        return result
+
+    def _of_rank(self, tensor: Tensor, rank: int) -> Tensor:
+        received = tensor.contiguous().clone()
+        dist.broadcast(received, rank)
+        return received
+
+    def dealt(self, keys: Sequence[Micro]) -> list[Micro]:
+        return list(keys[self.world.rank :: self.world.world_size])
+
+
+class _Bucket:
+    """Gradients that travel together in one tensor; `views` are the places of the parameters in it."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        self.flat = torch.zeros(sum(weight.numel() for weight in parameters), dtype=first.dtype, device=first.device)
+        self.views: list[Tensor] = []
+        start = 0
+        for weight in parameters:
+            # as the parameter lies in memory: kernels of optimizers want gradients of the same layout
+            self.views.append(
+                self.flat[start : start + weight.numel()].as_strided(weight.shape, _strides(weight), start)
+            )
+            start += weight.numel()
+        self.num_ready = 0
+        self.work: Any = None
+
+    def launch(self) -> None:
+        """Copy the gradients in, zeros for those that are missing, and start the sum over the ranks."""
+        there = [index for index, weight in enumerate(self.parameters) if weight.grad is not None]
+        if len(there) < len(self.parameters):
+            self.flat.zero_()
+        if there:
+            torch._foreach_copy_(
+                [self.views[index] for index in there], [_dense(self.parameters[index]) for index in there]
+            )
+        self.work = dist.all_reduce(self.flat, async_op=True)
+
+    def finish(self) -> None:
+        """The sums are there, in the place of the gradients."""
+        self.work.wait()
+        self.work, self.num_ready = None, 0
+        for weight, view in zip(self.parameters, self.views, strict=True):
+            weight.grad = view
+
+
+class Reducer:
+    """Adds the gradients of all ranks, bucket by bucket, from the last layer to the first.
+
+    is_last  the backward pass under way is the last one of the update: buckets leave as soon as they are full
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, bucket_bytes: int) -> None:
+        self.parameters = list(parameters)
+        self.world = world
+        self.buckets = [_Bucket(group) for group in _grouped(self.parameters, bucket_bytes)]
+        self.is_last = False
+        self._next = 0  # bucket to be launched next; the order is the same on all ranks
+        self._hooks = [
+            weight.register_post_accumulate_grad_hook(self._ready_in(bucket))  # type: ignore[no-untyped-call]
+            for bucket in self.buckets
+            for weight in bucket.parameters
+        ]
+
+    def close(self) -> None:
+        """Leave the parameters as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def finish(self, sums: Tensor) -> Tensor:
+        """All gradients are those of all ranks, None where no rank had one; returns `sums` added over the ranks."""
+        absent = torch.tensor([float(weight.grad is None) for weight in self.parameters])
+        while self._next < len(self.buckets):  # first, as on ranks whose buckets have left already
+            self._launch()
+        on_host = sums.device.type == "cpu"
+        numbers = torch.cat([sums, absent.to(sums.dtype)]) if on_host else sums
+        work = dist.all_reduce(numbers, async_op=True)
+        other = None if on_host else dist.all_reduce(absent, async_op=True)
+        for bucket in self.buckets:
+            bucket.finish()
+        work.wait()
+        if other is not None:
+            other.wait()  # a word among the hosts: the device is not waited for
+        num_absent = numbers[len(sums) :] if on_host else absent
+        for index in (num_absent == self.world.world_size).nonzero().flatten().tolist():
+            self.parameters[index].grad = None
+        self._next, self.is_last = 0, False
+        return numbers[: len(sums)]
+
+    def _ready_in(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        def ready(_: Tensor) -> None:
+            if self.is_last:
+                bucket.num_ready += 1
+                while self._next < len(self.buckets) and self._is_full(self.buckets[self._next]):
+                    self._launch()
+
+        return ready
+
+    @staticmethod
+    def _is_full(bucket: _Bucket) -> bool:
+        return bucket.num_ready >= len(bucket.parameters)
+
+    def _launch(self) -> None:
+        self.buckets[self._next].launch()
+        self._next += 1
+
+
+def _grouped(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters from the last to the first, in groups of one dtype and of about `bucket_bytes`."""
+    limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
+    group: list[nn.Parameter] = []
+    size = 0
+    for weight in reversed(parameters):
+        if group and (size >= limit or weight.dtype != group[0].dtype or weight.device != group[0].device):
+            yield group
+            group, size, limit = [], 0, bucket_bytes
+        group.append(weight)
+        size += weight.numel() * weight.element_size()
+    if group:
+        yield group
+
+
+def _strides(weight: Tensor) -> tuple[int, ...]:
+    """Return the strides of a dense tensor; those of row-major order for one that is not dense."""
+    dense = torch.empty_like(weight, memory_format=torch.preserve_format, device="meta")
+    return tuple(dense.stride())
+
+
+def _dense(weight: nn.Parameter) -> Tensor:
+    assert weight.grad is not None
+    if weight.grad.layout is not torch.strided:
+        raise TaskFault(
+            "a gradient is sparse, and ranks add dense ones only",
+            where=f"a parameter of shape {tuple(weight.shape)}",
+            fix="say sparse=False where the nn.Embedding is made",
+        )
+    return weight.grad

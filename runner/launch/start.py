@@ -1,0 +1,175 @@
+"""Training by one process, by ranks that are started here, or as a rank that somebody else has started."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+from runner.base.configuration import Configuration, Request, compose, merge_overrides
+from runner.base.errors import ConfigError, Exit, Problem
+from runner.base.phases import INFERENCE
+from runner.base.ranks import Member, member_of
+from runner.engine.session import Job, job_of, record_failure, take_part
+from runner.plan.inventory import Inventory, take_inventory
+from runner.plan.plan import Plan, allow_for, make_plan
+from runner.plan.ranks import RankDevice
+
+if TYPE_CHECKING:
+    from runner.launch.local import Ending
+
+
+def train(request: Request, *, then_infer: bool = False) -> Exit:
+    """Run the phases that the request asks for, `infer` among them or with `then_infer`; return how it ended.
+
+    Raises AccelRunError; the same is then in error.json of the run directory, if there is one.
+    """
+    configuration = compose(request)
+    wanted = configuration.settings.phases
+    if wanted is not None and set(wanted) == {INFERENCE}:
+        return _infer(request, None)
+    member = member_of(os.environ)
+    if member is not None and member.world_size > 1:
+        code, job, asked_to_stop = _as_member(request, configuration, member)
+        if member.rank:
+            return code
+    else:
+        code, job, asked_to_stop = _from_here(request, configuration)
+    if code == Exit.DONE and (then_infer or INFERENCE in (wanted or ())):
+        if asked_to_stop:  # with the last update: the same command predicts
+            return Exit.PREEMPTED
+        return _infer(request, job.name)
+    return code
+
+
+def _infer(request: Request, name: str | None) -> Exit:
+    from runner.engine.infer import infer
+
+    overrides = merge_overrides(request.overrides, [f"run={name}"]) if name else request.overrides
+    return infer(dataclasses.replace(request, overrides=overrides))
+
+
+# ---------------------------------------------------------------- ranks that are started here
+
+
+def _from_here(request: Request, configuration: Configuration) -> tuple[Exit, Job, bool]:
+    """Train in this process, or start the ranks that the plan wants and watch over them."""
+    alone = configuration.choices["parallelism"].function == "single"
+    inventory = _inventory(configuration, apart=not alone)
+    job = job_of(request, configuration, make_plan(configuration, inventory), inventory)
+    if job.plan.world_size == 1:
+        return _taken_part(job, Member())
+    return _launched(job)
+
+
+def _inventory(configuration: Configuration, *, apart: bool) -> Inventory:
+    """Take the inventory; `apart`: in a process of its own, so that this one can be forked without CUDA in it."""
+    allow_for(configuration)
+    if not apart:
+        return take_inventory()
+    import torch  # noqa: F401 - once, before the forks
+
+    ignoring = (signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to both, and one answer is enough
+    with ProcessPoolExecutor(1, get_context("fork"), initializer=signal.signal, initargs=ignoring) as process:
+        return process.submit(take_inventory).result()
+
+
+def _taken_part(job: Job, member: Member) -> tuple[Exit, Job, bool]:
+    import torch
+
+    from runner.distributed.join import joined
+
+    device = torch.device(job.plan.ranks[member.rank].device)
+    timeout_s = float(job.plan.choices["parallelism"].options.get("timeout_s", 600.0))
+    with joined(member, device, timeout_s=timeout_s) as world:
+        code, asked_to_stop = take_part(job, world)
+    return code, job, asked_to_stop
+
+
+def _launched(job: Job) -> tuple[Exit, Job, bool]:
+    """Start the ranks; where one is killed, go on from the last checkpoint with those that are left."""
+    import runner.engine.train  # noqa: F401 - what every rank needs is imported once, before they are forked
+    from runner.launch.local import as_error, run_ranks
+
+    restarts = int(job.plan.choices["parallelism"].options.get("restarts", 0))
+    attempt, began = 0, time.time()
+
+    def main(member: Member) -> tuple[int, Any]:
+        code, _, asked_to_stop = _taken_part(job, member)
+        return int(code), asked_to_stop
+
+    while True:
+        ending = run_ranks(main, job.plan.world_size, attempt=attempt)
+        if ending.cause is None:
+            return Exit(ending.code), job, bool(ending.stop) or any(ending.results)
+        if attempt >= restarts or not _can_go_on(ending):
+            error = as_error(ending)
+            record_failure(job, error, began)
+            raise error
+        attempt += 1
+        job = _with_fewer(job, ending)
+
+
+def _can_go_on(ending: Ending) -> bool:
+    """Tell whether a rank was killed from outside, which another start may be spared; a fault would come again."""
+    return ending.stop is None and ending.cause is not None and ending.cause.signal == "SIGKILL"
+
+
+def _with_fewer(job: Job, ending: Ending) -> Job:
+    """Return the job without the rank that was lost; a run of one rank is started again as it was."""
+    assert ending.cause is not None
+    lost = ending.cause.rank
+    left = [rank for number, rank in enumerate(job.plan.ranks) if number != lost] or list(job.plan.ranks)
+    choices = dict(job.configuration.choices)
+    shares = choices["parallelism"].options.get("shares")
+    if isinstance(shares, list) and len(shares) == job.plan.world_size:
+        fewer = {**choices["parallelism"].options, "shares": shares[:lost] + shares[lost + 1 :]}
+        choices["parallelism"] = dataclasses.replace(choices["parallelism"], options=fewer)
+    configuration = dataclasses.replace(job.configuration, choices=choices)
+    plan = make_plan(configuration, job.inventory, left)
+    from runner.observe.events import Console
+
+    Console().info(f"goes on from the last checkpoint with {len(left)} rank{'s' * (len(left) > 1)}: {plan.batch}")
+    return dataclasses.replace(job, configuration=configuration, plan=plan)
+
+
+# ---------------------------------------------------------------- a rank that somebody else has started
+
+
+def _as_member(request: Request, configuration: Configuration, member: Member) -> tuple[Exit, Job, bool]:
+    """Train as the rank that torchrun or srun made of this process; rank 0 decides for all what is run."""
+    import torch
+
+    from runner import __version__
+    from runner.distributed.join import joined
+
+    allow_for(configuration)
+    inventory = take_inventory()
+    gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"]
+    wants_gpu = gpus and configuration.settings.device != "cpu"
+    mine = RankDevice.of(gpus[member.local_rank % len(gpus)] if wants_gpu else None, inventory)
+    with joined(member, torch.device(mine.device)) as world:
+        facts = {"accel-run": __version__, "torch": torch.__version__, "task": configuration.choices["task"].name}
+        _must_agree(world.gather(facts))
+        ranks = [RankDevice(**fields) for fields in world.gather(dataclasses.asdict(mine))]
+        job = job_of(request, configuration, make_plan(configuration, inventory, ranks), inventory)
+        plan = Plan.from_json(world.from_first(job.plan.to_json()))
+        job = dataclasses.replace(job, plan=plan, name=world.from_first(job.name))
+        code, asked_to_stop = take_part(job, world)
+    return code, job, asked_to_stop
+
+
+def _must_agree(facts: list[dict[str, str]]) -> None:
+    """Raise ConfigError, on every rank alike, where ranks differ in what decides the numbers."""
+    problems = []
+    for key, first in facts[0].items():
+        others = [f"{there[key]} on rank {rank}" for rank, there in enumerate(facts) if there[key] != first]
+        if others:
+            what = f"must be the same on every rank, but is {first} on rank 0 and {', '.join(others[:3])}"
+            problems.append(Problem(what, key, "install the same software everywhere, then start all ranks again"))
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,71 @@
+"""Which devices the ranks of a run have, and which share of an update each of them gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runner.base.errors import DeviceMissing, Problem
+from runner.base.shares import Shares, equal, fixed, proportional
+from runner.plan.inventory import Device, Inventory
+
+CPU_RANKS = 2
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """The device of one rank, as torch calls it there: `cuda:1` or `cpu`."""
+
+    device: str
+    name: str
+    uuid: str = ""
+    memory_bytes: int = 0
+
+    @staticmethod
+    def of(gpu: Device | None, inventory: Inventory) -> RankDevice:
+        """Return the place of a rank on a GPU, or on the CPU."""
+        if gpu is None:
+            cpu = inventory.cpu
+            return RankDevice("cpu", f"CPU ({cpu.name}, {cpu.logical_cores} cores)", "", cpu.memory_bytes)
+        return RankDevice(gpu.torch_name, gpu.name, gpu.uuid, gpu.memory_bytes)
+
+
+def gpus_of_ranks(first: Device | None, wanted: int | str, inventory: Inventory) -> tuple[list[Device | None], str]:
+    """Return the GPU of each rank, None for the CPU, and why there are so many.
+
+    first   the GPU that was chosen for rank 0, None for the CPU
+    wanted  number of ranks, or auto: one for each GPU
+    Raises DeviceMissing where there are more ranks than GPUs.
+    """
+    if first is None or first.kind != "cuda":
+        if wanted == "auto":
+            return [first] * CPU_RANKS, f"auto: no GPUs to count; {CPU_RANKS} ranks are enough to try it"
+        return [first] * int(wanted), ""
+    here = [first, *(gpu for gpu in inventory.usable if gpu.kind == "cuda" and gpu.index != first.index)]
+    if wanted == "auto":
+        return [*here], f"auto: one rank for each of {len(here)} GPUs"
+    if int(wanted) > len(here):
+        raise DeviceMissing(
+            f"{wanted} ranks need as many GPUs, but {len(here)} can be used: {', '.join(gpu.name for gpu in here)}",
+            where=f"parallelism.world_size={wanted}",
+            fix=f"say parallelism.world_size={len(here)}, or device=cpu to try it without GPUs",
+        )
+    return [*here[: int(wanted)]], ""
+
+
+def shares_of(wanted: str | Sequence[int], total: int, ranks: Sequence[RankDevice]) -> tuple[Shares | Problem, str]:
+    """Return the samples of an update for each rank, or what is wrong, and why each has so many."""
+    if len(ranks) == 1:
+        return (total,), "one rank has all samples of an update"
+    if isinstance(wanted, (list, tuple)):
+        return fixed(wanted, len(ranks), total), "as given"
+    even = equal(len(ranks), total)
+    memories = [rank.memory_bytes for rank in ranks]
+    if wanted == "equal" or isinstance(even, Problem):
+        return even, "equal: as even as whole numbers are"
+    if wanted == "speed":
+        return even, "speed: even at first, then measured"
+    if not all(memories):
+        return even, "memory: unknown here, so even"
+    sizes = " : ".join(f"{memory / 2**30:.3g}" for memory in memories)
+    return proportional(total, memories), f"memory: in the proportion of {sizes} GiB"

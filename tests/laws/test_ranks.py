@@ -1,0 +1,185 @@
+"""The update is the same on any number of ranks, however its samples are shared among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.axes.optimizer import adamw
+from runner.axes.parallelism import ddp
+from runner.axes.precision import bf16, fp16, fp32
+from runner.axes.scheduler import constant
+from runner.base.batch import MicroBatch
+from runner.base.order import Order
+from runner.base.world import World
+from runner.distributed.parallel import Parallel
+from runner.engine.loop import Position, StepInfo, Training, train_updates
+from tests.distributed.ranks import CPU, run_ranks
+
+ALONE = World(CPU)
+NUM_SAMPLES, WIDTH, TOKENS, CLASSES = 45, 6, 4, 5
+
+
+def make_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES)).to(dtype)
+
+
+def samples(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(NUM_SAMPLES, TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    y = torch.randint(-1, CLASSES, (NUM_SAMPLES, TOKENS), generator=generator)  # -1: padding, counts for nothing
+    return x, y
+
+
+def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    x, y = batch
+    return F.cross_entropy(model(x).transpose(1, 2), y, reduction="sum", ignore_index=-1), (y >= 0).sum()
+
+
+def batches_of(order: Order, dtype: torch.dtype) -> Iterator[MicroBatch]:
+    x, y = samples(dtype)
+    for key in order.from_update(0):
+        batch = (x[key.indices], y[key.indices]) if key.indices else None
+        yield MicroBatch(batch, key.last, counts=key.counts)
+
+
+def training(model: nn.Module, parallel: Parallel, loss: Any = token_loss, precision: Any = fp32) -> Training:
+    named = list(model.named_parameters())
+    wrapped = parallel.wrap(model, lambda: list(model), [])
+    parameters = [weight for _, weight in named]
+    parallel.begin(parameters)
+    return Training(
+        position=Position("train"),
+        model=wrapped,
+        loss=loss,
+        parameters=parameters,
+        optimizer=adamw(named, lr=0.01),
+        schedule=constant(100),
+        precision=precision(parallel.world, model),
+        parallel=parallel,
+        per_item=1 / 32,
+        max_grad_norm=0.5,
+    )
+
+
+def trained(
+    world: World,
+    strategy: Callable[[World], Parallel],
+    *,
+    shares: tuple[int, ...],
+    micro: int,
+    updates: int = 6,
+    dtype: torch.dtype = torch.float64,
+    loss: Any = token_loss,
+    precision: Any = fp32,
+) -> dict[str, Any]:
+    """Return losses, norms, counts and the weights after some updates."""
+    parallel = strategy(world)
+    total = sum(shares)
+    order = Order(
+        NUM_SAMPLES, total, micro, seed=3, shares=shares if world.world_size > 1 else (),
+        rank=world.rank, in_step=parallel.in_step,
+    )  # fmt: skip
+    run = training(make_model(dtype), parallel, loss, precision)
+    steps: list[StepInfo] = list(train_updates(run, batches_of(order, dtype), updates))
+    weights = parallel.whole(run.model.state_dict())
+    return {
+        "losses": [float(step.loss_sum) / float(step.items) for step in steps if step.loss_sum is not None],
+        "items": [float(step.items) for step in steps],
+        "norms": [float(step.grad_norm) for step in steps if step.grad_norm is not None],
+        "weights": {name: tensor.flatten().tolist() for name, tensor in weights.items()},
+        "skipped": run.precision.num_skipped(),
+    }
+
+
+def distance(one: dict[str, Any], other: dict[str, Any], key: str) -> float:
+    def flat(value: Any) -> list[float]:
+        return [number for inner in value.values() for number in inner] if isinstance(value, dict) else value
+
+    left, right = np.array(flat(one[key])), np.array(flat(other[key]))
+    return float(np.abs(left - right).max() / np.abs(left).max())
+
+
+SPLITS = [((16, 16), 16), ((19, 13), 19), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5), ((1, 30, 1), 7)]
+
+
+@pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+def test_shares_and_ranks_do_not_change_the_updates(
+    shares: tuple[int, ...], micro: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """The second update of each epoch has 13 samples: shares are ragged there, and a rank may have none."""
+    alone = trained(ALONE, ddp, shares=shares, micro=sum(shares), dtype=dtype)
+    for rank, result in enumerate(
+        run_ranks(lambda world: trained(world, ddp, shares=shares, micro=micro, dtype=dtype), len(shares))
+    ):
+        assert result["items"] == alone["items"]
+        for key in ("losses", "norms"):
+            assert distance(alone, result, key) < tolerance, (rank, key)
+        if rank == 0:
+            assert distance(alone, result, "weights") < tolerance
+
+
+def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
+    def explosive(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        total, count = token_loss(model, batch)
+        return total * (1e9 if int(batch[1].sum()) == trigger else 1.0), count
+
+    y = samples(torch.float32)[1]
+    first = next(iter(Order(NUM_SAMPLES, 32, 32, seed=3).micros(0))).indices
+    trigger = int(y[first[19:]].sum())  # what rank 1 has in the first update
+
+    results = run_ranks(
+        lambda world: trained(
+            world, ddp, shares=(19, 13), micro=32, dtype=torch.float32, loss=explosive, precision=fp16, updates=4
+        ),
+        2,
+    )
+    assert [result["skipped"] for result in results] == [1, 1]
+    assert results[0]["norms"][1:] == results[1]["norms"][1:]
+
+
+def test_bfloat16_stays_close() -> None:
+    alone = trained(ALONE, ddp, shares=(19, 13), micro=32, dtype=torch.float32, precision=bf16)
+    for result in run_ranks(
+        lambda world: trained(world, ddp, shares=(19, 13), micro=32, dtype=torch.float32, precision=bf16), 2
+    ):
+        assert distance(alone, result, "losses") < 2e-3  # a sum in another order, rounded to 8 bits on the way
+
+
+def test_a_parameter_that_no_rank_used_has_no_gradient_and_one_that_some_used_has() -> None:
+    class Picky(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](x) if int(x[0, 0, 0].item() * 1e3) % 2 else self[1](x)
+
+    def grads(world: World) -> list[list[float] | None]:
+        torch.manual_seed(0)
+        model = Picky(*(nn.Linear(WIDTH, CLASSES) for _ in range(3))).double()
+        parallel = ddp(world)
+        run = training(model, parallel)
+        x, y = samples(torch.float64)
+        mine = slice(None) if world.world_size == 1 else slice(world.rank * 10, world.rank * 10 + 10)
+        picked = x[:20].clone()
+        picked[:10, 0, 0], picked[10:, 0, 0] = 0.0015, 0.0025  # rank 0 uses one layer, rank 1 the other
+        parts = [MicroBatch((picked[:10], y[:10]), False), MicroBatch((picked[10:], y[10:20]), True)]
+        given = parts if world.world_size == 1 else [parts[world.rank]._replace(last=True)]
+        assert mine is not None
+        from runner.distributed.parallel import Passes
+
+        passes = Passes(run.model, run.loss, run.precision.forward, run.precision.backward)
+        parallel.reduce(parallel.accumulate(passes, iter(given)))
+        return [None if weight.grad is None else weight.grad.flatten().tolist() for weight in run.parameters]
+
+    alone = grads(ALONE)
+    assert [gradient is None for gradient in alone] == [False] * 4 + [True] * 2
+    for found in run_ranks(grads, 2):
+        assert [gradient is None for gradient in found] == [gradient is None for gradient in alone]
+        for one, other in zip(alone[:4], found[:4], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
