@@ -1,0 +1,251 @@
+"""Laws of shares: all samples are dealt, nobody gets more than it holds, and what cannot be is said in words."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.base.errors import Problem
+from runner.base.shares import Row, dealt, equal, fixed, identity, lines, proportional, slices, summed, table
+
+weights_of_ranks = st.lists(st.one_of(st.integers(0, 50), st.floats(0, 1e12)), min_size=1, max_size=9).filter(any)
+some_shares = st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any)
+
+
+def must(shares: tuple[int, ...] | Problem) -> tuple[int, ...]:
+    assert not isinstance(shares, Problem)
+    return shares
+
+
+def problem(shares: tuple[int, ...] | Problem) -> str:
+    assert isinstance(shares, Problem)
+    return str(shares)
+
+
+# ---------------------------------------------------------------- proportional
+
+
+@given(st.integers(0, 5000), weights_of_ranks)
+def test_all_samples_are_dealt_and_every_rank_that_counts_gets_one(total: int, weights: list[float]) -> None:
+    shares = must(proportional(total, weights))
+    taking = [rank for rank, weight in enumerate(weights) if weight > 0]
+    assert sum(shares) == total
+    assert all(share == 0 for rank, share in enumerate(shares) if rank not in taking)
+    if total >= len(taking):
+        assert all(shares[rank] >= 1 for rank in taking)
+
+
+@given(st.integers(0, 500), weights_of_ranks, st.data())
+def test_no_rank_is_above_its_cap_and_too_small_caps_are_a_problem(
+    total: int, weights: list[float], data: st.DataObject
+) -> None:
+    cap = st.none() | st.integers(0, 200)
+    caps = data.draw(st.lists(cap, min_size=len(weights), max_size=len(weights)))
+    shares = proportional(total, weights, caps)
+    taking = [rank for rank, weight in enumerate(weights) if weight > 0]
+    fits = any(caps[rank] is None for rank in taking) or sum(caps[rank] or 0 for rank in taking) >= total
+    assert isinstance(shares, Problem) != fits
+    if not isinstance(shares, Problem):
+        assert sum(shares) == total
+        assert all(cap is None or share <= cap for share, cap in zip(shares, caps, strict=True))
+        if total >= len(taking):
+            assert all(shares[rank] >= 1 for rank in taking if caps[rank] != 0)
+
+
+@given(st.integers(9, 2000), st.lists(st.integers(1, 50), min_size=1, max_size=9))
+def test_shares_are_within_one_sample_of_the_proportion_where_no_bound_holds(total: int, weights: list[int]) -> None:
+    quotas = [total * weight / sum(weights) for weight in weights]
+    shares = must(proportional(total, weights))
+    if min(quotas) >= 1:
+        assert all(abs(share - quota) < 1 for share, quota in zip(shares, quotas, strict=True))
+
+
+def test_the_largest_remainder_decides_and_ties_go_to_the_lower_rank() -> None:
+    assert proportional(32, (11, 8)) == (19, 13)  # 18.53, 13.47
+    assert proportional(10, (1, 1, 1)) == (4, 3, 3)
+    assert proportional(11, (1, 1, 1)) == (4, 4, 3)
+    assert proportional(3, (0.1, 0.1)) == (2, 1)
+    assert proportional(1, (1, 2, 2)) == (0, 1, 0)
+    assert proportional(10, (1000, 1, 0, 1)) == (8, 1, 0, 1)
+
+
+def test_what_is_above_a_cap_goes_to_the_others_in_proportion() -> None:
+    assert proportional(32, (4, 2, 2), (10, None, None)) == (10, 11, 11)
+    assert proportional(30, (6, 3, 1), (10, None, None)) == (10, 15, 5)
+    assert proportional(12, (100, 1, 1), (4, 4, 4)) == (4, 4, 4)
+
+
+def test_a_cap_of_one_rank_does_not_push_another_below_its_proportion() -> None:
+    """Both bounds are broken at first; which of them is resolved first decides."""
+    assert proportional(20, (1000, 10, 1), (8, None, None)) == (8, 11, 1)
+    assert proportional(5, (100, 3, 1), (3, None, None)) == (3, 1, 1)
+
+
+def test_caps_that_hold_too_little_are_said_with_their_sum() -> None:
+    text = problem(proportional(64, (1, 1), (30, 20)))
+    assert text == (
+        "global_batch_size=64: must be at most what the ranks hold together (30 + 20: 50), but is 64\n"
+        "    say global_batch_size=50, or add ranks"
+    )
+
+
+# ---------------------------------------------------------------- ragged windows
+
+
+@given(some_shares, st.data())
+def test_a_ragged_window_is_dealt_whole_and_nobody_gets_more_than_its_share(
+    shares: list[int], data: st.DataObject
+) -> None:
+    window = data.draw(st.integers(0, sum(shares)))
+    parts = dealt(window, shares)
+    assert sum(parts) == window
+    assert all(part <= share for part, share in zip(parts, shares, strict=True))
+    if window == sum(shares):
+        assert parts == tuple(shares)
+
+
+@given(some_shares, st.integers(0, 400))
+def test_slices_follow_each_other_and_cover_the_window(shares: list[int], window: int) -> None:
+    cuts = slices(window, shares)
+    seen = [sample for start, stop in cuts for sample in range(start, stop)]
+    assert seen == list(range(window))
+    assert tuple(stop - start for start, stop in cuts) == dealt(window, shares)
+
+
+def test_a_rank_may_get_nothing_of_a_small_window() -> None:
+    assert dealt(1, (19, 13)) == (1, 0)
+    assert slices(1, (19, 13)) == ((0, 1), (1, 1))
+    assert dealt(2, (1, 1, 1)) == (1, 1, 0)
+    assert dealt(0, (19, 13)) == (0, 0)
+
+
+# ---------------------------------------------------------------- what the user says
+
+
+def test_the_users_shares_are_taken_as_they_are_or_as_proportions() -> None:
+    assert fixed((19, 13), 2, 32) == (19, 13)
+    assert fixed((5, 3), 2, 32) == (20, 12)
+    assert fixed((11, 8), 2, 32) == (19, 13)
+    assert fixed((1000, 1), 2, 2) == (1, 1)
+    assert fixed((7,), 1, 32) == (32,)
+    assert equal(3, 32) == (11, 11, 10)
+
+
+@pytest.mark.parametrize(
+    ("shares", "world_size", "total", "text"),
+    [
+        (
+            (5, 3, 2), 2, 32,
+            (
+                "parallelism.shares=[5,3,2]: must have one number per rank (2), but has 3\n"
+                "    say parallelism.world_size=3, or 2 numbers, as in parallelism.shares=[5,3]"
+            ),
+        ),
+        (
+            (5,), 2, 32,
+            (
+                "parallelism.shares=[5]: must have one number per rank (2), but has 1\n"
+                "    say parallelism.world_size=1, or 2 numbers, as in parallelism.shares=[5,1]"
+            ),
+        ),
+        (
+            (), 2, 32,
+            (
+                "parallelism.shares=[]: must have one number per rank (2), but has 0\n"
+                "    say 2 numbers, as in parallelism.shares=[1,1]"
+            ),
+        ),
+        (
+            (32, 0), 2, 32,
+            (
+                "parallelism.shares=[32,0]: must be at least 1 for each rank, but is 0 for rank 1\n"
+                "    say parallelism.world_size=1"
+            ),
+        ),
+        (
+            (16, -1, 16), 3, 32,
+            (
+                "parallelism.shares=[16,-1,16]: must be at least 1 for each rank, but is -1 for rank 1\n"
+                "    say parallelism.world_size=2 parallelism.shares=[16,16]"
+            ),
+        ),
+        (
+            (0, 0), 2, 32,
+            (
+                "parallelism.shares=[0,0]: must be at least 1 for each rank, but is 0 for rank 0\n"
+                "    say parallelism.shares=[1,1]"
+            ),
+        ),
+        (
+            (1, 1, 1, 1), 4, 3,
+            (
+                "global_batch_size=3: must be at least the number of ranks (4), but is 3\n"
+                "    say parallelism.world_size=3, or global_batch_size=4"
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_shares_that_cannot_be_are_said_with_what_to_do(
+    shares: tuple[int, ...], world_size: int, total: int, text: str
+) -> None:
+    assert problem(fixed(shares, world_size, total)) == text
+
+
+@given(st.lists(st.integers(-2, 40), max_size=5), st.integers(1, 5), st.integers(1, 40))
+def test_accepted_shares_fit_the_ranks_and_the_update(shares: list[int], world_size: int, total: int) -> None:
+    taken = fixed(shares, world_size, total)
+    good = len(shares) == world_size <= total and min(shares, default=0) > 0
+    assert isinstance(taken, Problem) != good
+    if not isinstance(taken, Problem):
+        assert (len(taken), sum(taken)) == (world_size, total)
+        assert min(taken) >= 1
+
+
+# ---------------------------------------------------------------- the table
+
+
+def rows_of(shares: tuple[int, ...], micro: int | None) -> tuple[Row, ...]:
+    size = len(shares)
+    return table(shares, ["cpu"] * size, [None] * size, [micro] * size)
+
+
+def test_the_identity_adds_up_in_one_line() -> None:
+    assert identity(rows_of((19, 13), None)) == "32 samples per update = 19 (rank 0: 1 x 19) + 13 (rank 1: 1 x 13)"
+    assert identity(rows_of((19, 13), 8)) == "32 samples per update = 19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)"
+    assert identity(rows_of((16,) * 4, 8)) == "64 samples per update = 4 x 16 (ranks 0-3: 2 x 8)"
+    assert identity(rows_of((3, 0), 8)) == "3 samples per update = 3 (rank 0: 1 x 3) + 0 (rank 1: none)"
+    assert identity(rows_of((24, 23, 22, 21, 20, 19, 18, 17), 8)) == (
+        "164 samples per update = 24 + 23 + 22 + 21 + 20 + 19 + 18 + 17"
+    )
+
+
+@pytest.mark.parametrize(("size", "micro"), list(product((1, 2, 3, 8, 64), (None, 8))))
+def test_the_identity_is_never_longer_than_a_line(size: int, micro: int | None) -> None:
+    line = identity(rows_of(tuple(range(100, 100 + size)), micro))
+    assert len(line) <= 120
+    assert "\n" not in line
+
+
+@given(some_shares, st.integers(1, 50))
+def test_the_passes_of_a_rank_are_its_share(shares: list[int], micro: int) -> None:
+    for row in rows_of(tuple(shares), micro):
+        assert sum(row.passes) == row.share
+        assert all(0 < samples <= micro for samples in row.passes)
+        assert all(samples == row.micro_batch_size for samples in row.passes[:-1])
+
+
+def test_the_table_has_aligned_columns_and_says_unknown() -> None:
+    devices, memory = ["NVIDIA GeForce GTX 1080 Ti", "cpu"], [11 * 2**30, None]
+    assert lines(table((19, 13), devices, memory, [8, None])) == [
+        "rank  device                        memory  share  percent  micro-batch  passes",
+        "   0  NVIDIA GeForce GTX 1080 Ti  11.0 GiB     19   59.4 %            8  2 x 8 + 3",
+        "   1  cpu                          unknown     13   40.6 %           13  1 x 13",
+    ]
+
+
+def test_many_ranks_are_said_as_a_range() -> None:
+    assert summed((5, 3)) == "5 + 3"
+    assert summed([3, 9] * 32) == "64 ranks, 3 to 9 each"
