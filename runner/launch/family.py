@@ -61,7 +61,7 @@ class _Process:
 
 
 def _left(known: Set[int], sessions: Set[int]) -> Iterator[_Process]:
-    """Yield what lives of the descendants and sessions; orphans that have ended are reaped, heads of sessions are not."""
+    """Yield what lives of the descendants and sessions; orphans that have ended are reaped, ranks are not."""
     by_parent: dict[int, list[_Process]] = {}
     for process in _processes():
         by_parent.setdefault(process.parent, []).append(process)

@@ -390,7 +390,7 @@ def _everything_ended() -> Iterator[list[_Rank]]:
 
     While it is open, orphans come to this process, so that none gets out of sight. Every rank leads a session of its
     own: what is left in that is killed. What made itself a session, as the process behind a tracker does to keep the
-    last rows, is let be where all went well, and else has some seconds to end.
+    last rows, is let be where no rank failed, and else has some seconds to end.
     """
     ranks: list[_Rank] = []
     known = children()
@@ -398,10 +398,10 @@ def _everything_ended() -> Iterator[list[_Rank]]:
         try:
             yield ranks
         finally:
-            went_well = all(rank.status in (Exit.DONE, Exit.PREEMPTED) or rank.is_killed for rank in ranks)
             for rank in ranks:
                 rank.kill()
-            clear_away({rank.pid for rank in ranks}, known, float("inf") if went_well else _OTHERS_S)
+            has_failed = any(rank.status not in (Exit.DONE, Exit.PREEMPTED) and not rank.is_killed for rank in ranks)
+            clear_away({rank.pid for rank in ranks}, known, _OTHERS_S if has_failed else None)
             for rank in ranks:
                 os.close(rank.descriptor)
                 os.waitpid(rank.pid, os.WNOHANG)

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import json
+import multiprocessing.process
 import os
 import re
 import signal
@@ -48,7 +49,7 @@ def live(main: Main, member: Member, supervisor: int, folder: Path, mask: set[si
     """
     code = int(Exit.SOFTWARE)
     try:
-        _settle_in(supervisor, folder / f"crash-{member.rank}")
+        _settle_in(supervisor, folder, member.rank)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code, report = _lived(main, member)
         (folder / f"report-{member.rank}").write_text(json.dumps(dataclasses.asdict(report)), encoding="utf-8")
@@ -75,7 +76,7 @@ def read_report(folder: Path, rank: int) -> Report:
     return Report(traceback=crash.partition("\nExtension modules:")[0].strip())
 
 
-def _settle_in(supervisor: int, crash: Path) -> None:
+def _settle_in(supervisor: int, folder: Path, rank: int) -> None:
     """Die with the supervisor, hear no terminal, and leave a traceback also where Python itself crashes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -87,7 +88,9 @@ def _settle_in(supervisor: int, crash: Path) -> None:
         signal.signal(number, signal.SIG_DFL)
     # The supervisor repeats it until the rank has ended: who does not listen yet, or no longer, must not die of it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    descriptor = os.open(crash, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    # Sockets of data workers lie there; no finalizer runs in a process that is killed, or left by os._exit.
+    multiprocessing.process.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
+    descriptor = os.open(folder / f"crash-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     faulthandler.enable(descriptor, all_threads=True)
 
 

@@ -1,0 +1,660 @@
+"""Laws of ranks that are forked from one process and watched by it; every rank here is a real process."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import faulthandler
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.utils.data
+
+from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, Problem, RankLost, SystemLimit
+from runner.base.ranks import Member
+from runner.base.world import World
+from runner.distributed.join import joined
+from runner.durable.signals import StopRequest
+from runner.launch import local
+from runner.launch.local import Ending, as_error
+from runner.launch.rank import _is_victim
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test here ends without processes or folders of its ranks, or fails."""
+    torch.set_num_threads(1)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    before = family()
+    yield
+    assert family() <= before
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def family() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def run_ranks(main: Callable[[Member], tuple[int, Any]], num_ranks: int = 2, *, grace_s: float = 0.5) -> Ending:
+    said: list[str] = []
+    ending = local.run_ranks(main, num_ranks, grace_s=grace_s, say=said.append)
+    assert len(said) == (ending.cause is not None), said  # one line, or none
+    if ending.cause is not None:
+        assert said[0].startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
+    return ending
+
+
+def on_rank(chosen: int, act: Callable[[], Any], other: Callable[[Member], Any] = lambda member: None) -> Any:
+    """Return a main whose rank `chosen` calls `act`, and all others call `other`."""
+
+    def main(member: Member) -> tuple[int, Any]:
+        if member.rank == chosen:
+            act()
+        else:
+            other(member)
+        return 0, member.rank
+
+    return main
+
+
+def in_world(act: Callable[[World], Any], *, timeout_s: float = 30.0) -> Callable[[Member], tuple[int, Any]]:
+    """Return a main that joins the others over gloo."""
+
+    def main(member: Member) -> tuple[int, Any]:
+        with joined(member, torch.device("cpu"), timeout_s=timeout_s) as world:
+            return 0, act(world)
+
+    return main
+
+
+def reduce_for_ever(world: World) -> None:
+    while True:
+        world.sum(torch.ones(1000))
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_what_ranks_return_comes_back_in_their_order() -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        time.sleep(0.02 * (3 - member.rank))  # the last ends first
+        return 0, asdict(member) | {"text": "é" * 100_000}
+
+    ending = run_ranks(main, 3)
+    assert (ending.code, ending.cause, ending.failures, ending.killed, ending.stop) == (0, None, (), (), None)
+    for rank, told in enumerate(ending.results):
+        assert told.pop("store").startswith("file:///")
+        assert told == {
+            "rank": rank, "local_rank": rank, "world_size": 3, "num_local_ranks": 3, "attempt": 0,
+            "text": "é" * 100_000,
+        }  # fmt: skip
+
+
+def test_ranks_meet_in_the_private_folder() -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        folder = Path(member.store.removeprefix("file://")).parent
+        mode = folder.stat().st_mode & 0o777
+        with joined(member, torch.device("cpu"), timeout_s=30.0) as world:
+            return 0, [mode, world.sum(torch.ones(1)).item()]
+
+    assert run_ranks(main).results == ([0o700, 2.0], [0o700, 2.0])
+
+
+@pytest.mark.parametrize("code", [3, 78, 255])
+@pytest.mark.parametrize("leave", [sys.exit, os._exit, None], ids=["sys.exit", "os._exit", "return"])
+def test_true_exit_codes_are_kept(code: int, leave: Callable[[int], Any] | None) -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        if member.rank == 0:
+            return 0, "fine"
+        if leave is not None:
+            leave(code)
+        return code, "lost"
+
+    ending = run_ranks(main)
+    assert ending.cause is not None
+    assert (ending.code, ending.cause.rank, ending.cause.exit_code, ending.cause.signal) == (code, 1, code, None)
+    assert ending.results == ("fine", None)
+    assert ("test_local.py" in ending.cause.traceback) == (leave is sys.exit)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGRTMIN])
+def test_the_signal_that_ended_a_rank_is_named(number: int) -> None:
+    ending = run_ranks(on_rank(1, lambda: os.kill(os.getpid(), number)))
+    assert ending.cause is not None
+    assert ending.code == ending.cause.exit_code == 128 + number
+    name = {signal.SIGRTMIN: "SIGRTMIN"}.get(number) or signal.Signals(number).name
+    assert ending.cause.signal == name
+    assert f"rank 1 of 2 was ended by {name}, after " in str(as_error(ending))
+    assert as_error(ending).exit_code == Exit.RANK_LOST
+
+
+@pytest.mark.parametrize(("codes", "together"), [((0, 0), 0), ((75, 75), 75), ((0, 75), 75), ((75, 3), 3), ((3, 0), 3)])
+def test_the_codes_of_all_ranks_make_one(codes: tuple[int, int], together: int) -> None:
+    ending = run_ranks(lambda member: (codes[member.rank], "told"))
+    assert ending.code == together
+    assert ending.results == tuple("told" if code in (0, 75) else None for code in codes)
+
+
+def test_a_rank_may_end_long_before_the_others() -> None:
+    assert run_ranks(on_rank(1, partial(time.sleep, 0.5)), grace_s=0.1).code == 0
+
+
+def test_a_result_that_json_cannot_write_is_a_failure() -> None:
+    ending = run_ranks(lambda member: (0, {1} if member.rank else None))
+    assert ending.code == Exit.SOFTWARE
+    assert ending.cause is not None
+    assert "TypeError" in ending.cause.what
+
+
+def test_a_result_that_cannot_be_kept_is_a_failure() -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        if member.rank:
+            Path(member.store.removeprefix("file://")).with_name("report-1").mkdir()
+        return 0, None
+
+    assert run_ranks(main).code == Exit.INPUT_OUTPUT
+
+
+def test_nothing_of_the_supervisor_runs_at_the_exit_of_a_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    note = tmp_path / "note"
+    touch = atexit.register(note.touch)
+    try:
+        print("before", end="")
+        assert run_ranks(lambda member: (0, print("rank", member.rank))).code == 0
+    finally:
+        atexit.unregister(touch)
+    assert not note.exists()
+    out = capfd.readouterr().out
+    assert out.count("before") == out.count("rank 0") == out.count("rank 1") == 1  # flushed, and once
+
+
+# ---------------------------------------------------------------- causes and victims
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_killed_rank_is_named_and_nobody_is_left(seed: int) -> None:
+    chance = random.Random(seed)
+    chosen, moment_s = chance.randrange(3), chance.uniform(0.0, 0.2)
+    killed_at: list[float] = []
+    named_at: list[float] = []
+
+    def main(member: Member) -> tuple[int, Any]:
+        if member.rank == chosen:
+            threading.Timer(moment_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        return in_world(reduce_for_ever)(member)
+
+    before, began = family(), time.monotonic()
+    ending = local.run_ranks(main, 3, grace_s=0.5, say=lambda text: named_at.append(time.monotonic()))
+    killed_at.append(began + moment_s)
+    assert family() == before
+    assert ending.cause is not None
+    assert (ending.code, ending.cause.rank, ending.cause.signal) == (137, chosen, "SIGKILL")
+    assert named_at[0] - killed_at[0] < 5.0
+    assert time.monotonic() - killed_at[0] < 10.0
+    assert all(failure.is_victim for failure in ending.failures if failure.rank != chosen)
+    assert len(ending.failures) + len(ending.killed) == 3
+
+
+def test_a_raising_rank_is_named_with_its_own_traceback_and_who_waited_is_a_victim() -> None:
+    def act(world: World) -> None:
+        world.sum(torch.ones(1))
+        if world.rank == 1:
+            raise ValueError("the seventh sample is odd")
+        reduce_for_ever(world)
+
+    ending = run_ranks(in_world(act))
+    assert ending.cause is not None
+    assert (ending.code, ending.cause.rank, ending.cause.is_victim) == (Exit.SOFTWARE, 1, False)
+    assert 'raise ValueError("the seventh sample is odd")' in ending.cause.traceback
+    victim = next(failure for failure in ending.failures if failure.rank == 0)
+    assert victim.is_victim
+    assert "all_reduce" in victim.traceback
+    error = as_error(ending)
+    assert error.exit_code == Exit.SOFTWARE
+    assert "rank 1 of 2 raised ValueError: the seventh sample is odd, after " in str(error)
+
+
+def test_the_cause_is_the_first_of_two() -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        time.sleep(0.05 + 0.15 * (1 - member.rank))
+        raise ValueError(f"rank {member.rank} had enough")
+
+    ending = run_ranks(main)
+    assert ending.cause is not None
+    assert [failure.rank for failure in ending.failures] == [1, 0]
+    assert ending.cause.rank == 1
+
+
+def test_a_victim_that_ends_before_the_cause_is_not_taken_for_it() -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        try:
+            return in_world(lambda world: 1 / 0 if world.rank == 1 else reduce_for_ever(world))(member)
+        finally:
+            time.sleep(0.5 * member.rank)  # as a tracker does that has rows to send
+
+    ending = run_ranks(main)
+    assert ending.failures[0].rank == 0
+    assert ending.cause is not None
+    assert (ending.cause.rank, ending.cause.what) == (1, "raised ZeroDivisionError: division by zero")
+
+
+def test_a_failing_rank_does_not_wait_for_one_that_hangs() -> None:
+    began = time.monotonic()
+    ending = run_ranks(on_rank(1, partial(sys.exit, 3), lambda member: time.sleep(60)), grace_s=0.1)
+    assert (ending.code, ending.killed, ending.results) == (3, (0,), (None, None))
+    assert time.monotonic() - began < 5
+
+
+def test_the_others_have_time_to_finish_what_they_write() -> None:
+    ending = run_ranks(on_rank(1, partial(sys.exit, 3), lambda member: time.sleep(0.3)))
+    assert (ending.code, ending.killed, ending.results) == (3, (), (0, None))
+
+
+def test_a_stopped_rank_does_not_hold_up_the_end() -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        if member.rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.1)
+        raise ValueError("no")
+
+    ending = run_ranks(main, grace_s=0.1)
+    assert ending.cause is not None
+    assert (ending.cause.rank, ending.killed) == (1, (0,))
+
+
+def test_where_there_are_only_victims_the_silent_rank_is_named_too() -> None:
+    def act(world: World) -> None:
+        world.sum(torch.ones(1))
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        reduce_for_ever(world)
+
+    ending = run_ranks(in_world(act, timeout_s=0.3), grace_s=0.1)
+    assert ending.cause is not None
+    assert (ending.cause.rank, ending.cause.is_victim, ending.killed) == (0, True, (1,))
+    assert "; rank 1 did not answer" in str(as_error(ending))
+    assert as_error(ending).exit_code == Exit.RANK_LOST
+
+
+@pytest.mark.parametrize(("crash", "name"), [(faulthandler._sigsegv, "SIGSEGV"), (os.abort, "SIGABRT")])
+def test_a_crashed_rank_has_a_traceback_of_its_own(crash: Callable[[], None], name: str) -> None:
+    def crashing_function() -> None:
+        crash()
+
+    ending = run_ranks(on_rank(1, crashing_function))
+    assert ending.cause is not None
+    assert ending.cause.signal == name
+    assert "in crashing_function" in ending.cause.traceback
+    assert "in crashing_function" in str(as_error(ending))
+
+
+def test_the_problems_of_a_rank_come_back_under_its_name_with_its_code() -> None:
+    problems = (Problem("must be 3, but is 4", "model.depth", "say 3"), Problem("is missing"))
+
+    def fail() -> None:
+        error = ConfigError(problems)
+        raise error
+
+    ending = run_ranks(on_rank(1, fail))
+    error = as_error(ending)
+    assert ending.code == error.exit_code == Exit.CONFIG
+    assert error.problems == (
+        Problem("must be 3, but is 4", "rank 1: model.depth", "say 3"),
+        Problem("is missing", "rank 1", ""),
+    )
+    assert "rank 1: model.depth: must be 3, but is 4" in str(error)
+
+
+def _raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as raised:
+        return raised
+
+
+CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9612."
+LATE = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError(CLOSED), True),
+        (RuntimeError(LATE), True),
+        (torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (torch.distributed.DistNetworkError("The client socket has timed out after 60000ms"), True),
+        (torch.distributed.DistStoreError("wait timeout after 1000ms, keys: /x"), True),
+        (torch.distributed.DistBackendError("NCCL error: unhandled cuda error"), False),
+        (_raised(SystemLimit("cannot meet the others"), RuntimeError(CLOSED)), True),
+        (_raised(RuntimeError(CLOSED), ValueError("before that")), False),
+        (RankLost("the others are gone"), True),
+        (DataError("a file is damaged: timeout"), False),
+        (RuntimeError("DataLoader timed out after 5 seconds"), False),
+        (RuntimeError("CUDA error: the launch timed out and was terminated"), False),
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/x.cc:1] op.preamble.length <= op.nbytes. 16 vs 8"), False),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), False),
+        (KeyboardInterrupt(), False),
+    ],
+    ids=lambda value: str(value)[-50:],
+)
+def test_a_victim_is_who_only_saw_another_go(error: BaseException, expected: bool) -> None:
+    assert _is_victim(error) is expected
+
+
+def test_an_error_that_is_its_own_cause_can_be_told() -> None:
+    error = ValueError("round")
+    error.__cause__ = error
+    assert not _is_victim(error)
+
+
+def test_a_rank_that_cannot_meet_the_others_is_a_victim() -> None:
+    ending = run_ranks(on_rank(1, partial(time.sleep, 60), in_world(lambda world: None, timeout_s=0.2)), grace_s=0.1)
+    assert ending.cause is not None
+    assert (ending.code, ending.cause.is_victim, ending.killed) == (Exit.SYSTEM, True, (1,))
+
+
+# ---------------------------------------------------------------- what ranks start
+
+
+def test_what_a_rank_started_does_not_outlive_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_OTHERS_S", 0.3)
+
+    def start() -> None:
+        _read_with_workers()
+        for own_session in (False, True):
+            subprocess.Popen(["sleep", "60"], start_new_session=own_session)
+        if os.fork() == 0:  # an orphan that nobody asked for
+            if os.fork() == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(60)
+            os._exit(0)
+        (tmp_path / "started").write_text(json.dumps(sorted(family())))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    before = family()
+    ending = run_ranks(on_rank(1, start), grace_s=0.1)
+    assert ending.code == 137
+    assert len(json.loads((tmp_path / "started").read_text())) >= 4
+    assert family() == before
+
+
+def test_what_made_itself_a_session_may_finish_where_all_went_well() -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        return 0, [subprocess.Popen(["sleep", "60"], start_new_session=own).pid for own in (True, False)]
+
+    ending = run_ranks(main, 1)
+    own, shared = ending.results[0]
+    assert _is_alive(own)
+    assert not _is_alive(shared)
+    os.kill(own, signal.SIGKILL)
+    os.waitpid(own, 0)  # it was adopted
+
+
+def test_processes_of_others_are_let_be() -> None:
+    with subprocess.Popen(["sleep", "60"]) as mine:
+        assert run_ranks(on_rank(1, partial(sys.exit, 3))).code == 3
+        assert mine.poll() is None
+        mine.kill()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_nobody_outlives_a_supervisor_that_is_killed(
+    reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.utils.data._utils.worker, "MP_STATUS_CHECK_INTERVAL", 0.5)  # 5 s without this
+
+    def main(member: Member) -> tuple[int, Any]:
+        if reads:
+            _read_with_workers()
+        pids = [os.getpid(), *family()]
+        (tmp_path / f".{member.rank}").write_text(json.dumps(pids))
+        (tmp_path / f".{member.rank}").rename(tmp_path / f"pids-{member.rank}")
+        time.sleep(60)
+        return 0, None
+
+    with supervisor(main, tmp_path) as pid:
+        _until(lambda: len(list(tmp_path.glob("pids-*"))) == 2)
+        pids = [one for path in tmp_path.glob("pids-*") for one in json.loads(path.read_text())]
+        assert len(pids) == (4 if reads else 2)
+        os.kill(pid, signal.SIGKILL)
+    _until(lambda: not any(_is_alive(one) for one in pids), limit_s=10.0)
+    for folder in (tmp_path / "tmp").iterdir():  # nobody was left to remove it
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+
+
+# ---------------------------------------------------------------- signals
+
+
+def saves_when_asked(folder: Path, *, deaf_s: float = 0.0) -> Callable[[Member], tuple[int, Any]]:
+    """Return a main that appends a line to its file each time it saves, and then stops with 75."""
+
+    def main(member: Member) -> tuple[int, Any]:
+        (folder / f"began-{member.rank}").touch()
+        time.sleep(deaf_s)  # importing, reading
+        with StopRequest() as stop:
+            (folder / f"listens-{member.rank}").touch()
+            _until(lambda: stop.requested is not None, limit_s=20)
+            with (folder / f"saved-{member.rank}").open("a") as file:
+                file.write(f"{stop.requested}\n")
+            time.sleep(0.05)  # reminders come meanwhile
+        time.sleep(0.05)
+        return 75, member.rank
+
+    return main
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("whole_group", [False, True], ids=["one", "group"])
+def test_one_stop_signal_lets_every_rank_save_once_and_leave_with_75(
+    number: signal.Signals, whole_group: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_REMINDER_S", 0.02)
+    with supervisor(saves_when_asked(tmp_path), tmp_path) as pid:
+        _until(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
+        (os.killpg if whole_group else os.kill)(pid, number)  # a terminal sends Ctrl-C to the group
+    ending = json.loads((tmp_path / "ending").read_text())
+    assert (ending["code"], ending["results"], ending["stop"]) == (75, [0, 1], number.name)
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGUSR1\n"] * 2
+
+
+def test_a_stop_is_heard_by_ranks_that_did_not_listen_yet(tmp_path: Path) -> None:
+    with supervisor(saves_when_asked(tmp_path, deaf_s=0.4), tmp_path) as pid:
+        _until(lambda: len(list(tmp_path.glob("began-*"))) == 2)
+        os.kill(pid, signal.SIGINT)
+    assert json.loads((tmp_path / "ending").read_text())["code"] == 75
+
+
+@pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
+def test_a_second_stop_signal_ends_all_at_once_with_130(
+    first: signal.Signals, second: signal.Signals, tmp_path: Path
+) -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        (tmp_path / f"began-{member.rank}").touch()
+        time.sleep(60)
+        return 0, None
+
+    with supervisor(main, tmp_path) as pid:
+        _until(lambda: len(list(tmp_path.glob("began-*"))) == 2)
+        os.kill(pid, first)
+        time.sleep(0.1)
+        os.kill(pid, second)
+    ending = json.loads((tmp_path / "ending").read_text())
+    assert (ending["code"], ending["killed"], ending["cause"]) == (130, [0, 1], None)
+
+
+def test_a_warning_does_not_count_as_the_first_stop_signal(tmp_path: Path) -> None:
+    with supervisor(saves_when_asked(tmp_path), tmp_path) as pid:
+        _until(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(pid, number)
+            time.sleep(0.05)
+    assert json.loads((tmp_path / "ending").read_text())["code"] == 75
+
+
+def test_what_the_terminal_suspends_goes_on_later(tmp_path: Path) -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        (tmp_path / f"pid-{member.rank}").write_text(str(os.getpid()))
+        _until((tmp_path / "go").exists)
+        return 0, member.rank
+
+    with supervisor(main, tmp_path) as pid:
+        _until(lambda: all((tmp_path / f"pid-{rank}").is_file() for rank in (0, 1)))
+        time.sleep(0.05)
+        all_pids = [pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1))]
+        os.kill(pid, signal.SIGTSTP)
+        _until(lambda: {psutil.Process(one).status() for one in all_pids} == {psutil.STATUS_STOPPED})
+        os.kill(pid, signal.SIGCONT)
+        _until(lambda: psutil.STATUS_STOPPED not in {psutil.Process(one).status() for one in all_pids})
+        (tmp_path / "go").touch()
+    assert json.loads((tmp_path / "ending").read_text())["results"] == [0, 1]
+
+
+def test_handlers_and_orphans_are_as_before_whatever_happens() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP, signal.SIGCHLD)
+
+    def state() -> list[Any]:
+        reaper = ctypes.c_int()
+        ctypes.CDLL(None).prctl(37, ctypes.byref(reaper), 0, 0, 0)
+        bell = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(bell)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        return [
+            [signal.getsignal(number) for number in numbers],
+            reaper.value,
+            bell,
+            mask,
+            len(list(Path("/proc/self/fd").iterdir())),
+        ]
+
+    def shout(text: str) -> None:
+        raise ZeroDivisionError(text)
+
+    before = state()
+    run_ranks(lambda member: (0, None))
+    assert state() == before
+    with pytest.raises(ZeroDivisionError):
+        local.run_ranks(on_rank(1, partial(sys.exit, 3), lambda member: time.sleep(60)), 2, say=shout)
+    assert state() == before
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_a_process_with_threads_does_not_fork() -> None:
+    gate = threading.Event()
+    thread = threading.Thread(target=gate.wait)
+    thread.start()
+    try:
+        with pytest.raises(AssertionError, match="threads"):
+            run_ranks(lambda member: (0, None))
+    finally:
+        gate.set()
+        thread.join()
+
+
+def test_a_process_that_has_started_cuda_does_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(AssertionError, match="CUDA"):
+        run_ranks(lambda member: (0, None))
+
+
+@pytest.mark.parametrize("refused", ["fork", "pidfd_open"])
+def test_a_system_that_has_no_room_for_all_ranks_is_left_with_none(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = getattr(os, refused), []
+
+    def limited(*given: int) -> Any:
+        calls.append(given)
+        if len(calls) == 3:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return real(*given)
+
+    monkeypatch.setattr(os, refused, limited)
+    before = family()
+    with pytest.raises(SystemLimit, match="rank 2 of 3 cannot be started: Resource temporarily unavailable"):
+        run_ranks(lambda member: (0, time.sleep(60)), 3)
+    assert family() == before
+
+
+def test_a_missing_temporary_folder_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(AccelRunError, match="where the ranks meet cannot be made: No such file") as caught:
+        run_ranks(lambda member: (0, None))
+    assert caught.value.exit_code == Exit.CANNOT_CREATE
+
+
+# ---------------------------------------------------------------- helpers
+
+
+@contextmanager
+def supervisor(main: Callable[[Member], tuple[int, Any]], folder: Path) -> Iterator[int]:
+    """Run two ranks from a process that leads a group; its ending is in folder/ending once the context is left."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setpgid(0, 0)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)
+            ending = local.run_ranks(main, 2, grace_s=0.3, say=lambda text: None)
+            (folder / "ending").write_text(json.dumps(asdict(ending)))
+        except BaseException as error:
+            (folder / "ending").write_text(repr(error))
+        finally:
+            os._exit(0)
+    try:
+        yield pid
+        limit = time.monotonic() + 20
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            assert time.monotonic() < limit, "the supervisor does not end"
+            time.sleep(0.01)
+    except BaseException:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        raise
+
+
+def _read_with_workers() -> None:
+    """Start a data worker, and leave it waiting for work."""
+    loader = torch.utils.data.DataLoader(range(10**6), num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+    globals()["_iterator"] = iter(loader)
+    next(globals()["_iterator"])
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _until(condition: Callable[[], bool], *, limit_s: float = 10.0) -> None:
+    limit = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < limit, "it does not come about"
+        time.sleep(0.005)
