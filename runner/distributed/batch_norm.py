@@ -1,0 +1,175 @@
+"""Batch norms over the micro-batches that all ranks pass at the same time, weighted by their true sizes.
+
+A rank alone normalizes over its own micro-batch, so unequal shares give unequal statistics. Synchronized, a pass of all
+ranks is one batch, and the running statistics are the same on every rank. Every rank must make the same number of
+passes; one in vain (see `vain.unnoticed`) counts for nothing, but takes part in the collectives and is normalized by
+the statistics of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.base.errors import TaskFault
+from runner.base.world import World
+from runner.distributed.vain import Counted
+
+
+def synchronized(model: nn.Module, world: World) -> nn.Module:
+    """Every batch norm of the model normalizes over all ranks while it trains; evaluation stays as it is.
+
+    Changes the norms in place, by their class: names, parameters, buffers and hooks remain. On a GPU it is
+    torch's nn.SyncBatchNorm. To be called before the model is wrapped or compiled. Returns the model.
+    Source: Ioffe and Szegedy, Batch Normalization, ICML 2015; the counts after Chan, Golub and LeVeque, Updating
+    Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+    """
+    if world.world_size > 1:
+        for module in model.modules():
+            if type(module) in _PLAIN:
+                if world.device.type == "cuda":
+                    module.__dict__["process_group"] = None  # all ranks
+                    module.__class__ = _OnGPU
+                else:
+                    module.__class__ = _PLAIN[type(module)]
+    return model
+
+
+class _OverRanks(Counted, nn.modules.batchnorm._BatchNorm):
+    """A batch norm of any device; mixed into torch's of each dimension, which checks its inputs."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        output, mean, variance, total = _Normalized.apply(input, self.weight, self.bias, self.eps, self.counts)  # type: ignore[no-untyped-call]
+        self._follow(mean, variance, total)
+        assert isinstance(output, Tensor)
+        return output
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+        """Move the running statistics as torch does: the variance without bias, `momentum=None` for the mean of all."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        step: Any = 1.0 / self.num_batches_tracked.double() if self.momentum is None else self.momentum
+        unbiased = variance * (total / (total - 1))
+        self.running_mean.add_((mean - self.running_mean) * step)
+        self.running_var.add_((unbiased - self.running_var) * step)
+
+
+class _BatchNorm1d(_OverRanks, nn.BatchNorm1d):
+    pass
+
+
+class _BatchNorm2d(_OverRanks, nn.BatchNorm2d):
+    pass
+
+
+class _BatchNorm3d(_OverRanks, nn.BatchNorm3d):
+    pass
+
+
+class _OnGPU(Counted, nn.SyncBatchNorm):
+    """torch's own, which takes part in a pass in vain with a batch of no samples."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        if self.counts or not self.training:
+            return super().forward(input)
+        nothing = input[:0]
+        if nothing.dtype in (torch.float16, torch.bfloat16):
+            nothing = nothing.float()  # statistics travel in float32, those of no samples in the format of the input
+        joined: Tensor = super().forward(nothing)
+        batch_alone = self.running_mean is None
+        output = F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, batch_alone, 0.0, self.eps
+        )
+        return output + joined.sum().to(output.dtype)  # a sum of nothing: the backward pass takes part too
+
+
+class _Normalized(torch.autograd.Function):
+    """(x, weight, bias, eps, counts) -> (normalized x, mean (C,), variance (C,), count of values per channel ())."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, counts: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = x.to(_statistics_format(x))
+        mean, variance, total = _of_all_ranks(wide, counts)
+        shape = _per_channel(x)
+        scale = (variance + eps).rsqrt()
+        hat = (wide - mean.view(shape)) * scale.view(shape)
+        ctx.save_for_backward(hat, weight, scale, total)
+        ctx.counts = counts
+        output = hat if weight is None else hat * weight.view(shape)
+        output = output if bias is None else output + bias.view(shape)
+        ctx.mark_non_differentiable(mean, variance, total)
+        return output.to(x.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hat, weight, scale, total = ctx.saved_tensors
+        if not ctx.counts:  # not times zero: what was normalized may be infinite
+            hat = torch.zeros_like(hat)
+        given = gradients[0].to(hat.dtype) if ctx.counts else hat
+        dims, shape = _all_but_channels(hat), _per_channel(hat)
+        bias_gradient, weight_gradient = given.sum(dims), (given * hat).sum(dims)
+        x_gradient = None
+        if ctx.needs_input_grad[0]:  # the same on all ranks
+            both = torch.stack([bias_gradient, weight_gradient])  # a copy: those are of this rank alone
+            dist.all_reduce(both)
+            mean, slope = both / total
+            inner = given - mean.view(shape) - hat * slope.view(shape) if ctx.counts else hat
+            x_gradient = inner * (scale if weight is None else scale * weight).view(shape)
+            x_gradient = x_gradient.to(gradients[0].dtype)
+        of_weight = weight_gradient.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        of_bias = bias_gradient.to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return x_gradient, of_weight, of_bias, None, None
+
+
+def _of_all_ranks(x: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance (C,) over the values of all ranks, and how many there are per channel ()."""
+    dims = _all_but_channels(x)
+    channels = x.shape[1]
+    mine = x.new_zeros(2 * channels + 1)
+    if counts and x.numel():
+        variance, mean = torch.var_mean(x, dims, correction=0)
+        mine = torch.cat([mean, variance, mine.new_tensor([x.numel() // channels])])
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    means, variances, num = torch.split(torch.stack(rows), [channels, channels, 1], dim=1)
+    total = num.sum()
+    if total.device.type == "cpu" and total <= 1:
+        raise TaskFault(
+            f"a batch norm needs more than one value per channel over all ranks, but has {int(total)}",
+            where="parallelism.batch_norm=sync",
+            fix="say a larger micro_batch_size",
+        )
+    mean = (means * num).sum(0) / total
+    variance = ((variances + (means - mean).square()) * num).sum(0) / total
+    return mean, variance, total
+
+
+def _statistics_format(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _per_channel(x: Tensor) -> list[int]:
+    return [-1 if dim == 1 else 1 for dim in range(x.dim())]
+
+
+_PLAIN: dict[type[nn.Module], type[_OverRanks]] = {
+    nn.BatchNorm1d: _BatchNorm1d,
+    nn.BatchNorm2d: _BatchNorm2d,
+    nn.BatchNorm3d: _BatchNorm3d,
+}

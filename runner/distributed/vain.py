@@ -1,0 +1,53 @@
+"""Passes in vain: made because the collectives inside a pass need every rank, and leaving nothing behind.
+
+Where ranks have unequal work, those with less of it repeat a micro-batch. Such a pass must change no gradient, no count
+and no statistic. Norms that are synchronized over ranks take part in it with a count of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.distributed.parallel import Passes
+
+
+class Counted(nn.Module):
+    """A module with collectives in its passes, which asks whether the pass counts."""
+
+    counts = True
+
+
+@contextmanager
+def unnoticed(model: nn.Module) -> Iterator[None]:
+    """Passes inside leave the buffers of the model as they were; norms of all ranks learn from the others only."""
+    norms = [module for module in model.modules() if isinstance(module, Counted)]
+    agreed = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    buffers = [buffer for buffer in model.buffers() if id(buffer) not in agreed]
+    kept = [buffer.clone() for buffer in buffers]
+    for norm in norms:
+        norm.counts = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.counts = True
+        with torch.no_grad():
+            for buffer, before in zip(buffers, kept, strict=True):
+                buffer.copy_(before)
+
+
+def pass_in_vain(passes: Passes, batch: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """One pass forward and back took place, with all its collectives; gradients and buffers are as before.
+
+    For models whose parameters are plain tensors: gradients are computed and dropped, so infinite ones do no harm.
+    """
+    with unnoticed(passes.model):
+        with passes.forward():
+            loss, _ = passes.loss(passes.model, batch)
+        trained: list[Tensor] = [weight for weight in parameters if weight.requires_grad]
+        torch.autograd.grad(loss, trained, allow_unused=True)

@@ -1,0 +1,185 @@
+"""A batch norm over ranks is that of one process with all the samples, whatever their shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.base.world import World
+from runner.distributed.batch_norm import synchronized
+from runner.distributed.vain import pass_in_vain, unnoticed
+from tests.distributed.ranks import CPU, run_ranks
+
+SAMPLES = {1: (8, 4), 2: (8, 4, 3, 5), 3: (8, 4, 2, 3, 2)}
+
+
+def make_model(dimensions: int, dtype: torch.dtype, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    convolution: Any = {1: nn.Linear, 2: nn.Conv2d, 3: nn.Conv3d}[dimensions]
+    norm: Any = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dimensions]
+    kernel = () if dimensions == 1 else (1,)
+    layers = [convolution(4, 6, *kernel), norm(6, **options), nn.Tanh(), convolution(6, 3, *kernel), norm(3, **options)]
+    model = nn.Sequential(*layers).to(dtype)
+    for weight in model.parameters():
+        nn.init.normal_(weight)
+    return model
+
+
+def samples(dimensions: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randn(SAMPLES[dimensions], generator=generator, dtype=torch.float64) * 3 + 1).to(dtype)
+
+
+def loss_of(output: Tensor, first: int) -> Tensor:
+    """A loss that is different for each sample, named by its place in the whole batch."""
+    number = torch.arange(first, first + len(output), dtype=output.dtype).view(-1, *[1] * (output.dim() - 1))
+    return (output * number.cos()).pow(3).sum()
+
+
+def learned(
+    world: World, dimensions: int, shares: Sequence[int], dtype: torch.dtype, passes: int = 2, **options: Any
+) -> dict[str, Any]:
+    """Return outputs, gradients of inputs and parameters, and buffers, after some passes of this rank's samples."""
+    model = synchronized(make_model(dimensions, dtype, **options), world)
+    first = sum(shares[: world.rank])
+    mine = samples(dimensions, dtype)[first : first + shares[world.rank]].requires_grad_()
+    outputs = [model(mine * factor) for factor in range(1, 1 + passes)]
+    torch.autograd.backward([loss_of(output, first) for output in outputs])
+    gradients = {name: world.sum(weight.grad.clone()) for name, weight in model.named_parameters()}  # type: ignore[union-attr]
+    assert mine.grad is not None
+    model.eval()
+    return {
+        "parts": [*[output.tolist() for output in outputs], mine.grad.tolist(), model(mine).tolist()],
+        "gradients": {name: gradient.tolist() for name, gradient in gradients.items()},
+        "buffers": {name: buffer.tolist() for name, buffer in model.named_buffers()},
+    }
+
+
+def distance(one: Any, other: Any) -> float:
+    left, right = torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)
+    assert left.shape == right.shape
+    return float((left - right).abs().max() / left.abs().max().clamp(min=1.0))
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize("shares", [(5, 3), (1, 7), (2, 5, 1)], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-4)], ids=["64", "32"])
+def test_ranks_normalize_as_one_process_with_all_samples(
+    dimensions: int, shares: tuple[int, ...], dtype: torch.dtype, tolerance: float
+) -> None:
+    """Float32: the cubed loss amplifies rounding; the equality is that of float64."""
+    alone = learned(World(CPU), dimensions, (8,), dtype)
+    results = run_ranks(lambda world: learned(world, dimensions, shares, dtype), len(shares))
+    for number, whole in enumerate(alone["parts"]):
+        assert distance(whole, [row for result in results for row in result["parts"][number]]) < tolerance
+    for result in results:
+        for kind in ("gradients", "buffers"):
+            assert result[kind].keys() == alone[kind].keys()
+            for name in alone[kind]:
+                assert distance(alone[kind][name], result[kind][name]) < tolerance, name
+        assert result["buffers"] == results[0]["buffers"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"momentum": None}, {"momentum": 0.3, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}],
+    ids=str,
+)
+def test_every_option_means_what_it_means_in_one_process(options: dict[str, Any]) -> None:
+    alone = learned(World(CPU), 2, (8,), torch.float64, passes=3, **options)
+    results = run_ranks(lambda world: learned(world, 2, (5, 3), torch.float64, 3, **options), 2)
+    # without running statistics evaluation normalizes the batch at hand, which is each rank's own
+    for number, whole in enumerate(alone["parts"][:-1]):
+        assert distance(whole, [row for result in results for row in result["parts"][number]]) < 1e-12
+    for name, buffer in alone["buffers"].items():
+        assert distance(buffer, results[1]["buffers"][name]) < 1e-12, name
+
+
+def test_a_pass_in_vain_counts_for_nothing_on_any_rank() -> None:
+    def passed(world: World) -> dict[str, Any]:
+        model = synchronized(make_model(2, torch.float64), world)
+        mine = samples(2, torch.float64)[5 * world.rank : 5 + 3 * world.rank]
+        outputs = [model(mine)]
+        torch.autograd.backward(loss_of(outputs[0], 5 * world.rank))
+        before = {name: weight.grad.clone() for name, weight in model.named_parameters()}  # type: ignore[union-attr]
+        if world.rank == 0:
+            output = model(mine * 2)
+            torch.autograd.backward(loss_of(output, 0))
+            outputs.append(output)
+        else:
+            passes: Any = _Passes(model, lambda model, x: (loss_of(model(x), 5) * float("nan"), len(x)))
+            pass_in_vain(passes, mine * float("inf"), list(model.parameters()))
+            assert all(torch.equal(before[name], weight.grad) for name, weight in model.named_parameters())  # type: ignore[arg-type]
+        gradients = {name: world.sum(weight.grad).tolist() for name, weight in model.named_parameters()}  # type: ignore[arg-type]
+        buffers = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+        return {"gradients": gradients, "buffers": buffers}
+
+    model = make_model(2, torch.float64)
+    x = samples(2, torch.float64)
+    torch.autograd.backward([loss_of(model(x), 0), loss_of(model(x[:5] * 2), 0)])
+    for result in run_ranks(passed, 2):
+        for name, weight in model.named_parameters():
+            assert weight.grad is not None
+            assert distance(weight.grad.tolist(), result["gradients"][name]) < 1e-12
+        for name, buffer in model.named_buffers():
+            assert distance(buffer.tolist(), result["buffers"][name]) < 1e-12
+
+
+class _Passes:
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        self.model, self.loss = model, loss
+        self.forward = torch.enable_grad
+
+
+def test_buffers_of_one_rank_forget_a_pass_in_vain() -> None:
+    model = make_model(1, torch.float64)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with unnoticed(model):
+        model(samples(1, torch.float64))
+        assert not torch.equal(before["1.running_mean"], model.get_buffer("1.running_mean"))
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+def test_names_types_and_one_process_stay_as_they_are() -> None:
+    plain = make_model(2, torch.float32)
+    assert synchronized(plain, World(CPU)) is plain
+    assert type(plain[1]) is nn.BatchNorm2d
+
+    def named(world: World) -> list[str]:
+        model = synchronized(make_model(2, torch.float32), world)
+        assert isinstance(model[1], nn.BatchNorm2d)  # type: ignore[index]
+        return list(model.state_dict())
+
+    assert run_ranks(named, 2) == [list(plain.state_dict())] * 2
+
+
+def test_one_value_over_all_ranks_is_refused_everywhere() -> None:
+    def single_value(world: World) -> str:
+        model = synchronized(nn.BatchNorm1d(3), world)
+        try:
+            with unnoticed(model) if world.rank else torch.enable_grad():
+                model(torch.zeros(1, 3))
+        except Exception as error:
+            return str(error)
+        return ""
+
+    for said in run_ranks(single_value, 2):
+        assert "more than one value per channel over all ranks, but has 1" in said
+
+
+def test_half_formats_are_normalized_in_float32() -> None:
+    def output(world: World) -> list[Any]:
+        model = synchronized(nn.BatchNorm1d(3), world)
+        x = (torch.randn(16, 3, generator=torch.Generator().manual_seed(2)) + 100)[8 * world.rank :][:8]
+        made = model(x.to(torch.bfloat16))
+        assert made.dtype == torch.bfloat16
+        return [made.float().tolist(), model.running_mean.tolist()]  # type: ignore[union-attr, operator]
+
+    x = (torch.randn(16, 3, generator=torch.Generator().manual_seed(2)) + 100).to(torch.bfloat16)
+    expected = nn.BatchNorm1d(3)(x.float())
+    got = run_ranks(output, 2)
+    assert distance(expected.tolist(), got[0][0] + got[1][0]) < 2**-8
