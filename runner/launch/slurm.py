@@ -1,0 +1,186 @@
+"""A run as a job of SLURM: one task per rank, warned before its time is up, queued again until it is done."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.base.configuration import Configuration, Request, merge_overrides
+from runner.base.errors import ConfigError, Exit, Problem, SystemLimit
+from runner.base.packages import require
+from runner.base.ranks import member_of
+from runner.durable.directory import check_name, default_name
+from runner.durable.files import make_directory
+from runner.observe.events import Console
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """What is asked of the cluster; the options of `launcher=slurm` tell what each value means."""
+
+    partition: str | None
+    nodes: int
+    gpus_per_node: int
+    tasks_per_node: int
+    cpus_per_task: int | None
+    mem_gb: int | None
+    time_min: int
+    account: str | None
+    qos: str | None
+    constraint: str | None
+    exclusive: bool
+    signal_s: int
+    requeue_times: int
+
+    @property
+    def num_tasks(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.tasks_per_node
+
+    def submit(self, configuration: Configuration) -> int:
+        """A job that trains waits in the queue, and the user knows its number; returns 0.
+
+        The job's own output goes to OUTPUT_ROOT/NAME/slurm. Raises ConfigError where the job could not work,
+        MissingPackage without submitit, SystemLimit where SLURM does not answer.
+        """
+        problems = [*self._problems(configuration), *_not_here()]
+        if problems:
+            raise ConfigError(problems)
+        name = configuration.settings.run or default_name(configuration.choices["task"].name)
+        check_name(name)
+        folder = Path(configuration.settings.output_root) / name / "slurm"
+        make_directory(folder.parent)
+        make_directory(folder)
+        job_id = self._submitted(folder, name, configuration.request, configuration.settings.resume == "fresh")
+        say = Console().info
+        say(f"job {job_id} of SLURM trains run {name}: {self._in_words()}")
+        say(f"  its output   tail -F {folder}/{job_id}_0_log.out")
+        say(f"  how it is    squeue --job {job_id}; accel-run status run={name}{_root(configuration)}")
+        say(f"  stop it      scancel --full {job_id} (it saves first)")
+        return int(Exit.DONE)
+
+    def _problems(self, configuration: Configuration) -> list[Problem]:
+        """Return why the job could not work on any cluster."""
+        problems = []
+        if self.num_tasks > 1 and configuration.choices["parallelism"].function == "single":
+            fix = "say parallelism=ddp, or launcher.nodes=1 launcher.tasks_per_node=1"
+            what = f"must use all {self.num_tasks} ranks of the job, but is single"
+            problems.append(Problem(what, "parallelism", fix))
+        if self.signal_s >= self.time_min * 60:
+            what = f"must be less than the time of the job ({self.time_min * 60} s), but is {self.signal_s}"
+            problems.append(Problem(what, "launcher.signal_s"))
+        return problems
+
+    def _submitted(self, folder: Path, name: str, request: Request, fresh: bool) -> str:
+        """Return the number of the submitted job."""
+        submitit = require("submitit", "slurm")
+        executor = submitit.SlurmExecutor(folder=folder)
+        executor.update_parameters(
+            job_name=name,
+            partition=self.partition,
+            nodes=self.nodes,
+            ntasks_per_node=self.tasks_per_node,
+            gpus_per_node=self.gpus_per_node or None,
+            cpus_per_task=self.cpus_per_task,
+            mem=self.mem_gb and f"{self.mem_gb}G",
+            time=self.time_min,
+            account=self.account,
+            qos=self.qos,
+            constraint=self.constraint,
+            exclusive=self.exclusive or None,
+            stderr_to_stdout=True,
+            additional_parameters={"signal": f"USR1@{self.signal_s}", "requeue": True},
+            wckey=None,
+            srun_args=self._srun_arguments(),
+            setup=_RESUME_ANEW if fresh else None,
+            teardown=_queue_again(self.requeue_times),
+        )
+        words = _words(request, name, fresh)
+        try:
+            # Not `submit`: it would pickle a function here to unpickle it there, and hide its exit code.
+            return str(executor._submit_command(words).job_id)
+        except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
+            raise _refused(error) from error
+
+    def _srun_arguments(self) -> list[str]:
+        """Return what srun does not take over from the job, and how ranks leave.
+
+        One that has left must not take those with it that are still saving; nor may they wait for it for ever.
+        """
+        cores = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []
+        return ["--open-mode=append", "--kill-on-bad-exit=0", f"--wait={self.signal_s}", *cores]
+
+    def _in_words(self) -> str:
+        nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
+        gpus = (
+            f" with {self.gpus_per_node} GPU{'s' if self.gpus_per_node > 1 else ''} each" if self.gpus_per_node else ""
+        )
+        again = f"queued again up to {self.requeue_times} times" if self.requeue_times else "not queued again"
+        return (
+            f"{self.num_tasks} rank{'s' if self.num_tasks > 1 else ''} on {nodes}{gpus}, {self.time_min} min, {again}"
+        )
+
+
+def _words(request: Request, name: str, fresh: bool) -> str:
+    """Return the shell words that train in a task of the job, the same for every rank."""
+    own = ["launcher=local", f"run={name}", *(["resume=fresh"] if fresh else [])]
+    words = [sys.executable, "-m", "runner", "train", *merge_overrides(request.overrides, own)]
+    words += ["--task", str(request.task_file)] if request.task_file else []
+    words += ["--config-dir", str(request.config_dir)] if request.config_dir else []
+    return " ".join('"$resume"' if word == "resume=fresh" else shlex.quote(word) for word in words)
+
+
+_RESUME_ANEW = [
+    "resume=resume=fresh",
+    'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then resume=resume=auto; fi',
+]
+
+
+def _queue_again(times: int) -> list[str]:
+    """Return the lines of the job's script that put it back in the queue where the run was saved and stopped."""
+    return [
+        "code=$?",
+        f'if [ $code -eq {int(Exit.PREEMPTED)} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ]; then',
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        "exit $code",
+    ]
+
+
+def _not_here() -> list[Problem]:
+    """Return why nothing can be submitted from this process."""
+    problems = []
+    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+    if missing:
+        what = f"needs {' and '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not on this machine"
+        fix = "submit from a login node of the cluster, or say launcher=local"
+        problems.append(Problem(what, "launcher=slurm", fix))
+    if member_of(os.environ) is not None:
+        what = "must be local in a rank that torchrun or srun has started"
+        problems.append(Problem(what, "launcher=slurm", "submit from a shell, or say launcher=local"))
+    return problems
+
+
+def _refused(error: Exception) -> ConfigError | SystemLimit:
+    """Return sbatch's own words as an error of ours."""
+    said = [
+        line.removeprefix("sbatch: error: ") for line in str(error).splitlines() if line.startswith("sbatch: error")
+    ]
+    what = f"SLURM does not take the job: {'; '.join(said) or str(error).strip()}"
+    if any(words in what for words in _NO_ANSWER):
+        return SystemLimit(what, where="sbatch", fix="try again when the controller answers: scontrol ping")
+    return ConfigError(Problem(what, "sbatch", "sinfo shows the partitions, their nodes and limits"))
+
+
+_NO_ANSWER: Sequence[str] = ("Unable to contact", "Socket timed out", "Connection refused", "Zero Bytes")
+
+
+def _root(configuration: Configuration) -> str:
+    root: Any = configuration.settings.output_root
+    return "" if root == "outputs" else f" output_root={shlex.quote(root)}"
