@@ -1,0 +1,408 @@
+"""Every rank keeps a part of each parameter, its gradient and its state; whole layers exist while they compute.
+
+On torch's fully_shard. Its collectives are inside the passes, so all ranks make the same number of passes, and those
+with less work make the rest in vain. Gradients are sums over ranks: the loop divides by the true count, so shares of
+any size and micro-batches of any length are exact.
+Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from runner.base.batch import MicroBatch
+from runner.base.errors import ConfigError, Problem, TaskFault
+from runner.base.order import Micro
+from runner.base.task import State
+from runner.base.world import World
+from runner.distributed.agreement import merge_states, settle_buffers, start_alike
+from runner.distributed.parallel import Parallel, Passes, Sums
+from runner.distributed.vain import unnoticed
+
+Travel = Literal["float32", "bfloat16", "float16"]
+
+
+class Sharded(Parallel):
+    """Data parallel with everything sharded evenly: the smallest device bounds the part of all.
+
+    reshard_after_forward  True: the blocks are gathered again for the backward pass; False: they stay, which costs the
+                           memory of the whole model and saves a third of the communication
+    communicate            format in which the parameters travel and compute; gradients are added in float32 (in the
+                           parameters' own format where that is wider). A half format is for a precision of that format:
+                           the activations between blocks have it too. Outputs of the model are float32
+    """
+
+    in_step = True
+
+    def __init__(self, world: World, *, reshard_after_forward: bool = True, communicate: Travel = "float32") -> None:
+        super().__init__(world)
+        self.reshard_after_forward = reshard_after_forward
+        self.communicate = communicate
+        self._root: nn.Module | None = None
+        self._whole: dict[nn.Parameter, _Scalar] = {}
+        self._used: dict[nn.Parameter, bool] = {}  # whether a pass that counts gave it a gradient in this update
+        self._counts = True
+        self._trained: list[nn.Parameter] = []
+        self._whole_gradients: list[Tensor] = []
+
+    # ------------------------------------------------------------ the model
+
+    def wrap(
+        self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
+    ) -> nn.Module:
+        """Shard the model in place; its class becomes one that gathers and frees parameters around `forward`.
+
+        Raises ConfigError or TaskFault with everything in the model that cannot be sharded.
+        """
+        units = [block for block in dict.fromkeys(blocks) if block is not model]
+        _check(model, units, self.communicate)
+        start_alike(model)
+        mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
+        scalars = {weight for weight in model.parameters() if weight.dim() == 0}
+        for module in units:
+            self._shard(module, mesh, scalars, self.reshard_after_forward, {})
+        # what the root itself holds is needed first and last, and stays between the two passes
+        half = {} if self.communicate == "float32" else {"output_dtype": torch.float32}
+        self._shard(model, mesh, scalars, False, half)
+        assert isinstance(model, FSDPModule)
+        for part in _parts(model):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            if hasattr(part, "set_reduce_scatter_unused_params"):  # older torch: all ranks must use the same
+                part.set_reduce_scatter_unused_params(True)
+        # now, while all that will ever be trained is trainable: formats are derived from trainable parameters only
+        model._get_fsdp_state()._lazy_init()
+        self._root = model
+        self._watch_gradients(model)
+        self._keep_scalars_whole(model, mesh)
+        model.register_forward_hook(_reshard_without_backward(model))
+        return model
+
+    def _shard(
+        self, module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter], reshard: bool, more: dict[str, Any]
+    ) -> None:
+        policy = MixedPrecisionPolicy()
+        if self.communicate != "float32":
+            half = getattr(torch, self.communicate)
+            policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, **more)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
+
+    def _watch_gradients(self, model: nn.Module) -> None:
+        """Gradients of passes in vain are zero, and those of others are noted."""
+        for part in _parts(model):
+            assert isinstance(part, nn.Module)
+            sharded = dict(part.named_parameters())
+            part.unshard()
+            for name, gathered in part.named_parameters():
+                if gathered is not sharded[name] and gathered.requires_grad:
+                    gathered.register_hook(self._seen(sharded[name]))  # type: ignore[no-untyped-call]
+            part.reshard()
+
+    def _keep_scalars_whole(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Parameters without a dimension, which cannot be cut, are on every rank; optimizers see DTensors."""
+        tied: dict[nn.Parameter, _Scalar] = {}
+        for module in model.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                if not isinstance(weight, DTensor):
+                    if weight not in tied:
+                        tied[weight] = scalar = _Scalar(weight, mesh)
+                        if weight.requires_grad:
+                            weight.register_hook(self._seen(scalar.outside))  # type: ignore[no-untyped-call]
+                    tied[weight].places.append((module, name))
+        self._whole = {scalar.outside: scalar for scalar in tied.values()}
+        for scalar in self._whole.values():
+            scalar.show_outside()
+        if self._whole:
+            model.register_forward_pre_hook(lambda *_: self._show_scalars(inside=True))
+            model.register_forward_hook(lambda *_: self._show_scalars(inside=torch.is_grad_enabled()))
+
+    def _show_scalars(self, *, inside: bool) -> None:
+        for scalar in self._whole.values():
+            if inside:
+                scalar.show_inside()
+            else:
+                scalar.show_outside()
+
+    def _seen(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor | None]:
+        def note(gradient: Tensor) -> Tensor | None:
+            if self._counts:
+                self._used[weight] = True
+                return None
+            return torch.zeros_like(gradient)  # whatever it is, infinite ones too
+
+        return note
+
+    # ------------------------------------------------------------ an update
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._trained = list(parameters)
+        self._used.clear()
+
+    def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+        assert isinstance(self._root, FSDPModule), "wrap comes first"
+        watch, device = self.watch, self.world.device
+        loss_sum, items = self.world.zeros(), self.world.zeros()
+        bad: tuple[tuple[int, str], ...] = ()
+        last, is_first = False, True
+        while not last:
+            batch, last, skipped, counts = next(batches)
+            watch.lap("data")
+            if last and not is_first:
+                _complete(self._root)
+            is_first = False
+            self._root.set_requires_gradient_sync(last)
+            self._root.set_is_last_backward(last)
+            self._counts = counts
+            with nullcontext() if counts else unnoticed(passes.model):
+                with passes.forward():
+                    loss, count = _explained(passes, batch)
+                watch.lap("forward")
+                passes.backward(loss)
+                watch.lap("backward")
+            if counts:
+                loss_sum += loss.detach()
+                items += count if isinstance(count, int) else count.to(device)
+                bad += skipped
+        self._counts = True
+        self._show_scalars(inside=False)
+        return Sums(loss_sum, items, bad)
+
+    def reduce(self, sums: Sums) -> Sums:
+        """Parameters that no rank used have no gradient, as in one process; the others have that of all ranks."""
+        assert isinstance(sums.items, Tensor)
+        used = torch.tensor([self._used.get(weight, False) for weight in self._trained], dtype=torch.float32)
+        told = dist.all_reduce(used, async_op=True)  # a word among the hosts: the device is not waited for
+        for weight in self._trained:
+            if weight in self._whole:
+                self._whole[weight].reduce()
+        loss_sum, items = self.world.sum(torch.stack([sums.loss_sum, sums.items]))
+        told.wait()
+        for weight, times in zip(self._trained, used.tolist(), strict=True):
+            if not times:
+                weight.grad = None
+        self._used.clear()
+        self.watch.lap("wait")
+        return Sums(loss_sum, items, sums.bad)
+
+    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        found = [weight for weight in parameters if weight.grad is not None]
+        self._whole_gradients = [_local(weight.grad) for weight in found if weight in self._whole]
+        return [_local(weight.grad) for weight in found]
+
+    def norm(self, local: Tensor) -> Tensor:
+        """Return the norm over all shards; what every rank has whole counts once."""
+        square = local.to(self.world.widest).square()
+        if not self.world.is_first:
+            for gradient in self._whole_gradients:
+                square = square - gradient.to(self.world.widest).square().sum()
+        return self.world.sum(square).sqrt().to(local.dtype)
+
+    def overflow(self, found: Tensor) -> Tensor:
+        return self.world.largest(found)
+
+    # ------------------------------------------------------------ between updates
+
+    def settle(self, model: nn.Module) -> None:
+        settle_buffers(model, self.world)
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gather one tensor after the other: the device needs room for the largest only."""
+        kept: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self.world.is_first:
+                kept[name] = full.detach().to("cpu", copy=True)
+        return kept
+
+    def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+        """Every rank has the whole tensors at hand and takes its part of them."""
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                if isinstance(tensor, DTensor):
+                    given = saved[name].to(tensor.device)
+                    tensor.copy_(distribute_tensor(given, tensor.device_mesh, tensor.placements, src_data_rank=None))
+                else:
+                    tensor.copy_(saved[name])
+
+    def merged(self, merge: Callable[[State, State], State], state: State) -> State:
+        return merge_states(merge, state, self.world)
+
+    # ------------------------------------------------------------ evaluation
+
+    def dealt(self, keys: Sequence[Micro]) -> list[Micro]:
+        """Every rank makes the same number of batches; those that are missing are read in vain."""
+        mine = list(keys[self.world.rank :: self.world.world_size])
+        wanted = -(-len(keys) // self.world.world_size)
+        return mine if len(mine) == wanted else [*mine, keys[-1]._replace(counts=False)]
+
+
+class _Scalar:
+    """A parameter that every rank has whole.
+
+    outside  what optimizers and checkpoints see: a DTensor, for they do not take DTensors and plain tensors together
+    inside   what passes see: a plain tensor in the same memory
+    """
+
+    def __init__(self, weight: nn.Parameter, mesh: DeviceMesh) -> None:
+        self.inside = weight
+        self.mesh = mesh
+        self.outside = nn.Parameter(self._replicated(weight.detach()), requires_grad=weight.requires_grad)
+        self.places: list[tuple[nn.Module, str]] = []
+
+    def show_inside(self) -> None:
+        self.inside.requires_grad_(self.outside.requires_grad)
+        self._show(self.inside)
+
+    def show_outside(self) -> None:
+        self._show(self.outside)
+
+    def reduce(self) -> None:
+        """Its gradient is the sum over all ranks."""
+        gradient = torch.zeros_like(self.inside) if self.inside.grad is None else self.inside.grad
+        dist.all_reduce(gradient)
+        self.outside.grad = self._replicated(gradient)
+        self.inside.grad = None
+        for hook in (self.outside._post_accumulate_grad_hooks or {}).values():
+            hook(self.outside)
+
+    def _show(self, weight: nn.Parameter) -> None:
+        for module, name in self.places:
+            module._parameters[name] = weight
+
+    def _replicated(self, tensor: Tensor) -> DTensor:
+        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+
+
+def _parts(root: nn.Module) -> list[FSDPModule]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def _complete(root: nn.Module) -> None:
+    """Gradients that travel together have one format: where some were added up in float32, the missing ones are too.
+
+    torch takes zeros of the half format for parameters that were not used, and then refuses the mixture (2.13).
+    """
+    for part in _parts(root):
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            for cut in group.fsdp_params:
+                if cut.reduce_dtype and cut.sharded_param.requires_grad and cut.unsharded_accumulated_grad is None:
+                    cut.unsharded_accumulated_grad = torch.zeros(
+                        cut.sharded_param.shape, dtype=cut.reduce_dtype, device=group.device
+                    )
+
+
+def _local(gradient: Tensor | None) -> Tensor:
+    """Return the memory of this rank's part; what is done to it in place is done to the gradient."""
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _reshard_without_backward(root: nn.Module) -> Callable[..., None]:
+    """Return a hook after forward passes of the root: where no backward pass frees the parameters, it does."""
+    parts = _parts(root)
+
+    def reshard(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            for part in parts:
+                part.reshard()
+
+    return reshard
+
+
+def _explained(passes: Passes, batch: Any) -> tuple[Tensor, Tensor | int]:
+    try:
+        return passes.loss(passes.model, batch)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise TaskFault(
+            "the loss uses a part of the model past model(...), and parameters are there only while it computes",
+            where="parallelism=fsdp",
+            fix="call model(...) in the loss, or name that part in blocks(), or say parallelism=ddp",
+        ) from error
+
+
+def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> None:
+    """Raise ConfigError with everything in the model that cannot be sharded."""
+    problems = []
+    named = dict(model.named_parameters())
+    strided = [name for name, weight in named.items() if not weight.is_contiguous()]
+    if strided:
+        problems.append(
+            Problem(
+                f"parameters must lie in row-major order to be sharded, but {_few(strided)} do not",
+                "parallelism=fsdp",
+                "say memory.channels_last=false",
+            )
+        )
+    groups = _groups(model, units)
+    for where, names in groups.items():
+        formats = {str(named[name].dtype).removeprefix("torch.") for name in names if named[name].requires_grad}
+        if len(formats) > 1:
+            problems.append(
+                Problem(
+                    f"parameters that travel together must have one format, but those of {where} have "
+                    + " and ".join(sorted(formats)),
+                    "parallelism=fsdp",
+                    "give them one dtype in the task, or say parallelism=ddp",
+                )
+            )
+    shared = _shared(model, units)
+    if shared:
+        problems.append(
+            Problem(
+                f"a parameter must belong to one block, but {_few(shared)} is in several, or outside of them too",
+                "parallelism=fsdp",
+                "leave the block out of blocks(), or say parallelism=ddp",
+            )
+        )
+    if communicate != "float32" and any(
+        isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules()
+    ):
+        problems.append(
+            Problem(
+                f"must be float32 for a model with batch norms, whose statistics are, but is {communicate}",
+                "parallelism.communicate",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _groups(model: nn.Module, units: Sequence[nn.Module]) -> dict[str, list[str]]:
+    """Return the names of the parameters that travel together, by block; the rest under "the rest of the model"."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    blocks = sorted((paths[id(unit)] for unit in units), key=len, reverse=True)
+    groups: dict[str, list[str]] = {}
+    for name in dict(model.named_parameters()):
+        place = next((block for block in blocks if name.startswith(f"{block}.")), "the rest of the model")
+        groups.setdefault(place, []).append(name)
+    return groups
+
+
+def _shared(model: nn.Module, units: Sequence[nn.Module]) -> list[str]:
+    """Return the names of parameters that more than one group holds."""
+    holders: dict[int, set[str]] = {}
+    names: dict[int, str] = {}
+    paths = {id(module): path for path, module in model.named_modules()}
+    blocks = sorted((paths[id(unit)] for unit in units), key=len, reverse=True)
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if weight.dim():
+            names.setdefault(id(weight), name)
+            place = next((block for block in blocks if name.startswith(f"{block}.")), "")
+            holders.setdefault(id(weight), set()).add(place)
+    return [names[key] for key, places in holders.items() if len(places) > 1]
+
+
+def _few(names: Sequence[str], shown: int = 3) -> str:
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")

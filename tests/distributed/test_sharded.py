@@ -1,0 +1,587 @@
+"""Sharded over ranks, a model learns as in one process, and its checkpoints are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from runner.axes.optimizer import adamw, export_state, import_state, sgd
+from runner.axes.precision import bf16, fp16, fp32
+from runner.axes.scheduler import constant
+from runner.base.batch import MicroBatch
+from runner.base.errors import ConfigError, TaskFault
+from runner.base.order import Micro, Order
+from runner.base.world import World
+from runner.distributed.batch_norm import synchronized
+from runner.distributed.parallel import Parallel, Passes
+from runner.distributed.sharded import Sharded
+from runner.engine.loop import Position, StepInfo, Training, train_updates
+from tests.distributed.ranks import CPU, run_ranks
+
+ALONE = World(CPU)
+NUM_SAMPLES, WIDTH, TOKENS, CLASSES = 45, 6, 4, 5
+
+
+class Block(nn.Module):
+    """Odd sizes, so that shards are padded; `gain` has no dimension; `unused` is what no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 5)
+        self.outer = nn.Linear(5, 7)
+        self.gain = nn.Parameter(torch.tensor(0.8))
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(x))) * self.gain
+
+
+class Model(nn.Module):
+    """`temperature` has one value, so most ranks have an empty shard of it."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, 7)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(7, CLASSES)
+        self.temperature = nn.Parameter(torch.tensor([1.3]))
+        self.scale = nn.Parameter(torch.tensor(1.1))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) * self.scale
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        logits: Tensor = self.head(x) * self.temperature
+        return logits
+
+
+def make_model(dtype: torch.dtype, **options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options).to(dtype)
+
+
+def samples(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(NUM_SAMPLES, TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    y = torch.randint(-1, CLASSES, (NUM_SAMPLES, TOKENS), generator=generator)  # -1: padding, counts for nothing
+    return x, y
+
+
+def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    x, y = batch
+    return F.cross_entropy(model(x).transpose(1, 2), y, reduction="sum", ignore_index=-1), (y >= 0).sum()
+
+
+def batches_of(order: Order, dtype: torch.dtype, start: int = 0) -> Iterator[MicroBatch]:
+    x, y = samples(dtype)
+    for key in order.from_update(start):
+        yield MicroBatch((x[key.indices], y[key.indices]), key.last, counts=key.counts)
+
+
+def sharded(world: World, **options: Any) -> Parallel:
+    return Sharded(world, **options) if world.world_size > 1 else Parallel(world)
+
+
+class Run:
+    """What trains on this rank: model, strategy and loop; a checkpoint of it is whole on rank 0."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        shares: tuple[int, ...] = (32,),
+        micro: int = 32,
+        dtype: torch.dtype = torch.float64,
+        loss: Any = token_loss,
+        precision: Any = fp32,
+        optimizer: Any = adamw,
+        strategy: Callable[[World], Parallel] = sharded,
+        trains: str = "",
+        model: nn.Module | None = None,
+    ) -> None:
+        self.world, self.dtype = world, dtype
+        self.parallel = strategy(world)
+        bare = model or make_model(dtype)
+        self.model = self.parallel.wrap(bare, list, list(getattr(bare, "blocks", [])))
+        self.order = Order(
+            NUM_SAMPLES, sum(shares), micro, seed=3, shares=shares if world.world_size > 1 else (),
+            rank=world.rank, in_step=self.parallel.in_step,
+        )  # fmt: skip
+        for name, weight in self.model.named_parameters():
+            weight.requires_grad_(trains in name)
+        self.named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
+        parameters = [weight for _, weight in self.named]
+        self.parallel.begin(parameters)
+        self.training = Training(
+            position=Position("train"),
+            model=self.model,
+            loss=loss,
+            parameters=parameters,
+            optimizer=optimizer(self.named, lr=0.01),
+            schedule=constant(100),
+            precision=precision(world, self.model),
+            parallel=self.parallel,
+            per_item=1 / 128,
+            max_grad_norm=0.5,
+        )
+
+    def advance(self, until: int) -> list[StepInfo]:
+        batches = batches_of(self.order, self.dtype, self.training.position.update)
+        return list(train_updates(self.training, batches, until))
+
+    def saved(self) -> dict[str, Any]:
+        """Return everything that a checkpoint holds, as JSON; empty on ranks other than the first."""
+        tensors, numbers = export_state(self.training.optimizer)
+        files = {
+            "model": self.parallel.whole(self.model.state_dict()),
+            "optimizer": self.parallel.whole(tensors),
+        }
+        update = self.training.position.update
+        return {name: listed(file) for name, file in files.items()} | {"numbers": numbers, "update": update}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        current = self.model.state_dict()
+        whole = {name: torch.tensor(value, dtype=current[name].dtype) for name, value in saved["model"].items()}
+        assert whole.keys() == current.keys()
+        self.parallel.load(self.model, whole)
+        steps = {name: torch.float32 for name in saved["optimizer"] if name.endswith(".step")}
+        import_state(
+            self.training.optimizer,
+            {
+                name: torch.tensor(value, dtype=steps.get(name, self.dtype))
+                for name, value in saved["optimizer"].items()
+            },
+            saved["numbers"],
+        )
+        self.training.position.update = saved["update"]
+
+
+def listed(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def trained(world: World, *, updates: int = 6, **options: Any) -> dict[str, Any]:
+    """Return losses, norms, counts and the weights after some updates."""
+    run = Run(world, **options)
+    steps = run.advance(updates)
+    return {
+        "losses": [float(step.loss_sum) / float(step.items) for step in steps if step.loss_sum is not None],
+        "items": [float(step.items) for step in steps],
+        "norms": [float(step.grad_norm) for step in steps if step.grad_norm is not None],
+        "skipped": run.training.precision.num_skipped(),
+        "scale": run.training.precision.values().get("precision/loss_scale"),
+        **run.saved(),
+    }
+
+
+def distance(one: Any, other: Any) -> float:
+    """Return the largest difference over the largest number, of one tensor or list, or the worst of several."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max(distance(value, other[name]) for name, value in one.items())
+    left, right = np.array(one), np.array(other)
+    assert left.shape == right.shape
+    return float(np.abs(left - right).max() / max(np.abs(left).max(), 1e-3))
+
+
+SPLITS = [((16, 16), 16), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5), ((1, 30, 1), 7)]
+
+
+@pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["64", "32"])
+def test_shares_and_ranks_do_not_change_the_updates(
+    shares: tuple[int, ...], micro: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """The second update of each epoch has 13 samples: shares are ragged there, and a rank may have none.
+
+    Float32: AdamW divides by the root of a small mean, which amplifies the rounding of gradients.
+    """
+    alone = trained(ALONE, shares=shares, micro=sum(shares), dtype=dtype)
+    results = run_ranks(lambda world: trained(world, shares=shares, micro=micro, dtype=dtype), len(shares))
+    for result in results:
+        assert result["items"] == alone["items"]
+        for key in ("losses", "norms"):
+            assert distance(alone[key], result[key]) < tolerance, key
+    for key in ("model", "optimizer"):
+        assert distance(alone[key], results[0][key]) < tolerance, key
+
+
+def gradient(world: World, shares: tuple[int, ...], micro: int, update: int, dtype: torch.dtype) -> dict[str, Any]:
+    run = Run(world, shares=shares, micro=micro, dtype=dtype)
+    passes = Passes(run.model, token_loss, torch.enable_grad, torch.autograd.backward)
+    sums = run.parallel.reduce(run.parallel.accumulate(passes, batches_of(run.order, dtype, update)))
+    parameters = [weight for _, weight in run.named]
+    local = run.parallel.gradients(parameters)
+    norm = run.parallel.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(local))))
+    found = {name: weight.grad for name, weight in run.named if weight.grad is not None}
+    return {"grads": listed(run.parallel.whole(found)), "norm": float(norm), "items": int(sums.items)}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["64", "32"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_gradient_of_random_splits_is_that_of_one_process(
+    world_size: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    rng = np.random.default_rng(world_size)
+    cuts = [np.diff(np.sort([0, *rng.choice(np.arange(1, 32), world_size - 1, replace=False), 32])) for _ in range(6)]
+    splits = [(tuple(map(int, cut)), int(rng.integers(1, 12)), int(rng.integers(0, 2))) for cut in cuts]
+    results = run_ranks(lambda world: [gradient(world, *split, dtype) for split in splits], world_size)
+    for number, (shares, _, update) in enumerate(splits):
+        alone = gradient(ALONE, shares, 32, update, dtype)
+        assert distance(alone["grads"], results[0][number]["grads"]) < tolerance
+        for result in results:
+            assert result[number]["items"] == alone["items"]
+            assert abs(result[number]["norm"] / alone["norm"] - 1) < tolerance
+
+
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"reshard_after_forward": True}], ids=str)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_is_kept_or_computed_again_does_not_change_the_updates(
+    options: dict[str, Any], checkpointed: bool
+) -> None:
+    def learn(world: World) -> dict[str, Any]:
+        model = make_model(torch.float64, checkpointed=checkpointed)
+        return trained(world, shares=(19, 13), micro=5, model=model, strategy=partial(sharded, **options))
+
+    assert distance(trained(ALONE)["model"], run_ranks(learn, 2)[0]["model"]) < 1e-12
+
+
+# ---------------------------------------------------------------- passes in vain, and parameters in use
+
+
+def test_a_pass_in_vain_adds_nothing_even_where_it_is_infinite() -> None:
+    """Buffers, too, are those of the passes that count."""
+
+    def learn(world: World) -> list[Any]:
+        x, y = samples(torch.float64)
+        run = Run(world)
+        good = [MicroBatch((x[:20], y[:20]), False), MicroBatch((x[20:], y[20:]), True)]
+        bad = [
+            MicroBatch((x[:1] * float(what), y[:1]), last, ((1, "bad"),), counts=False)
+            for what, last in (("inf", False), ("nan", True))
+        ]
+        steps = list(train_updates(run.training, iter(bad if world.rank else good), 1))
+        return [float(steps[0].loss_sum), float(steps[0].items), steps[0].bad, run.saved()]  # type: ignore[arg-type]
+
+    alone, first, second = learn(ALONE), *run_ranks(learn, 2)
+    assert first[:2] == second[:2] == pytest.approx(alone[:2])
+    assert second[2] == []
+    assert distance(alone[3]["model"], first[3]["model"]) < 1e-12
+
+
+def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay() -> None:
+    def told(world: World) -> list[Any]:
+        run = Run(world, shares=(19, 13), micro=8)
+        before = run.parallel.whole(run.model.state_dict())
+        run.advance(3)
+        after = run.parallel.whole(run.model.state_dict())
+        states = export_state(run.training.optimizer)[0]
+        same = [name for name, tensor in after.items() if torch.equal(tensor, before[name])]
+        return [same, [name for name in states if "unused" in name]]
+
+    expected = [f"blocks.{number}.unused.{kind}" for number in range(3) for kind in ("weight", "bias")]
+    assert told(ALONE) == [expected, []]
+    assert run_ranks(told, 2) == [[expected, []], [[], []]]
+
+
+class Choosing(nn.Module):
+    """Which parameter is used depends on the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ParameterList([torch.full((3, 2), float(number)) for number in range(3)])
+        self.gains = nn.ParameterList([torch.tensor(1.0 + number) for number in range(3)])
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        return (x @ self.ways[way]).sum() * self.gains[way]
+
+
+def test_ranks_may_use_different_parameters() -> None:
+    def learn(world: World) -> list[Any]:
+        torch.manual_seed(0)
+        model = Choosing().double()
+        parallel = sharded(world)
+        model = parallel.wrap(model, list, [])  # type: ignore[assignment]
+        named = dict(model.named_parameters())
+        parallel.begin(list(named.values()))
+
+        def loss(model: nn.Module, way: int) -> tuple[Tensor, int]:
+            return model(torch.ones(1, 3).double(), way), 1
+
+        passes = Passes(model, loss, torch.enable_grad, torch.autograd.backward)
+        ways = [0, 1] if world.world_size == 1 else [world.rank]
+        keys = [MicroBatch(way, number == len(ways) - 1) for number, way in enumerate(ways)]
+        parallel.reduce(parallel.accumulate(passes, iter(keys)))
+        return [listed(parallel.whole({n: w.grad for n, w in named.items() if w.grad is not None}))]
+
+    alone, first = learn(ALONE), run_ranks(learn, 2)[0]
+    assert sorted(alone[0]) == ["gains.0", "gains.1", "ways.0", "ways.1"]
+    assert alone == first
+
+
+@pytest.mark.parametrize("strategy", [sharded, partial(sharded, communicate="bfloat16")], ids=["float32", "bfloat16"])
+def test_a_phase_may_train_a_part_of_the_parameters_and_the_next_one_another(strategy: Any) -> None:
+    def walk(world: World) -> dict[str, Any]:
+        run = Run(world, shares=(19, 13), micro=8, strategy=strategy, trains="blocks.1", dtype=torch.float32)
+        initial = run.parallel.whole(run.model.state_dict())
+        run.advance(2)
+        first = run.parallel.whole(run.model.state_dict())
+        run.parallel.end()
+        for name, weight in run.model.named_parameters():
+            weight.requires_grad_("head" in name or "gain" in name or "blocks.0" in name)
+            weight.grad = None
+        named = [(name, weight) for name, weight in run.model.named_parameters() if weight.requires_grad]
+        parameters = [weight for _, weight in named]
+        run.parallel.begin(parameters)
+        object.__setattr__(run.training, "parameters", parameters)
+        object.__setattr__(run.training, "optimizer", adamw(named, lr=0.01))
+        run.advance(4)
+        second = run.parallel.whole(run.model.state_dict())
+        changed = [
+            [name for name in before if not torch.equal(before[name], after[name])]
+            for before, after in ((initial, first), (first, second))
+        ]
+        return {"changed": changed, "model": listed(second)}
+
+    alone, result = walk(ALONE), run_ranks(walk, 2)[0]
+    assert all(".1." in name for name in alone["changed"][0])
+    assert result["changed"] == alone["changed"]
+    # AdamW's first steps are signs: where a gradient is near zero, bfloat16 decides otherwise
+    assert distance(alone["model"], result["model"]) < (1e-5 if strategy is sharded else 0.2)
+
+
+# ---------------------------------------------------------------- number formats
+
+
+def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
+    y = samples(torch.float32)[1]
+    first = next(iter(Order(NUM_SAMPLES, 32, 32, seed=3).micros(0))).indices
+    trigger = int(y[first[19:]].sum())  # what rank 1 has in the first update
+
+    def explosive(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        total, count = token_loss(model, batch)
+        return total * (1e9 if int(batch[1].sum()) == trigger else 1.0), count
+
+    results = run_ranks(
+        lambda world: trained(
+            world, shares=(19, 13), micro=32, dtype=torch.float32, loss=explosive, precision=fp16, updates=4
+        ),
+        2,
+    )
+    assert [result["skipped"] for result in results] == [1, 1]
+    assert [result["scale"] for result in results] == [32768.0, 32768.0]
+    assert results[0]["norms"][1:] == results[1]["norms"][1:]
+    assert np.isfinite(results[0]["norms"][1:]).all()
+
+
+@pytest.mark.parametrize("precision", [bf16, fp16])
+def test_half_precision_learns_as_in_one_process(precision: Any) -> None:
+    alone = trained(ALONE, dtype=torch.float32, precision=precision)
+    results = run_ranks(
+        lambda world: trained(world, shares=(19, 13), micro=8, dtype=torch.float32, precision=precision), 2
+    )
+    assert distance(alone["losses"], results[0]["losses"]) < 0.01
+
+
+@pytest.mark.parametrize(("communicate", "precision"), [("bfloat16", bf16), ("bfloat16", fp32), ("float16", fp16)])
+def test_parameters_may_travel_in_half(communicate: str, precision: Any) -> None:
+    """Weights of 8 bits (bfloat16) or 11 bits (float16); sums of gradients and the weights kept are float32."""
+    alone = trained(ALONE, dtype=torch.float32)
+
+    def learn(world: World) -> dict[str, Any]:
+        strategy = partial(sharded, communicate=communicate)
+        result = trained(world, shares=(19, 13), micro=8, dtype=torch.float32, precision=precision, strategy=strategy)
+        run = Run(world, dtype=torch.float32, strategy=strategy)
+        assert {weight.dtype for weight in run.model.parameters()} == {torch.float32}
+        assert run.model(samples(torch.float32)[0][:2]).dtype == torch.float32
+        return result
+
+    results = run_ranks(learn, 2)
+    tolerance = 0.02 if communicate == "bfloat16" else 0.005
+    for result in results:
+        assert distance(alone["losses"], result["losses"]) < tolerance
+        assert distance(alone["norms"], result["norms"]) < 0.05
+        assert distance(alone["losses"], result["losses"]) > 1e-7  # it did travel in half
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+OPTIMIZERS = {
+    "fused": partial(adamw, kernel="fused"),
+    "foreach": partial(adamw, kernel="foreach"),
+    "for-loop": partial(adamw, kernel="for-loop"),
+    "momentum": partial(sgd, momentum=0.9, kernel="foreach"),  # torch has no fused one for shards
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_goes_on_with_other_ranks_from_its_checkpoint(name: str) -> None:
+    """Two ranks, then one, then two: the checkpoint never tells who made it."""
+    options: dict[str, Any] = {"optimizer": OPTIMIZERS[name]}
+
+    def start(world: World) -> dict[str, Any]:
+        run = Run(world, shares=(19, 13), micro=8, **options)
+        run.advance(2)
+        return run.saved()
+
+    def go_on(saved: dict[str, Any], until: int, world: World) -> dict[str, Any]:
+        run = Run(world, shares=(30, 2) if world.world_size > 1 else (32,), micro=32, **options)
+        run.restore(saved)
+        again = run.saved()
+        for file in ("model", "optimizer"):
+            assert again[file] == (saved[file] if world.is_first else {})
+        run.advance(until)
+        return run.saved()
+
+    uninterrupted = Run(ALONE, **options)
+    uninterrupted.advance(6)
+    expected = uninterrupted.saved()
+    on_one = go_on(run_ranks(start, 2)[0], 4, ALONE)
+    result = run_ranks(partial(go_on, on_one, 6), 2)[0]
+    assert result["optimizer"].keys() == expected["optimizer"].keys()
+    assert distance(expected["model"], result["model"]) < 1e-12
+    assert distance(expected["optimizer"], result["optimizer"]) < 1e-12
+    assert result["numbers"] == expected["numbers"]
+
+
+def test_each_rank_holds_its_part_and_all_begin_with_the_weights_of_the_first() -> None:
+    def held(world: World) -> list[Any]:
+        torch.manual_seed(world.rank)
+        model = Model()
+        run = Run(world, model=model, dtype=torch.float32)
+        local = sum(weight.to_local().numel() for weight in run.model.parameters() if isinstance(weight, DTensor))
+        return [local, listed(run.parallel.whole(run.model.state_dict()))]
+
+    torch.manual_seed(0)
+    model = Model()
+    results = run_ranks(held, 3)
+    assert results[0][1] == listed(model.state_dict())
+    total = sum(weight.numel() for weight in model.parameters())
+    assert max(result[0] for result in results) < 0.45 * total
+    assert sum(result[0] for result in results) == total + 2 * 4  # four parameters without dimension are on all ranks
+
+
+# ---------------------------------------------------------------- between updates
+
+
+def test_an_evaluation_between_updates_leaves_the_shards_in_place() -> None:
+    def walk(world: World) -> list[Any]:
+        run = Run(world, shares=(19, 13), micro=8)
+        x, _ = samples(torch.float64)
+        run.advance(1)
+        with torch.no_grad():
+            run.model(x)
+        kinds = {type(weight) for weight in run.model.parameters()}
+        run.advance(2)
+        run.restore(saved) if saved else None
+        with torch.no_grad():
+            output = run.model(x[:2]).tolist()
+        return [len(kinds), isinstance(next(run.model.parameters()), DTensor), output, run.saved()["model"]]
+
+    saved: dict[str, Any] = {}
+    alone = walk(ALONE)
+    result = run_ranks(walk, 2)[0]
+    assert result[:2] == [1, True]
+    assert distance(alone[2], result[2]) < 1e-12
+    run = Run(ALONE)
+    run.advance(5)
+    saved = run.saved()
+    loaded = run_ranks(walk, 2)[1]
+    assert distance(run.model(samples(torch.float64)[0][:2]).tolist(), loaded[2]) < 1e-12  # not of gathered copies
+
+
+@pytest.mark.parametrize("num_keys", [0, 1, 2, 5, 6])
+def test_every_rank_evaluates_as_often_and_each_batch_counts_once(num_keys: int) -> None:
+    keys = [Micro(0, [number], last=number == num_keys - 1) for number in range(num_keys)]
+    dealt = [Sharded(World(CPU, rank, rank, 3, 3)).dealt(keys) for rank in range(3)]
+    assert {len(mine) for mine in dealt} == {-(-num_keys // 3)}
+    assert sorted(key.indices[0] for mine in dealt for key in mine if key.counts) == list(range(num_keys))
+
+
+def test_statistics_and_buffers_are_those_of_all_ranks() -> None:
+    def gathered(world: World) -> list[Any]:
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        parallel = Sharded(world)
+        model = parallel.wrap(model, list, [])  # type: ignore[assignment]
+        model.get_buffer("1.running_mean").fill_(float(world.rank))
+        parallel.settle(model)
+        state = {"text": torch.tensor([1.0 + world.rank])}
+        merged = parallel.merged(lambda one, other: {"text": torch.cat([one["text"], other["text"]])}, state)
+        return [model.get_buffer("1.running_mean").tolist(), merged["text"].tolist()]
+
+    assert run_ranks(gathered, 3) == [[[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]]] * 3
+
+
+def test_synchronized_norms_learn_as_one_process_with_the_whole_batch() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(TOKENS), nn.Tanh()) for _ in range(2)]
+            )
+            self.head = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            logits: Tensor = self.head(x)
+            return logits
+
+    def learn(world: World, shares: Sequence[int], micro: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = synchronized(Normed().double(), world)
+        result = trained(world, shares=tuple(shares), micro=micro, model=model)
+        return {"losses": result["losses"], "model": result["model"]}
+
+    # one pass for each update, and a second one that only rank 1 makes in earnest: alone, that is 19+12, then 1
+    alone = learn(ALONE, (32,), 32)
+    assert distance(alone, run_ranks(lambda world: learn(world, (19, 13), 19), 2)[0]) < 1e-12
+    assert distance(alone, run_ranks(lambda world: learn(world, (1, 31), 31), 2)[0]) < 1e-12
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refusal(function: Callable[[World], Any], world: World) -> str:
+    try:
+        function(world)
+    except (ConfigError, TaskFault) as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_what_cannot_be_sharded_is_told_all_at_once() -> None:
+    def wrap(world: World) -> None:
+        model = Model().to(torch.float32)
+        model.blocks[1].inner.weight = model.head.weight  # type: ignore[assignment, union-attr]
+        model.blocks[2].double()
+        model.blocks[2].inner.float()  # type: ignore[operator, union-attr]
+        model.embed.weight.data = model.embed.weight.data.t().contiguous().t()
+        model.add_module("norm", nn.BatchNorm1d(3))
+        Sharded(world, communicate="bfloat16").wrap(model, list, list(model.blocks))
+
+    for said in run_ranks(partial(refusal, wrap), 2):
+        assert said.startswith("ConfigError")
+        assert "row-major order to be sharded, but embed.weight do not" in said
+        assert "those of blocks.2 have float32 and float64" in said
+        assert "must belong to one block, but blocks.1.inner.weight is in several" in said
+        assert "must be float32 for a model with batch norms, whose statistics are, but is bfloat16" in said
+
+
+def test_a_loss_that_goes_past_the_model_is_refused_on_all_ranks() -> None:
+    def learn(world: World) -> None:
+        trained(world, shares=(16, 16), loss=lambda model, batch: (model.head(model.embed(batch[0])).sum(), 1))
+
+    for said in run_ranks(partial(refusal, learn), 2):
+        assert "past model(...)" in said
