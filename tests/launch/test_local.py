@@ -252,7 +252,7 @@ def test_a_victim_that_ends_before_the_cause_is_not_taken_for_it() -> None:
         try:
             return in_world(lambda world: 1 / 0 if world.rank == 1 else reduce_for_ever(world))(member)
         finally:
-            time.sleep(0.5 * member.rank)  # as a tracker does that has rows to send
+            time.sleep(0.8 * member.rank)  # as a tracker does that has rows to send
 
     ending = run_ranks(main)
     assert ending.failures[0].rank == 0
