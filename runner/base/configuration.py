@@ -187,7 +187,8 @@ def compose(request: Request) -> Configuration:
     schema = _schema(composed, values, task, said, request, problems, notes)
     tree = _set_values(composed, values, schema, said, problems)
     problems += _check(tree, schema, already={problem.where for problem in problems})
-    problems += _contradictions(tree, schema)
+    is_alone = composed["hydra_choices"]["parallelism"] == "single"  # what ranks can do is the plan's to say
+    problems += _contradictions(tree, schema, is_alone=is_alone)
     if problems:
         raise ConfigError(problems)
     sources = _sources(groups, of_task, values, composed, schema, request)
@@ -857,11 +858,10 @@ def _check(tree: Mapping[str, Any], schema: _Schema, already: set[str]) -> list[
     return problems
 
 
-def _contradictions(tree: Mapping[str, Any], schema: _Schema) -> list[Problem]:
+def _contradictions(tree: Mapping[str, Any], schema: _Schema, *, is_alone: bool) -> list[Problem]:
     """Return what is wrong between keys that are each right, as far as no machine needs to be known for it."""
     problems = []
     total, micro = tree.get("global_batch_size"), tree.get("micro_batch_size")
-    is_alone = tree.get("parallelism") == "single"  # what ranks can do is the plan's to say
     if not is_alone or not isinstance(total, int) or total < 1:
         pass
     elif micro == "auto" or (isinstance(micro, int) and micro > 0):

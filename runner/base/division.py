@@ -29,6 +29,11 @@ class Batch:
         return len(self.shares)
 
     @property
+    def largest_pass(self) -> int:
+        """Return the most samples of a pass, whatever the shares will be."""
+        return self.global_batch_size if self.in_one_pass else self.micro_batch_size
+
+    @property
     def accumulation_steps(self) -> int:
         """Return the number of micro-batches of the rank that has most of them."""
         return -(-max(self.shares, default=0) // max(1, self.micro_batch_size))

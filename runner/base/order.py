@@ -6,14 +6,14 @@ so resuming is starting to count elsewhere; workers, prefetching and ranks canno
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from runner.base.shares import dealt, slices
+from runner.base.shares import Shares, dealt, slices
 
 Indices = list[int]
 
@@ -66,12 +66,16 @@ class Order:
         per_epoch = min(self.num_samples, self.updates_per_epoch * self.global_batch_size)
         return epoch * per_epoch + window * self.global_batch_size
 
-    def micros(self, update: int) -> Iterator[Micro]:
-        """Yield the micro-batches of this rank in update number `update`; one that does not count where it has none."""
+    def micros(self, update: int, shares: Shares | None = None) -> Iterator[Micro]:
+        """Yield the micro-batches of this rank in update number `update`; one that does not count where it has none.
+
+        shares  those of this update, where they are not the usual ones
+        """
         epoch, window = divmod(update, self.updates_per_epoch)
         start = window * self.global_batch_size
         whole = permutation(self.seed, epoch, self.num_samples)[start : start + self.global_batch_size].tolist()
-        parts = [whole[first:stop] for first, stop in slices(len(whole), self.shares or (self.global_batch_size,))]
+        dealt_as = shares or self.shares or (self.global_batch_size,)
+        parts = [whole[first:stop] for first, stop in slices(len(whole), dealt_as)]
         mine = parts[self.rank]
         passes = [mine[first : first + self.micro_batch_size] for first in range(0, len(mine), self.micro_batch_size)]
         wanted = max(-(-len(part) // self.micro_batch_size) for part in parts) if self.in_step else max(1, len(passes))
@@ -80,16 +84,20 @@ class Order:
             vain = (passes[-1] if passes else whole[:1]) if self.in_step else []
             yield Micro(epoch, passes[number] if counts else vain, number == wanted - 1, counts)
 
-    def samples_of_rank(self, update: int) -> int:
-        """Return how many samples this rank has in update number `update`."""
+    def samples_of_ranks(self, update: int, shares: Shares | None = None) -> Shares:
+        """Return how many samples each rank has in update number `update`."""
         window = update % self.updates_per_epoch
         there = min(self.global_batch_size, self.num_samples - window * self.global_batch_size)
-        return dealt(there, self.shares)[self.rank] if self.shares else there
+        dealt_as = shares or self.shares
+        return dealt(there, dealt_as) if dealt_as else (there,)
 
-    def from_update(self, update: int) -> Iterator[Micro]:
-        """Yield micro-batches from update number `update` on, without end."""
+    def from_update(self, update: int, shares_of: Callable[[int], Shares | None] = lambda _: None) -> Iterator[Micro]:
+        """Yield micro-batches from update number `update` on, without end.
+
+        shares_of  tells the shares of an update, None for the usual ones; asked when the update is read
+        """
         while True:
-            yield from self.micros(update)
+            yield from self.micros(update, shares_of(update))
             update += 1
 
 

@@ -10,11 +10,19 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 PARTS = ("data", "forward", "backward", "optimizer", "wait")
 """data: until the batch is there; wait: for other ranks, exchange included."""
+
+
+class Lap(NamedTuple):
+    """The seconds of each part of an update."""
+
+    update: int
+    seconds: Mapping[str, float]
 
 
 class Stopwatch:
@@ -23,7 +31,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._since = time.perf_counter()
-        self.last: Mapping[str, float] | None = None
+        self.last: Lap | None = None
 
     def start(self) -> None:
         """An update begins."""
@@ -36,9 +44,9 @@ class Stopwatch:
         self._seconds[part] += now - self._since
         self._since = now
 
-    def stop(self) -> None:
-        """The update is over; `last` tells of the newest update that is known."""
-        self.last = self._seconds
+    def stop(self, update: int) -> None:
+        """Update number `update` is over; `last` tells of the newest update that is known."""
+        self.last = Lap(update, self._seconds)
 
 
 class DeviceStopwatch(Stopwatch):
@@ -48,7 +56,7 @@ class DeviceStopwatch(Stopwatch):
         super().__init__()
         self.device = device
         self._marks: list[tuple[str, torch.Event]] = []
-        self._under_way: deque[list[tuple[str, torch.Event]]] = deque()
+        self._under_way: deque[tuple[int, list[tuple[str, torch.Event]]]] = deque()
 
     def start(self) -> None:
         self._marks = [("", self._mark())]
@@ -56,10 +64,11 @@ class DeviceStopwatch(Stopwatch):
     def lap(self, part: str) -> None:
         self._marks.append((part, self._mark()))
 
-    def stop(self) -> None:
-        self._under_way.append(self._marks)
-        while self._under_way and self._under_way[0][-1][1].query():
-            self.last = self._read(self._under_way.popleft())
+    def stop(self, update: int) -> None:
+        self._under_way.append((update, self._marks))
+        while self._under_way and self._under_way[0][1][-1][1].query():
+            number, marks = self._under_way.popleft()
+            self.last = Lap(number, self._read(marks))
 
     def _mark(self) -> torch.Event:
         event = torch.Event(self.device, enable_timing=True)

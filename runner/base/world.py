@@ -15,6 +15,8 @@ from torch import Tensor
 class World:
     """Rank, size and device of this process, and the few collectives the engine needs.
 
+    is_watched  ranks that leave are started again, fewer of them, by whoever started these
+
     A collective must be called by all ranks, in the same order. In a world of size 1 it returns what it was given.
     """
 
@@ -23,6 +25,7 @@ class World:
     local_rank: int = 0
     world_size: int = 1
     num_local_ranks: int = 1
+    is_watched: bool = False
 
     @property
     def is_first(self) -> bool:

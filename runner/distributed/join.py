@@ -25,7 +25,8 @@ def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S
 
     CPU tensors go through gloo, those of a GPU through NCCL. Raises SystemLimit where they cannot meet.
     """
-    world = World(device, member.rank, member.local_rank, member.world_size, member.num_local_ranks)
+    is_watched = member.store.startswith("file:")  # our own launcher's; others end all when one leaves
+    world = World(device, member.rank, member.local_rank, member.world_size, member.num_local_ranks, is_watched)
     if member.world_size == 1:
         yield world
         return

@@ -19,8 +19,8 @@ class Word:
     stop     somebody was asked to stop
     save     rank 0 finds it is time to save
     num_bad  samples that were left out
-    seconds  part -> seconds, for each rank; None where it is not known yet
-    samples  samples that each rank had
+    seconds  part -> seconds, for each rank, of the last update it knows of; None where it knows none yet
+    samples  samples that each rank had in that update
     """
 
     stop: bool

@@ -88,8 +88,8 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
         precision.step(run.optimizer)
         clear(run.parameters)
         watch.lap("optimizer")
-        watch.stop()
         position.update += 1
+        watch.stop(position.update)
         yield StepInfo(position.update, total.loss_sum, total.items, grad_norm, lr, total.bad)
 
 

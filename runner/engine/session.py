@@ -58,15 +58,28 @@ def job_of(request: Request, configuration: Configuration, plan: Plan, inventory
     return Job(request, configuration, plan, inventory, name)
 
 
-def take_part(job: Job, world: World) -> tuple[Exit, bool]:
-    """Train as one of the ranks of the job; return how it ended, and whether somebody asked the run to stop.
+@dataclass(frozen=True)
+class Ended:
+    """How a rank's part of a run ended; the same on all of them.
+
+    asked_to_stop  somebody did, perhaps only with the last update
+    dropped        ranks without which the run goes on faster: it was saved, and wants to be started again without them
+    """
+
+    code: Exit
+    asked_to_stop: bool = False
+    dropped: tuple[int, ...] = ()
+
+
+def take_part(job: Job, world: World) -> Ended:
+    """Train as one of the ranks of the job; return how it ended.
 
     Raises AccelRunError; the same is then in error.json of the run directory, if there is one.
     """
     return _lead(job, world) if world.is_first else _follow(job, world)
 
 
-def _lead(job: Job, world: World) -> tuple[Exit, bool]:
+def _lead(job: Job, world: World) -> Ended:
     """Train as rank 0, which writes and speaks."""
     from runner.engine.screen import Screen  # needs torch, which wrong settings must not wait for
 
@@ -92,7 +105,7 @@ def _lead(job: Job, world: World) -> tuple[Exit, bool]:
         leave_traces = partial(_leave_traces, directory, job.configuration, plan, job.inventory, record)
         try:
             try:
-                code = _train(job, world, directory, screen, record, leave_traces)
+                ended = _train(job, world, directory, screen, record, leave_traces)
             except SystemExit as left:
                 raise _left(left, plan) from left
         except BaseException as error:
@@ -100,13 +113,13 @@ def _lead(job: Job, world: World) -> tuple[Exit, bool]:
             if is_written and isinstance(error, Exception) and not isinstance(error, AccelRunError):
                 raise _fault_of_ours(error, directory) from error
             raise
-        asked_to_stop = record.pop("asked_to_stop", False)
-        record |= {"state": "preempted" if code == Exit.PREEMPTED else "done", "exit_code": int(code), "ended": _now()}
+        state = "preempted" if ended.code == Exit.PREEMPTED else "done"
+        record |= {"state": state, "exit_code": int(ended.code), "ended": _now()}
         directory.write("run.json", _json(record))
-    return code, asked_to_stop
+    return ended
 
 
-def _follow(job: Job, world: World) -> tuple[Exit, bool]:
+def _follow(job: Job, world: World) -> Ended:
     """Train as any other rank: in step with rank 0, and in silence."""
     from runner.durable.checkpoint import load
     from runner.durable.signals import StopRequest
@@ -123,10 +136,11 @@ def _follow(job: Job, world: World) -> tuple[Exit, bool]:
         stack.enter_context(_warnings_on(screen))
         parts = assemble(job.plan, stack, world)
         try:
-            outcome = TrainingRun(job.plan, parts, directory, silent(screen), stop).train(start)
+            run = TrainingRun(job.plan, parts, directory, silent(screen), stop)
+            outcome = run.train(start)
         except SystemExit as left:
             raise _left(left, job.plan) from left
-        return outcome.exit_code, stop.requested is not None
+        return Ended(outcome.exit_code, stop.requested is not None, run.dropped)
 
 
 def record_failure(job: Job, error: AccelRunError, began: float) -> None:
@@ -157,7 +171,7 @@ def _train(
     screen: Screen,
     record: dict[str, Any],
     leave_traces: Callable[[], None],
-) -> Exit:
+) -> Ended:
     """Open the run, train, and say how it ended."""
     with ExitStack() as stack:
         run, start = _open(job.plan, world, directory, screen, record, stack, leave_traces)
@@ -176,10 +190,9 @@ def _train(
             "metrics": dict(outcome.metrics),
             "baselines": run.baselines,
             "phases": {name: dataclasses.asdict(phase) for name, phase in run.records.items()},
-            "asked_to_stop": run.stop.requested is not None,
         }
         screen.report_end(run, outcome)
-        return outcome.exit_code
+        return Ended(outcome.exit_code, run.stop.requested is not None, run.dropped)
 
 
 def _open(

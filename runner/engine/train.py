@@ -24,6 +24,9 @@ from runner.base.choice import make
 from runner.base.errors import DataError, Exit, IncompatibleResume, InputMissing, TaskFault
 from runner.base.order import Indices, Order, evenly_spread
 from runner.base.schema import did_you_mean
+from runner.base.slow import Watch
+from runner.base.speed import Decision
+from runner.base.stopwatch import PARTS
 from runner.base.task import Progress
 from runner.base.world import World
 from runner.durable import checkpoint as checkpoints
@@ -33,6 +36,7 @@ from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
 from runner.engine.advice import watch_shapes
 from runner.engine.assemble import Parts, random_state, restore_random_state, seed_everything, seed_of_rank
+from runner.engine.balance import shares_by
 from runner.engine.council import Council
 from runner.engine.evaluate import evaluate
 from runner.engine.faults import explain
@@ -143,6 +147,7 @@ class TrainingRun:
     updates_before: int = 0  # those of the phases before the current one
     last_row: Row = field(default_factory=dict)
     state_bytes: tuple[int, int] = (0, 0)  # of the last optimizer: expected, real
+    dropped: tuple[int, ...] = ()  # ranks without which the run goes on: it is faster so
 
     @cached_property
     def baselines(self) -> dict[str, float]:
@@ -245,7 +250,7 @@ class Phase:
         self.order = Order(
             num_samples=len(fetcher),
             global_batch_size=planned.batch.global_batch_size,
-            micro_batch_size=planned.batch.micro_batch_size,
+            micro_batch_size=planned.batch.largest_pass,
             seed=plan.settings.seed,
             drop_last=planned.kind == "train" and bool(plan.choices["dataloader"].options["drop_last"]),
             shares=planned.batch.shares if parts.parallel.splits_batch else (),
@@ -253,6 +258,8 @@ class Phase:
             in_step=parts.parallel.in_step,
         )
         self.council = Council(parts.world)
+        self.shares = shares_by(plan.choices["parallelism"].options.get("shares"), self.order)
+        self.slow = Watch()
         self.bad: list[tuple[int, str]] = []  # samples this rank left out and has not told the others of
         self.must_stop = False  # all ranks know it
         if self.order.updates_per_epoch == 0:
@@ -290,6 +297,7 @@ class Phase:
         self.is_first = True
         self.closed = False  # the result of the phase is in the model
         self._on_disk: int | None = None
+        self.parts_of_ranks: list[tuple[Mapping[str, float], ...]] = []  # seconds by part, since the last row
         self.save_is_late = False  # rank 0 says so, and all ranks know it
         self.record = run.records.setdefault(self.name, PhaseRecord(planned.kind))
         self.record.total = self.total
@@ -355,7 +363,9 @@ class Phase:
         began = time.perf_counter()
         self._close()
         self.clock.hooks += time.perf_counter() - began
-        return None if self.record.finished else self.run_.stop.requested or "a signal to another rank"
+        if self.record.finished:
+            return None
+        return self.run_.stop.requested or ("fewer ranks" if self.run_.dropped else "a signal to another rank")
 
     def updates(self) -> Iterator[int]:
         """Make one update after the other, with all that happens between them, and yield their numbers."""
@@ -396,20 +406,46 @@ class Phase:
 
     def _heed(self, step: StepInfo) -> None:
         """Tell the other ranks how it stands, and learn how they do: what follows is the same on all of them."""
+        world, lap = self.run_.parts.world, self.run_.parts.parallel.watch.last
         self.bad += step.bad
         word = self.council.hear(
             stop=self.run_.stop.requested is not None,
             save=self.policy.is_late(),
             num_bad=len(step.bad),
-            seconds=self.run_.parts.parallel.watch.last,
-            samples=self.order.samples_of_rank(step.update - 1),
+            seconds=lap.seconds if lap else None,
+            samples=self.shares.made(lap.update)[world.rank] if lap and world.world_size > 1 else 0,
         )
         self.save_is_late = word is not None and word.save
         if word is None:
             return
-        self.must_stop = word.stop
+        self.must_stop = self.must_stop or word.stop
         if word.num_bad:
             self._list_bad_samples(step.update)
+        if world.world_size > 1 and all(word.seconds):
+            self._compare_ranks(step.update, tuple(there for there in word.seconds if there), word.samples)
+
+    def _compare_ranks(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: tuple[int, ...]) -> None:
+        """Name who holds the others up, and deal the next updates as it is fastest, where that was asked for."""
+        self.parts_of_ranks.append(seconds)
+        found = self.slow.observe(seconds, samples)
+        if found:
+            self.observers.screen.warn(str(found))
+            self.observers.screen.event("slow rank", update=update, **asdict(found))
+        change = self.shares.observe(update, seconds, samples)
+        if change.decision:
+            self._follow_decision(update, change.decision)
+        if change.reread:
+            self.loader.close()
+            self.feed.batches = self._batches()
+
+    def _follow_decision(self, update: int, decision: Decision) -> None:
+        self.observers.screen.say(decision.reason)
+        row = {"shares": list(decision.shares), "old_ms": 1e3 * decision.old_s, "new_ms": 1e3 * decision.new_s}
+        self.observers.write({"update": update, "phase": self.name, **{f"balance/{key}": row[key] for key in row}})
+        self.observers.screen.event("shares", update=update, reason=decision.reason, **row)
+        if decision.drop and self.run_.parts.world.is_watched:
+            self.run_.dropped = decision.drop
+            self.must_stop = True
 
     def _list_bad_samples(self, update: int) -> None:
         told, self.bad = self.run_.parts.world.gather(self.bad), []
@@ -461,6 +497,8 @@ class Phase:
         """Return what belongs into a row besides the loss: loss scale, memory of torch, what the monitor saw."""
         parts = self.run_.parts
         found: dict[str, Any] = {**parts.precision.values(), **self.observers.monitor.latest()}
+        found |= _mean_ms(self.parts_of_ranks)
+        self.parts_of_ranks.clear()
         device = parts.world.device
         if device.type == "cuda":
             found["memory/allocated_gib"] = torch.cuda.memory_allocated(device) / 2**30
@@ -589,7 +627,7 @@ class Phase:
             "meter": meter,
             "random": rest,
             "random_of_ranks": [there for _, there in of_ranks[1:]],
-            "shares": list(self.order.shares),
+            "shares": self.shares.state(),
             "bests": self.run_.bests,
             "evaluated_at": self.evaluated_at,
             "skipped_before": self.position.skipped_before,
@@ -637,6 +675,7 @@ class Phase:
         self.position.update = int(start.state["phase_update"])
         self.position.skipped_before = int(start.state["skipped_before"])
         self.evaluated_at = int(start.state["evaluated_at"])
+        self.shares.load(start.state.get("shares", {}), self.position.update)
         if start.path.parent == self.run_.directory.checkpoints:  # else it is another run's, and this one has none yet
             self.run_.bests = [(float(value), int(number)) for value, number in start.state["bests"]]
             self.saved_at, self._on_disk = self.position.update, start.update
@@ -664,7 +703,7 @@ class Phase:
         return Loader(fetcher), evenly_spread(len(fetcher), self.planned.evaluate.samples)
 
     def _batches(self) -> Iterator[MicroBatch]:
-        keys = self.order.from_update(self.position.update)
+        keys = self.order.from_update(self.position.update, self.shares.of)
         batches = self.run_.parts.prefetch(iter(self.loader.batches(keys)))
         if self.run_.plan.choices["backend"].name == "fast":
             batches = watch_shapes(batches, self.observers.screen.warn)
@@ -782,6 +821,17 @@ def check_resume(plan: Plan, start: Loaded, say: Callable[[str], None]) -> None:
     for difference in compare(before, now, plan.settings.resume_allow):
         if difference.key not in _UNSAID:
             say(f"differs from the checkpoint: {difference}")
+
+
+def _mean_ms(updates: list[tuple[Mapping[str, float], ...]]) -> dict[str, float]:
+    """Return rank and part -> mean milliseconds of an update."""
+    if not updates:
+        return {}
+    return {
+        f"rank{rank}/{part}_ms": 1e3 * sum(update[rank][part] for update in updates) / len(updates)
+        for rank in range(len(updates[0]))
+        for part in PARTS
+    }
 
 
 def _shown(value: float | None) -> str:

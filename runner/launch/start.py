@@ -6,15 +6,14 @@ import dataclasses
 import os
 import signal
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runner.base.configuration import Configuration, Request, compose, merge_overrides
 from runner.base.errors import ConfigError, Exit, Problem
 from runner.base.phases import INFERENCE
 from runner.base.ranks import Member, member_of
-from runner.engine.session import Job, job_of, record_failure, take_part
+from runner.engine.session import Ended, Job, job_of, record_failure, take_part
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, allow_for, make_plan
 from runner.plan.ranks import RankDevice
@@ -34,16 +33,16 @@ def train(request: Request, *, then_infer: bool = False) -> Exit:
         return _infer(request, None)
     member = member_of(os.environ)
     if member is not None and member.world_size > 1:
-        code, job, asked_to_stop = _as_member(request, configuration, member)
+        ended, job = _as_member(request, configuration, member)
         if member.rank:
-            return code
+            return ended.code
     else:
-        code, job, asked_to_stop = _from_here(request, configuration)
-    if code == Exit.DONE and (then_infer or INFERENCE in (wanted or ())):
-        if asked_to_stop:  # with the last update: the same command predicts
+        ended, job = _from_here(request, configuration)
+    if ended.code == Exit.DONE and (then_infer or INFERENCE in (wanted or ())):
+        if ended.asked_to_stop:  # with the last update: the same command predicts
             return Exit.PREEMPTED
         return _infer(request, job.name)
-    return code
+    return ended.code
 
 
 def _infer(request: Request, name: str | None) -> Exit:
@@ -56,13 +55,13 @@ def _infer(request: Request, name: str | None) -> Exit:
 # ---------------------------------------------------------------- ranks that are started here
 
 
-def _from_here(request: Request, configuration: Configuration) -> tuple[Exit, Job, bool]:
+def _from_here(request: Request, configuration: Configuration) -> tuple[Ended, Job]:
     """Train in this process, or start the ranks that the plan wants and watch over them."""
     alone = configuration.choices["parallelism"].function == "single"
     inventory = _inventory(configuration, apart=not alone)
     job = job_of(request, configuration, make_plan(configuration, inventory), inventory)
     if job.plan.world_size == 1:
-        return _taken_part(job, Member())
+        return _taken_part(job, Member()), job
     return _launched(job)
 
 
@@ -71,6 +70,9 @@ def _inventory(configuration: Configuration, *, apart: bool) -> Inventory:
     allow_for(configuration)
     if not apart:
         return take_inventory()
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
     import torch  # noqa: F401 - once, before the forks
 
     ignoring = (signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to both, and one answer is enough
@@ -78,7 +80,7 @@ def _inventory(configuration: Configuration, *, apart: bool) -> Inventory:
         return process.submit(take_inventory).result()
 
 
-def _taken_part(job: Job, member: Member) -> tuple[Exit, Job, bool]:
+def _taken_part(job: Job, member: Member) -> Ended:
     import torch
 
     from runner.distributed.join import joined
@@ -86,32 +88,38 @@ def _taken_part(job: Job, member: Member) -> tuple[Exit, Job, bool]:
     device = torch.device(job.plan.ranks[member.rank].device)
     timeout_s = float(job.plan.choices["parallelism"].options.get("timeout_s", 600.0))
     with joined(member, device, timeout_s=timeout_s) as world:
-        code, asked_to_stop = take_part(job, world)
-    return code, job, asked_to_stop
+        return take_part(job, world)
 
 
-def _launched(job: Job) -> tuple[Exit, Job, bool]:
-    """Start the ranks; where one is killed, go on from the last checkpoint with those that are left."""
+def _launched(job: Job) -> tuple[Ended, Job]:
+    """Start the ranks; go on without those that were killed or cost more than they bring, from the last checkpoint."""
     import runner.engine.train  # noqa: F401 - what every rank needs is imported once, before they are forked
     from runner.launch.local import as_error, run_ranks
 
     restarts = int(job.plan.choices["parallelism"].options.get("restarts", 0))
     attempt, began = 0, time.time()
-
-    def main(member: Member) -> tuple[int, Any]:
-        code, _, asked_to_stop = _taken_part(job, member)
-        return int(code), asked_to_stop
-
     while True:
-        ending = run_ranks(main, job.plan.world_size, attempt=attempt)
+        ending = run_ranks(partial(_main, job), job.plan.world_size, attempt=attempt)
+        attempt += 1
         if ending.cause is None:
-            return Exit(ending.code), job, bool(ending.stop) or any(ending.results)
-        if attempt >= restarts or not _can_go_on(ending):
+            ended = Ended(Exit(ending.code), bool(ending.stop) or any(stopped for stopped, _ in ending.results))
+            dropped = tuple(ending.results[0][1])
+            if not dropped or ending.stop:
+                return ended, job
+            job = _without(job, dropped)
+        elif restarts and _can_go_on(ending):
+            restarts -= 1
+            job = _without(job, (ending.cause.rank,))
+        else:
             error = as_error(ending)
             record_failure(job, error, began)
             raise error
-        attempt += 1
-        job = _with_fewer(job, ending)
+
+
+def _main(job: Job, member: Member) -> tuple[int, Any]:
+    """Be a rank; return its exit code, whether somebody asked to stop, and the ranks to go on without."""
+    ended = _taken_part(job, member)
+    return int(ended.code), (ended.asked_to_stop, ended.dropped)
 
 
 def _can_go_on(ending: Ending) -> bool:
@@ -119,20 +127,19 @@ def _can_go_on(ending: Ending) -> bool:
     return ending.stop is None and ending.cause is not None and ending.cause.signal == "SIGKILL"
 
 
-def _with_fewer(job: Job, ending: Ending) -> Job:
-    """Return the job without the rank that was lost; a run of one rank is started again as it was."""
-    assert ending.cause is not None
-    lost = ending.cause.rank
-    left = [rank for number, rank in enumerate(job.plan.ranks) if number != lost] or list(job.plan.ranks)
+def _without(job: Job, lost: tuple[int, ...]) -> Job:
+    """Return the job without these ranks; the last rank is started again as it was."""
+    from runner.observe.events import Console
+
+    kept = [rank for rank in range(job.plan.world_size) if rank not in lost] or [0]
+    left = [job.plan.ranks[rank] for rank in kept]
     choices = dict(job.configuration.choices)
     shares = choices["parallelism"].options.get("shares")
     if isinstance(shares, list) and len(shares) == job.plan.world_size:
-        fewer = {**choices["parallelism"].options, "shares": shares[:lost] + shares[lost + 1 :]}
+        fewer = {**choices["parallelism"].options, "shares": [shares[rank] for rank in kept]}
         choices["parallelism"] = dataclasses.replace(choices["parallelism"], options=fewer)
     configuration = dataclasses.replace(job.configuration, choices=choices)
     plan = make_plan(configuration, job.inventory, left)
-    from runner.observe.events import Console
-
     Console().info(f"goes on from the last checkpoint with {len(left)} rank{'s' * (len(left) > 1)}: {plan.batch}")
     return dataclasses.replace(job, configuration=configuration, plan=plan)
 
@@ -140,7 +147,7 @@ def _with_fewer(job: Job, ending: Ending) -> Job:
 # ---------------------------------------------------------------- a rank that somebody else has started
 
 
-def _as_member(request: Request, configuration: Configuration, member: Member) -> tuple[Exit, Job, bool]:
+def _as_member(request: Request, configuration: Configuration, member: Member) -> tuple[Ended, Job]:
     """Train as the rank that torchrun or srun made of this process; rank 0 decides for all what is run."""
     import torch
 
@@ -159,8 +166,7 @@ def _as_member(request: Request, configuration: Configuration, member: Member) -
         job = job_of(request, configuration, make_plan(configuration, inventory, ranks), inventory)
         plan = Plan.from_json(world.from_first(job.plan.to_json()))
         job = dataclasses.replace(job, plan=plan, name=world.from_first(job.name))
-        code, asked_to_stop = take_part(job, world)
-    return code, job, asked_to_stop
+        return take_part(job, world), job
 
 
 def _must_agree(facts: list[dict[str, str]]) -> None:

@@ -295,7 +295,7 @@ class _Planner:
         self.ranks = tuple(RankDevice.of(gpu, self.inventory) for gpu in gpus)
         self.set("parallelism", "world_size", len(gpus), why or self.reasons.get("parallelism.world_size", "as given"))
         weakest = min((gpu for gpu in gpus if gpu is not None), key=lambda gpu: gpu.capability or (0, 0), default=None)
-        if weakest is not None and chosen is not None and weakest.capability != chosen.capability:
+        if weakest is not None and len({gpu.capability for gpu in gpus if gpu is not None}) > 1:
             self.notes.append(f"all ranks compute in one format: {weakest.name} decides which")
         return weakest
 

@@ -82,7 +82,7 @@ accel-run: +extra=1: unknown key
            accel-run plan shows every key
 """,
     "train global_batch_size=64 micro_batch_size=12": """\
-accel-run: global_batch_size=64: must be a multiple of micro_batch_size x world_size (12 x 1 = 12), but is 64
+accel-run: global_batch_size=64: must be a multiple of micro_batch_size (12), but is 64
            nearest: 60, 72
 """,
     "train micro_batch_size=64": """\

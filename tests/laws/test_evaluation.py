@@ -13,6 +13,7 @@ from runner.axes.precision import fp32
 from runner.base.batch import MicroBatch
 from runner.base.task import Sum, Task
 from runner.base.world import World
+from runner.distributed.parallel import Parallel
 from runner.engine.evaluate import evaluate
 
 WORLD = World(torch.device("cpu"))
@@ -40,7 +41,7 @@ def measured(task: Sampling, batch_size: int, seed: int = 0) -> dict[str, float]
         return batches
 
     found = evaluate(
-        task, task.model, loader, as_it_is, fp32(WORLD, task.model), WORLD, list(range(11)), batch_size, seed
+        task, task.model, loader, as_it_is, fp32(WORLD, task.model), Parallel(WORLD), list(range(11)), batch_size, seed
     )
     assert found is not None
     return found

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from runner.base.configuration import Configuration, Request, compose, selected_by_profile, shipped_options
 from runner.base.division import Batch, divide
+from runner.base.shares import equal
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
 from runner.plan.inventory import GIB, Cpu, Device, Inventory, inventory_of_profile
 from runner.plan.plan import Plan, inventory_for, make_plan
@@ -29,6 +30,7 @@ def gpu(index: int, name: str, memory_gib: int, capability: tuple[int, int], **o
 
 
 T4 = gpu(0, "Tesla T4", 15, (7, 5))
+T4_TOO = gpu(1, "Tesla T4", 15, (7, 5))
 A100 = gpu(0, "NVIDIA A100-SXM4-80GB", 80, (8, 0))
 PAIR = (gpu(0, "NVIDIA GeForce RTX 2080 Ti", 11, (7, 5)), gpu(1, "NVIDIA GeForce RTX 3070", 8, (8, 6)))
 GTX = gpu(0, "NVIDIA GeForce GTX 1650", 4, (7, 5))
@@ -45,8 +47,8 @@ def configuration(*words: str) -> Configuration:
     return compose(Request(words))
 
 
-def plan(*words: str, on: Inventory | None = None, world_size: int = 1) -> Plan:
-    return make_plan(configuration(*words), on or machine(), world_size)
+def plan(*words: str, on: Inventory | None = None) -> Plan:
+    return make_plan(configuration(*words), on or machine())
 
 
 def refused(*words: str, on: Inventory | None = None) -> list[str]:
@@ -63,8 +65,8 @@ WORDS = ("precision.keep_fp32=[head]", "precision=fp16", "optimizer.lr_scales={0
 
 def test_the_same_question_has_the_same_answer_and_the_question_is_left_alone() -> None:
     asked, here = deepcopy(configuration(*WORDS)), machine(*PAIR)
-    first = make_plan(asked, here, 2)
-    assert make_plan(asked, here, 2) == first
+    first = make_plan(asked, here)
+    assert make_plan(asked, here) == first
     assert asked == configuration(*WORDS)
     assert here == machine(*PAIR)
 
@@ -360,62 +362,111 @@ def test_every_problem_is_found_at_once() -> None:
     problems = [Problem(*re.split(": ", text, maxsplit=1)[::-1]) for text in refused(*words, on=machine(T4))]
     assert [problem.where for problem in problems] == ["precision=bf16", "dataloader.cache=device", "attention=flash"]
     with pytest.raises(ConfigError) as caught:
-        plan(*words, "global_batch_size=9", on=machine(T4), world_size=2)
+        plan(*words, "global_batch_size=1", "parallelism=ddp", "parallelism.world_size=2", on=machine(T4, T4_TOO))
     assert len(caught.value.problems) == 4
 
 
 # ---------------------------------------------------------------- the batch
 
 
-@given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"), st.integers(1, 9))
-def test_a_batch_is_its_parts_or_the_sizes_named_instead_do_divide(total: int, micro: Any, world_size: int) -> None:
-    found = divide(total, micro, world_size)
+@given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"))
+def test_a_batch_is_its_parts_or_the_sizes_named_instead_do_divide(total: int, micro: Any) -> None:
+    found = divide(total, micro, (total,))
     if isinstance(found, Batch):
-        assert total == found.micro_batch_size * found.accumulation_steps * world_size == found.global_batch_size
+        assert total == found.micro_batch_size * found.accumulation_steps == found.global_batch_size
         assert micro in ("auto", found.micro_batch_size)
         assert micro != "auto" or found.accumulation_steps == 1
         return
-    divisor = world_size * (1 if micro == "auto" else micro)
-    assert total % divisor != 0
+    assert total % micro != 0
     if found.fix.startswith("nearest: "):
         near = [int(size) for size in found.fix.removeprefix("nearest: ").split(", ")]
-        assert [
-            size for size in range(1, total + divisor + 1) if size % divisor == 0 and abs(size - total) < divisor
-        ] == near
+        assert [size for size in range(1, total + micro + 1) if size % micro == 0 and abs(size - total) < micro] == near
     else:
         for key, size in re.findall(r"(\w+)=(\d+)", found.fix):
             changed = {"global_batch_size": total, "micro_batch_size": micro, key: int(size)}
-            again = divide(changed["global_batch_size"], changed["micro_batch_size"], world_size)
-            assert isinstance(again, Batch), found
+            total_now = changed["global_batch_size"]
+            assert isinstance(divide(total_now, changed["micro_batch_size"], (total_now,)), Batch), found
 
 
-SHARE = "must be at most global_batch_size / world_size"
+@given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"), st.integers(2, 9))
+def test_ranks_need_no_sizes_that_divide(total: int, micro: Any, world_size: int) -> None:
+    shares = equal(world_size, total)
+    if isinstance(shares, Problem):
+        assert world_size > total
+        return
+    found = divide(total, micro, shares, ragged=True)
+    if isinstance(found, Problem):
+        assert micro > max(shares)
+        return
+    assert sum(found.shares) == total
+    assert (found.accumulation_steps - 1) * found.micro_batch_size < max(shares)
+    assert max(shares) <= found.accumulation_steps * found.micro_batch_size
 
 
 @pytest.mark.parametrize(
-    ("total", "micro", "world_size", "said"),
+    ("total", "micro", "shares", "said"),
     [
-        (64, 12, 1, "must be a multiple of micro_batch_size x world_size (12 x 1 = 12), but is 64 | nearest: 60, 72"),
-        (5, "auto", 2, "must be a multiple of world_size (2), but is 5 | nearest: 4, 6"),
-        (1, "auto", 2, "must be a multiple of world_size (2), but is 1 | nearest: 2"),
-        (4, 8, 1, "must be at most global_batch_size (4), but is 8 | say micro_batch_size=4, or global_batch_size=8"),
-        (8, 8, 2, f"{SHARE} (8 / 2), but is 8 | say micro_batch_size=4, or global_batch_size=16"),
-        (7, 8, 2, f"{SHARE} (7 / 2), but is 8 | say global_batch_size=16"),
+        (64, 12, (64,), "must be a multiple of micro_batch_size (12), but is 64 | nearest: 60, 72"),
+        (4, 8, (4,), "must be at most global_batch_size (4), but is 8 | say micro_batch_size=4, or global_batch_size=8"),
+        (8, 8, (5, 3), "must be at most the largest share of a rank (5 of 8), but is 8"
+         " | say micro_batch_size=5, or global_batch_size=16"),
     ],
 )  # fmt: skip
 def test_a_batch_that_does_not_divide_is_said_with_those_that_do(
-    total: int, micro: Any, world_size: int, said: str
+    total: int, micro: Any, shares: tuple[int, ...], said: str
 ) -> None:
-    found = divide(total, micro, world_size)
+    found = divide(total, micro, shares)
     assert isinstance(found, Problem)
     assert f"{found.what} | {found.fix}" == said
 
 
+RANKS = ("parallelism=ddp", "parallelism.world_size=4")
+
+
 def test_the_plan_holds_the_batch_over_all_ranks() -> None:
-    made = plan("global_batch_size=24", "micro_batch_size=3", world_size=4)
+    made = plan("global_batch_size=24", "micro_batch_size=3", *RANKS)
     assert str(made.batch) == "24 samples per update = micro-batch 3 x 2 accumulation x 4 ranks"
     assert made.values()["accumulation_steps"] == 2
-    assert plan("global_batch_size=24", "micro_batch_size=auto", world_size=4).values()["micro_batch_size"] == 6
+    assert plan("global_batch_size=24", "micro_batch_size=auto", *RANKS).values()["micro_batch_size"] == 6
+
+
+PAIR_WORDS = ("parallelism=ddp", "global_batch_size=32", "precision=fp32")
+
+
+@pytest.mark.parametrize(
+    ("words", "shares", "identity"),
+    [
+        (("parallelism.shares=memory",), (19, 13), "19 (rank 0: 1 x 19) + 13 (rank 1: 1 x 13)"),
+        (("parallelism.shares=[5,3]",), (20, 12), "20 (rank 0: 1 x 20) + 12 (rank 1: 1 x 12)"),
+        (("parallelism.shares=[19,13]", "micro_batch_size=8"), (19, 13),
+         "19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)"),
+        ((), (16, 16), "micro-batch 16 x 1 accumulation x 2 ranks"),
+    ],
+)  # fmt: skip
+def test_unequal_gpus_share_an_update_as_asked(words: tuple[str, ...], shares: tuple[int, ...], identity: str) -> None:
+    made = plan(*PAIR_WORDS, *words, on=machine(*PAIR))
+    assert [rank.device for rank in made.ranks] == ["cuda:0", "cuda:1"]
+    assert made.batch.shares == shares
+    assert str(made.batch) == f"32 samples per update = {identity}"
+    assert "all ranks compute in one format: NVIDIA GeForce RTX 2080 Ti decides which" in made.notes
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("parallelism.shares=[19,7,6]",), "parallelism.shares=[19,7,6]: must have one number per rank (2), but has 3"),
+        (("global_batch_size=1",), "global_batch_size=1: must be at least the number of ranks (2), but is 1"),
+        (("micro_batch_size=30",), "micro_batch_size=30: must be at most the largest share of a rank (16 of 32)"),
+        (("parallelism.shares=[32,0]",), "parallelism.shares=[32,0]: must be at least 1 for each rank, but is 0"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(words: tuple[str, ...], said: str) -> None:
+    assert refused(*PAIR_WORDS, *words, on=machine(*PAIR))[0].startswith(said)
+
+
+def test_more_ranks_than_gpus_are_a_missing_device() -> None:
+    with pytest.raises(DeviceMissing, match="3 ranks need as many GPUs, but 2 can be used"):
+        plan("parallelism=ddp", "parallelism.world_size=3", on=machine(*PAIR))
 
 
 def test_the_length_is_updates_or_epochs() -> None:
