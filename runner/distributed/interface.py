@@ -1,0 +1,52 @@
+"""Which network interface leads to the other ranks: gloo asks for the machine's own name, often one of the loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+from ipaddress import ip_address
+
+import psutil  # type: ignore[import-untyped]
+
+from runner.base.ranks import Member
+
+
+def choose_interface(member: Member) -> None:
+    """Gloo meets the other ranks where they are, unless `GLOO_SOCKET_IFNAME` was set by hand.
+
+    On one machine that is the loopback, so that nothing listens for others. On several it is the interface towards
+    rank 0. Many systems give the machine's own name to 127.0.0.1: gloo would listen there, and the others would wait.
+    """
+    name = interface_of(member)
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def interface_of(member: Member) -> str:
+    """Return the name of the interface, empty where none can be told from the routes."""
+    if member.num_local_ranks == member.world_size or member.store.startswith("file:"):
+        return _name_of("127.0.0.1")
+    host, _, port = member.store.partition("://")[2].rpartition(":")
+    address = _towards(host, int(port))
+    if not address or ip_address(address).is_loopback:  # rank 0 asked for its own name
+        address = _towards(_ELSEWHERE, int(port))
+    return _name_of(address)
+
+
+def _towards(host: str, port: int) -> str:
+    """Return this machine's address on the way to a host; nothing is sent."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _name_of(address: str) -> str:
+    found = [name for name, rows in psutil.net_if_addrs().items() if any(row.address == address for row in rows)]
+    return found[0] if found else ""
+
+
+_ELSEWHERE = "192.0.2.1"  # kept for documentation (RFC 5737): on no network, so that the default route leads to it
