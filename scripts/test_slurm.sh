@@ -1,0 +1,357 @@
+#!/usr/bin/env bash
+# Try the runner on a real SLURM: two virtual nodes on this machine, started here and taken down at the end.
+#
+#   scripts/test_slurm.sh [--keep]      --keep: leave the folder with all logs, and say where it is
+#
+# Needs slurm-wlm and munge: as root on Debian or Ubuntu they are installed, otherwise, where they are missing, nothing is
+# tested and the exit code is 0. Nothing of a SLURM that is already here is touched: configuration, key, sockets and logs
+# lie in a folder of their own, and the ports are 17000 to 17002.
+set -euo pipefail
+# shellcheck source=scripts/setup.sh
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
+
+keep=false
+[[ ${1:-} != --keep ]] || keep=true
+num_ok=0 num_failed=0
+pids=()
+
+skip() {
+    printf 'skipped: %s\n' "$1"
+    exit 0
+}
+
+install_slurm() {
+    local needed=(munged slurmctld slurmd srun sbatch scontrol) missing=() name
+    for name in "${needed[@]}"; do
+        command -v "$name" >/dev/null || missing+=("$name")
+    done
+    ((${#missing[@]})) || return 0
+    [[ $(id -u) == 0 ]] || skip "${missing[*]} are not installed, and only root could install them"
+    command -v apt-get >/dev/null || skip "${missing[*]} are not installed, and there is no apt-get"
+    printf 'installing slurm-wlm and munge\n'
+    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurm-wlm munge; } \
+        >"$folder/apt.log" 2>&1 || skip "slurm-wlm and munge cannot be installed: $(tail -n 1 -- "$folder/apt.log")"
+}
+
+start_cluster() {
+    local user node host
+    user=$(id -un)
+    host=$(hostname -s)
+    mkdir -p -- "$folder"/{ctld,n1,n2}
+    (umask 077 && head -c 1024 /dev/urandom >"$folder/munge.key")
+    munged --foreground --force --key-file="$folder/munge.key" --socket="$folder/munge.socket" \
+        --pid-file="$folder/munged.pid" --log-file="$folder/munged.log" --seed-file="$folder/munged.seed" \
+        >"$folder/munged.out" 2>&1 &
+    pids+=($!)
+    cat >"$folder/slurm.conf" <<END
+ClusterName=virtual
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=17000
+SlurmUser=$user
+SlurmdUser=$user
+AuthType=auth/munge
+AuthInfo=socket=$folder/munge.socket,cred_expire=5
+CryptoType=crypto/munge
+StateSaveLocation=$folder/ctld
+SlurmdSpoolDir=$folder/%n
+SlurmctldPidFile=$folder/slurmctld.pid
+SlurmdPidFile=$folder/slurmd-%n.pid
+SlurmctldLogFile=$folder/slurmctld.log
+SlurmdLogFile=$folder/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=2,bf_interval=2
+JobRequeue=1
+KillWait=20
+OverTimeLimit=0
+NodeName=n[1-2] NodeHostname=$host NodeAddr=127.0.0.1 Port=[17001-17002] CPUs=2 RealMemory=1000 State=UNKNOWN
+PartitionName=main Nodes=n[1-2] Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:4
+END
+    export SLURM_CONF=$folder/slurm.conf
+    wait_for 10 test -S "$folder/munge.socket"
+    slurmctld -D >"$folder/slurmctld.out" 2>&1 &
+    pids+=($!)
+    for node in n1 n2; do
+        slurmd -D -N "$node" >"$folder/slurmd-$node.out" 2>&1 &
+        pids+=($!)
+    done
+    wait_for 30 both_idle
+}
+
+both_idle() { [[ $(sinfo --noheader --format=%D --states=idle 2>/dev/null) == 2 ]]; }
+
+# wait_for SECONDS COMMAND...: true once the command is, false when the time is up
+wait_for() {
+    local limit=$((SECONDS + $1))
+    shift
+    until "$@"; do
+        ((SECONDS < limit)) || return 1
+        sleep 0.5
+    done
+}
+
+tear_down() {
+    local pid
+    trap - EXIT
+    if [[ -n ${SLURM_CONF:-} ]]; then
+        scancel --user="$(id -un)" --full >/dev/null 2>&1 || true
+        sleep 1
+    fi
+    for pid in $(printf '%s\n' "${pids[@]}" | tac); do
+        kill "$pid" 2>/dev/null || true
+    done
+    for pid in "${pids[@]}"; do
+        wait "$pid" 2>/dev/null || true
+    done
+    if $keep || ((num_failed)); then
+        printf 'logs: %s\n' "$folder"
+    else
+        rm -rf -- "$folder"
+    fi
+}
+
+# check NAME COMMAND...: a line that tells whether the command succeeded; what it said follows where it did not
+check() {
+    local name=$1 started=$SECONDS
+    shift
+    if "$@" >"$folder/check.log" 2>&1; then
+        printf 'ok      %s (%s s)\n' "$name" $((SECONDS - started))
+        num_ok=$((num_ok + 1))
+    else
+        printf 'FAILED  %s (%s s)\n' "$name" $((SECONDS - started))
+        sed 's/^/        /' "$folder/check.log" | tail -n 40
+        num_failed=$((num_failed + 1))
+    fi
+}
+
+folder=$(mktemp -d /tmp/test-slurm.XXXXXX)
+install_slurm
+set_up --quiet dev slurm
+trap tear_down EXIT
+trap 'exit 130' INT TERM
+unset "${!SLURM_@}" "${!SBATCH_@}"
+start_cluster || {
+    printf 'FAILED  the cluster did not start; logs: %s\n' "$folder"
+    tail -n 5 -- "$folder"/*.out "$folder"/*.log
+    keep=true
+    exit 1
+}
+printf 'SLURM %s, two virtual nodes\n' "$(sinfo --version | cut -d' ' -f2)"
+
+
+# ---------------------------------------------------------------- checks
+
+cd -- "$folder"
+export MASTER_ADDR=127.0.0.1 # the names of virtual nodes lead nowhere
+export OMP_NUM_THREADS=1
+python=$venv/bin/python
+# A task whose samples take a fixed time, whatever the machine: 50 ms an update on one rank.
+cat >slow.py <<'END'
+import time
+import torch
+from torch import nn
+from runner import Task
+
+SETTINGS = {"updates": 100, "global_batch_size": 2, "optimizer.lr": 0.01}
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(0.025)
+        return torch.full((4,), index / 64), torch.tensor([index % 3 / 3])
+
+
+class Fit(Task):
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def dataset(self, split):
+        return Slow()
+
+    def loss(self, model, batch):
+        points, values = batch
+        return (model(points) - values).square().sum(), len(points)
+
+
+def build(*, size: str = "tiny") -> Task:
+    return Fit()
+END
+words=(train --task "$PWD/slow.py" device=cpu dataloader.num_workers=0 checkpoint.every=20 log_every=1 evaluate.every=0
+    evaluate.samples=2)
+run=("$venv/bin/accel-run" "${words[@]}")
+rank=("$python" -m runner "${words[@]}" parallelism=ddp)
+
+# state_of JOB: PENDING, RUNNING, COMPLETED, ... as the controller knows it
+state_of() { scontrol show job "$1" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p'; }
+restarts_of() { scontrol show job "$1" | sed -n 's/.*Restarts=\([0-9]*\).*/\1/p'; }
+has_ended() { [[ $(state_of "$1") =~ ^(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)$ ]]; }
+has_saved() { compgen -G "outputs/$1/checkpoints/update-*" >/dev/null; }
+
+# submit WORDS...: train with launcher=slurm; the number of the job is in $job
+submit() {
+    "${run[@]}" launcher=slurm "$@" >submitted || return 1
+    cat submitted
+    job=$(sed -n 's/^job \([0-9]*\) .*/\1/p' submitted)
+    [[ -n $job ]]
+}
+
+ranks_are_told_apart() {
+    local code="
+import os
+from runner.base.ranks import member_of
+member = member_of(os.environ)
+print(member.rank, member.local_rank, member.world_size, member.num_local_ranks, member.store, member.attempt)"
+    srun --nodes=2 --ntasks=3 --overcommit --distribution=block "$python" -c "$code" | sort >ranks
+    cat ranks
+    [[ $(cut -d' ' -f1-4 ranks) == $'0 0 3 2\n1 1 3 2\n2 0 3 1' ]] && [[ $(cut -d' ' -f5- ranks | sort -u | wc -l) == 1 ]]
+}
+
+no_rank_is_found_in() {
+    local code="
+import os
+from runner.base.ranks import member_of
+assert 'SLURM_JOB_ID' in os.environ
+print(member_of(os.environ))"
+    [[ $("$@" "$python" -c "$code") == None ]]
+}
+
+in_a_batch_script() {
+    { printf '#!/bin/bash\n' && printf '%q ' "$@" && printf '\n'; } >batch.sh
+    sbatch --wait --nodes=2 --ntasks=2 --output=batch.out batch.sh >/dev/null && cat batch.out
+}
+
+# finished NAME UPDATES: the run is done, and each update is in its records exactly once
+finished() {
+    "$python" - "outputs/$1" "$2" <<'END'
+import json, sys
+from pathlib import Path
+
+folder, updates = Path(sys.argv[1]), int(sys.argv[2])
+record = json.loads((folder / "run.json").read_text())
+assert record["state"] == "done", record
+rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+found = [row["update"] for row in rows if "train/loss" in row]
+assert found == list(range(1, updates + 1)), (len(found), found[:3], found[-3:])
+END
+}
+
+a_warning_stops_saves_and_queues_again() {
+    submit run=warned updates=300 || return 1
+    wait_for 60 has_saved warned || return 1
+    scancel --signal=USR1 "$job"
+    wait_for 120 has_ended "$job" || return 1
+    scontrol show job "$job"
+    cat outputs/warned/slurm/"$job"*
+    [[ $(state_of "$job") == COMPLETED && $(restarts_of "$job") == 1 ]] && finished warned 300
+}
+
+the_time_limit_stops_saves_and_queues_again() {
+    submit run=limited updates="$1" launcher.time_min=2 launcher.signal_s=90 || return 1
+    wait_for 400 has_ended "$job" || return 1
+    scontrol show job "$job"
+    cat outputs/limited/slurm/"$job"*
+    [[ $(state_of "$job") == COMPLETED && $(restarts_of "$job") -ge 1 ]] && finished limited "$1"
+}
+
+it_is_queued_again_only_so_often() {
+    submit run=often updates=1000000 launcher.requeue_times=0 || return 1
+    wait_for 60 has_saved often || return 1
+    scancel --signal=USR1 "$job"
+    wait_for 60 has_ended "$job" || return 1
+    scontrol show job "$job"
+    [[ $(state_of "$job") == FAILED ]] && scontrol show job "$job" | grep -q 'ExitCode=75:0'
+}
+
+a_canceled_job_has_saved() {
+    submit run=canceled updates=1000000 || return 1
+    wait_for 60 has_saved canceled || return 1
+    scancel "$job"
+    wait_for 60 has_ended "$job" || return 1
+    sleep 1
+    cat outputs/canceled/slurm/"$job"*
+    [[ $(state_of "$job") == CANCELLED ]] && grep -q '"state": "preempted"' outputs/canceled/run.json
+}
+
+a_partition_that_is_not_there_is_refused() {
+    local code=0
+    "${run[@]}" launcher=slurm launcher.partition=nowhere >refused 2>&1 || code=$?
+    cat refused
+    [[ $code == 78 ]] && grep -q "invalid partition" refused
+}
+
+two_nodes_train_as_one_process_does() {
+    local code=0
+    "${run[@]}" run=alone updates=60 && srun --nodes=2 --ntasks=2 "${rank[@]}" run=together updates=60 || return 1
+    finished alone 60 && finished together 60 || return 1
+    "$python" - <<'END'
+import json
+from pathlib import Path
+
+def losses(name):
+    rows = map(json.loads, Path(f"outputs/{name}/metrics.jsonl").read_text().splitlines())
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+worst = max(abs(a - b) / abs(a) for a, b in zip(losses("alone"), losses("together"), strict=True))
+print(f"largest relative difference of 60 losses: {worst:.1e}")
+assert worst < 1e-5
+END
+}
+
+a_warning_reaches_all_ranks() {
+    submit run=pair updates=600 parallelism=ddp launcher.nodes=2 || return 1
+    wait_for 60 has_saved pair || return 1
+    scancel --signal=USR1 "$job"
+    wait_for 180 has_ended "$job" || return 1
+    scontrol show job "$job"
+    cat outputs/pair/slurm/"$job"*.out
+    [[ $(state_of "$job") == COMPLETED && $(restarts_of "$job") == 1 ]] && finished pair 600
+}
+
+a_killed_rank_ends_the_others() {
+    local code=0 started step
+    srun --nodes=2 --ntasks=2 --wait=60 "${rank[@]}" run=killed updates=100000 >killed.out 2>&1 &
+    step=$!
+    wait_for 60 has_saved killed || return 1
+    started=$SECONDS
+    srun_kills_rank 1 killed || return 1
+    wait "$step" || code=$?
+    cat killed.out
+    printf 'exit code %s, %s s after the kill\n' "$code" $((SECONDS - started))
+    ((code != 0 && SECONDS - started < 30))
+}
+
+# The process of a rank is found by the variables that srun gave it.
+srun_kills_rank() {
+    local pid
+    for pid in $(pgrep -f -- "run=$2"); do
+        if tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | grep -qx "SLURM_PROCID=$1" &&
+            [[ $(readlink "/proc/$pid/exe") == *python* ]]; then
+            kill -KILL "$pid"
+            return
+        fi
+    done
+    return 1
+}
+
+check "srun: three ranks on two nodes know their places" ranks_are_told_apart
+check "the shell of a batch script is no rank" no_rank_is_found_in in_a_batch_script
+check "a task of one is no rank" no_rank_is_found_in srun --ntasks=1
+check "srun: two ranks on two nodes have the losses of one process" two_nodes_train_as_one_process_does
+check "srun: a killed rank ends the others" a_killed_rank_ends_the_others
+check "launcher=slurm: an unknown partition is refused with SLURM's words" a_partition_that_is_not_there_is_refused
+check "launcher=slurm: told by SIGUSR1 it saves, is queued again and finishes" a_warning_stops_saves_and_queues_again
+check "launcher=slurm: two ranks on two nodes are told, too" a_warning_reaches_all_ranks
+check "launcher=slurm: the end of its time does the same" the_time_limit_stops_saves_and_queues_again 1000
+check "launcher=slurm: queued again only so often" it_is_queued_again_only_so_often
+check "launcher=slurm: scancel lets it save" a_canceled_job_has_saved
+
+printf '%s ok, %s failed\n' "$num_ok" "$num_failed"
+((num_failed == 0))
