@@ -19,6 +19,7 @@ from runner.base.shares import Caps, Shares, proportional, summed
 
 DROP_MARGIN = 0.02  # how much faster fewer ranks must be
 DROP_VERDICTS = 3  # how often in a row
+NEAR = 0.75  # least part of a sample count that is nearly as many
 TRIAL_UPDATES = 5
 TRIAL_EVERY = 5  # blocks between two trials of fewer ranks where these are not known to be faster
 CLEAR_GAIN = 0.10  # a smaller one must be found twice in a row
@@ -283,10 +284,15 @@ class Balance:
         together_s = median(max(seen.seconds) + seen.exchange_s for seen in whole)
         more_s = max(0.0, together_s - slowest(self.lines, self.current))  # the exchange, and the noise of several
         shares = fastest(self.total, self.lines, self.caps, more_s, may_drop=True)
-        kept, alone_s = best_alone(self.total, self.lines, self.caps, more_s)
-        drop = tuple(rank for rank in range(len(self.ranks)) if rank not in kept)
+        kept = tuple(rank for rank, share in enumerate(shares) if share)
+        drop = tuple(rank for rank, share in enumerate(shares) if not share)
+        alone_s, at_most_s = (
+            max(self.ranks[rank].seconds(shares[rank], errors) for rank in kept) + more_s * (len(kept) > 1)
+            for errors in (0, 1)
+        )
         faster = bool(drop) and alone_s * (1 + DROP_MARGIN) < together_s
-        self._verdicts = self._verdicts + 1 if faster else 0
+        surely = faster and at_most_s * (1 + DROP_MARGIN) < together_s
+        self._verdicts = self._verdicts + 1 if surely else 0
         self._until_trial = max(0, self._until_trial - 1)
         if self._verdicts >= DROP_VERDICTS:
             self._said = True
@@ -300,7 +306,7 @@ class Balance:
     def _perhaps_alone(self, together_s: float) -> Shares:
         """Return all samples for the one rank that may be faster alone, as far as is known; empty without one."""
         best = {
-            rank: each.fitted.seconds(self.total, -ERRORS)
+            rank: each.seconds(self.total, -ERRORS)
             for rank, each in enumerate(self.ranks)
             if self.caps is None or (cap := self.caps[rank]) is None or cap >= self.total
         }
@@ -336,6 +342,7 @@ class _Rank:
     def __init__(self) -> None:
         self._timings: dict[int, list[Timing]] = {}
         self._noises: list[float] = []
+        self._noise = LEAST_NOISE
         self.fitted = Fit(Line(0.0, 0.0), (0.0, 0.0, 0.0))
 
     def add(self, timings: Sequence[Timing]) -> float:
@@ -351,6 +358,18 @@ class _Rank:
         self._fit()
         return factor
 
+    def seconds(self, samples: int, errors: float) -> float:
+        """Return the expected seconds and so many standard errors; from times of nearly as many samples, if any.
+
+        A line does not know of a limit beyond which all is slower, so what was tried out counts more.
+        """
+        near = [count for count in self._timings if NEAR * samples <= count <= samples]
+        if not near:
+            return self.fitted.seconds(samples, errors)
+        tried = _merged(self._timings[max(near)])
+        longer = self.fitted.line.seconds(samples) / self.fitted.line.seconds(tried.samples)
+        return tried.seconds * longer * (1 + errors * MEDIAN_ERROR * self._noise / sqrt(tried.num))
+
     def state(self) -> dict[str, Any]:
         flat = [list(timing) for timings in self._timings.values() for timing in timings]
         return {"timings": flat, "noises": self._noises}
@@ -364,16 +383,15 @@ class _Rank:
 
     def _fit(self) -> None:
         merged = [_merged(timings) for timings in self._timings.values()]
-        noises = self._noises or [timing.noise for timing in merged]
-        self.fitted = _regress(merged, max(LEAST_NOISE, median(noises)))
+        self._noise = max(LEAST_NOISE, median(self._noises or [timing.noise for timing in merged]))
+        self.fitted = _regress(merged, self._noise)
 
     def _drift(self, timings: Sequence[Timing]) -> float:
         """Return measured over predicted time, or 1.0 where the difference is small or may be noise."""
         main = max(timings, key=lambda timing: timing.num)
         predicted = self.fitted.line.seconds(main.samples)
         factor = main.seconds / predicted
-        noise = max(main.noise, LEAST_NOISE, median(self._noises) if self._noises else 0.0)
-        measured = main.seconds * MEDIAN_ERROR * noise / sqrt(main.num)
+        measured = main.seconds * MEDIAN_ERROR * max(main.noise, self._noise) / sqrt(main.num)
         error = sqrt(measured**2 + self.fitted.error(main.samples) ** 2) / predicted
         return factor if abs(factor - 1.0) > max(DRIFT, 3 * error) else 1.0
 

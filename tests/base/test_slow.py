@@ -85,7 +85,8 @@ def test_an_update_in_which_all_wait_for_the_exchange_names_nobody() -> None:
 
 def test_a_busy_rank_for_which_nobody_waits_is_not_named() -> None:
     """What the others do meanwhile is their own matter, if they do not wait."""
-    window = updates(0, delayed(2, 1, "optimizer", 0.020), noise=0.0)
+    rng = random.Random(0)
+    window = [update(rng, delayed(2, 1, "optimizer", 0.020), 0.0, exchange_s=0.050) for _ in range(20)]
     for each in window:
         each[0]["wait"] = each[1]["wait"]
     assert slow(window) is None
@@ -104,6 +105,12 @@ def test_a_single_hiccup_names_nobody_and_hides_nobody() -> None:
 def test_ranks_that_are_slow_in_turn_are_not_named() -> None:
     window = [updates(n, delayed(3, n % 3, "forward", 0.020), num=1, noise=0.0)[0] for n in range(21)]
     assert slow(window) is None
+
+
+def test_a_rank_that_is_slow_about_as_often_as_another_is_not_named() -> None:
+    one, other = (updates(0, delayed(2, rank, "forward", 0.020), num=12, noise=0.0) for rank in (0, 1))
+    assert slow(one[:11] + other[:9]) is None
+    assert slow(one[:12] + other[:8]) is not None
 
 
 def test_a_rank_that_only_has_more_samples_is_said_to_have_more() -> None:

@@ -219,6 +219,24 @@ def test_noise_changes_the_shares_at_most_once_in_500_updates(noise: float, slow
         assert len(run(balance, ranks, 500)) <= 1
 
 
+def test_a_gain_below_the_threshold_changes_nothing() -> None:
+    ranks = Ranks([Line(0.0, 0.001), Line(0.0, 0.00104)])
+    assert fastest(200, ranks.lines) == (102, 98)
+    assert {each.shares for each in run(Balance(200, 2), ranks, 100)} == {(100, 100)}
+    assert {each.shares for each in run(Balance(200, 2, threshold=0.005), ranks, 100)} == {(102, 98)}
+
+
+def test_a_gain_that_may_be_noise_changes_nothing() -> None:
+    """With 8 ranks and 20 % noise some pair of ranks always looks unequal by more than the threshold."""
+    changes = 0
+    for seed in range(5):
+        ranks = Ranks([Line(0.0005, 0.001)] * 8, 0.20, seed)
+        balance = Balance(512, 8)
+        run(balance, ranks, 200)
+        changes += len(run(balance, ranks, 500))
+    assert changes <= 5
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
 def test_a_flip_of_speeds_is_followed_within_3_solutions(noise: float) -> None:
     fast, slow = Line(0.0005, 0.001), Line(0.0015, 0.003)
@@ -293,6 +311,18 @@ def test_never_slower_than_the_best_ranks_by_more_than_2_percent_after_the_verdi
         assert slowest(lines, shares) + (exchange_s if several else 0.0) <= 1.02 * best_single
 
 
+def test_fewer_ranks_are_tried_out_before_the_verdict() -> None:
+    """A rank that is slow with many samples, as one that runs out of fast memory, is not left alone."""
+
+    class Cliff(Ranks):
+        def take(self, shares: Sequence[int]) -> list[float]:
+            return [2 * time if n > 24 else time for time, n in zip(super().take(shares), shares, strict=True)]
+
+    lines = [Line(0.001, 0.001), Line(0.001, 0.001)]
+    assert [each.drop for each in run(Balance(32, 2), Ranks(lines), 300, exchange_s=0.025) if each.drop] == [(1,)]
+    assert not any(each.drop for each in run(Balance(32, 2), Cliff(lines), 300, exchange_s=0.025))
+
+
 def test_a_rank_that_does_not_hold_all_is_never_left_alone() -> None:
     ranks = Ranks([Line(0.001, 0.001), Line(0.001, 0.001)])
     assert not any(each.drop for each in run(Balance(32, 2, caps=(31, 31)), ranks, 300, exchange_s=1.0))
@@ -340,6 +370,7 @@ def test_what_is_known_goes_on_from_a_checkpoint() -> None:
     state = json.loads(json.dumps(balance.state(), allow_nan=False))
     again = Balance(64, 2)
     again.load(state)
+    assert all(again.ahead(num) == balance.current for num in range(10)), "it does not probe again"
     assert (again.shares, again.lines) == (balance.shares, balance.lines)
     assert json.loads(json.dumps(again.state())) == state
     ranks.lines.reverse()
