@@ -62,7 +62,7 @@ class Slurm:
         say(f"job {job_id} of SLURM trains run {name}: {self._in_words()}")
         say(f"  its output   tail -F {folder}/{job_id}_0_log.out")
         say(f"  how it is    squeue --job {job_id}; accel-run status run={name}{_root(configuration)}")
-        say(f"  stop it      scancel --full {job_id} (it saves first)")
+        say(f"  stop it      scancel {job_id} (SLURM gives it KillWait, mostly 30 s, to save)")
         return int(Exit.DONE)
 
     def _problems(self, configuration: Configuration) -> list[Problem]:

@@ -1,0 +1,217 @@
+"""launcher=slurm: what is submitted, what is refused before, and when the job goes back into the queue.
+
+SLURM itself is played by three small scripts; scripts/test_slurm.sh tries the same on a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.base.configuration import Request, compose
+from runner.base.errors import ConfigError, Exit, InputMissing, MissingPackage, SystemLimit
+from runner.launch.launcher import launched
+
+SBATCH = """#!/bin/bash
+cp -- "$1" "$PLAYED/script"
+if [[ -e $PLAYED/says ]]; then cat "$PLAYED/says" >&2; exit 1; fi
+echo "Submitted batch job 42"
+"""
+SRUN = """#!/bin/bash
+printf '%s\\n' "$@" >"$PLAYED/srun"
+exit "$CODE"
+"""
+SCONTROL = """#!/bin/bash
+echo "$*" >"$PLAYED/scontrol"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the commands of a cluster on the path; it is where we are."""
+    for name, text in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL}.items():
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    monkeypatch.setenv("PLAYED", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name == "RANK"]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(*words: str) -> int | None:
+    return launched(compose(Request(words)))
+
+
+def options(cluster: Path) -> dict[str, str]:
+    """Return the options of the submitted script."""
+    lines = (cluster / "script").read_text().splitlines()
+    words = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")]
+    return {word.partition("=")[0]: word.partition("=")[2] for word in words}
+
+
+def run_script(cluster: Path, code: int, **environment: str) -> tuple[int, list[str]]:
+    """Run what was submitted, whose ranks end with `code`; return how it ended, and the words given to srun."""
+    ended = subprocess.run(
+        ["bash", str(cluster / "script")],
+        env={**os.environ, "CODE": str(code), "SLURM_JOB_ID": "42", **environment},
+        check=False,
+        timeout=20,
+    )
+    return ended.returncode, (cluster / "srun").read_text().splitlines()
+
+
+def test_local_leaves_the_run_to_this_process() -> None:
+    assert launch() is None
+    assert launch("launcher=local") is None
+
+
+def test_a_job_is_submitted_and_the_user_knows_how_to_follow_it(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launcher=slurm", "run=first", "parallelism=ddp", "launcher.nodes=2", "launcher.gpus_per_node=4"]
+    assert launch(*words, "launcher.cpus_per_task=8", "launcher.partition=long", "launcher.mem_gb=64") == 0
+    assert options(cluster) == {
+        "cpus-per-task": "8",
+        "gpus-per-node": "4",
+        "job-name": "first",
+        "mem": "64G",
+        "nodes": "2",
+        "ntasks-per-node": "4",
+        "open-mode": "append",
+        "output": f"{cluster}/outputs/first/slurm/%j_0_log.out",
+        "partition": "long",
+        "requeue": "",
+        "signal": "USR1@120",
+        "time": "60",
+    }
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "job 42 of SLURM trains run first: 8 ranks on 2 nodes with 4 GPUs each, 60 min, queued again up to 20 times\n"
+    )
+    for word in ("outputs/first/slurm/42_0_log.out", "squeue --job 42", "status run=first", "scancel 42"):
+        assert word in said
+
+
+def test_every_rank_runs_the_same_command_with_a_name_and_without_the_launcher(cluster: Path) -> None:
+    launch("launcher=slurm", "launcher.time_min=30", "optimizer.lr=0.5", "task.size=tiny", "output_root=my runs")
+    code, given = run_script(cluster, 0)
+    assert code == 0
+    assert {"--open-mode=append", "--kill-on-bad-exit=0", "--wait=120"} <= set(given)
+    begin = given.index(sys.executable)
+    assert given[begin + 1 : begin + 4] == ["-m", "runner", "train"]
+    *words, name = given[begin + 4 :]
+    assert words == ["optimizer.lr=0.5", "task.size=tiny", "output_root=my runs", "launcher=local"]
+    assert name.startswith("run=gpt-"), "the job is queued again under the name it began with"
+    assert (cluster / "my runs" / name.removeprefix("run=") / "slurm").is_dir()
+
+
+def test_srun_is_told_the_cores_which_it_does_not_take_from_the_job(cluster: Path) -> None:
+    launch("launcher=slurm", "launcher.cpus_per_task=6", "run=a")
+    assert "--cpus-per-task=6" in run_script(cluster, 0)[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "is_queued"),
+    [(75, "", True), (75, "1", True), (75, "2", False), (0, "", False), (84, "", False), (130, "", False)],
+)
+def test_a_run_that_was_saved_and_stopped_is_queued_again(
+    code: int, restarts: str, is_queued: bool, cluster: Path
+) -> None:
+    launch("launcher=slurm", "launcher.requeue_times=2", "run=a")
+    environment = {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    assert run_script(cluster, code, **environment)[0] == code
+    assert (cluster / "scontrol").exists() == is_queued
+    if is_queued:
+        assert (cluster / "scontrol").read_text() == "requeue 42\n"
+
+
+def test_what_was_to_begin_anew_does_so_only_once(cluster: Path) -> None:
+    launch("launcher=slurm", "resume=fresh", "run=a")
+    assert run_script(cluster, 75)[1][-1] == "resume=fresh"
+    assert run_script(cluster, 75, SLURM_RESTART_COUNT="1")[1][-1] == "resume=auto"
+
+
+def test_no_value_reaches_the_shell_as_code(cluster: Path) -> None:
+    launch("launcher=slurm", "run=a", 'output_root="$(touch bad) ; `touch bad`"', "launcher.constraint='a100|(b&c)'")
+    code, given = run_script(cluster, 0)
+    assert code == 0
+    assert 'output_root="$(touch bad) ; `touch bad`"' in given
+    assert not (cluster / "bad").exists()
+    for word in ("launcher.partition='a b'", "launcher.account='a\nb'", "launcher.qos='$(touch bad)'"):
+        with pytest.raises(ConfigError, match="without spaces"):
+            launch("launcher=slurm", word)
+    with pytest.raises(ConfigError, match="unknown key"):
+        launch("launcher=slurm", "launcher.setup=[reboot]")
+
+
+def test_all_that_could_not_work_is_said_before_anything_is_submitted(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(cluster))
+    with pytest.raises(ConfigError) as caught:
+        launch("launcher=slurm", "launcher.nodes=2", "launcher.time_min=1", "run=a")
+    assert [str(problem) for problem in caught.value.problems] == [
+        (
+            "parallelism: must use all 2 ranks of the job, but is single\n"
+            "    say parallelism=ddp, or launcher.nodes=1 launcher.tasks_per_node=1"
+        ),
+        "launcher.signal_s: must be less than the time of the job (60 s), but is 120",
+        (
+            "launcher=slurm: needs sbatch and srun, which are not on this machine\n"
+            "    submit from a login node of the cluster, or say launcher=local"
+        ),
+    ]
+    assert not (cluster / "outputs").exists()
+
+
+def test_a_rank_submits_nothing(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ConfigError, match="must be local in a rank"):
+        launch("launcher=slurm", "run=a")
+    assert not (cluster / "script").exists()
+
+
+def test_what_sbatch_says_is_handed_on(cluster: Path) -> None:
+    says = (
+        "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition\n"
+    )
+    (cluster / "says").write_text(says)
+    with pytest.raises(ConfigError) as refused:
+        launch("launcher=slurm", "run=a")
+    assert "does not take the job: invalid partition specified: x; Batch job" in str(refused.value)
+    (cluster / "says").write_text("sbatch: error: Unable to contact slurm controller (connect failure)\n")
+    with pytest.raises(SystemLimit, match="Unable to contact") as unreachable:
+        launch("launcher=slurm", "run=a")
+    assert unreachable.value.exit_code == Exit.SYSTEM
+
+
+def test_without_submitit_the_extra_is_named(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(MissingPackage, match=r"pip install .accel-run\[slurm\]"):
+        launch("launcher=slurm", "run=a")
+
+
+def test_a_task_file_and_a_folder_go_along(cluster: Path) -> None:
+    (cluster / "my task.py").write_text("def build(*, hidden: int = 8): ...\n")
+    (cluster / "conf" / "launcher").mkdir(parents=True)
+    (cluster / "conf" / "launcher" / "ours.yaml").write_text("option: slurm\npartition: long\ntime_min: 600\n")
+    request = Request(("launcher=ours", "run=a"), cluster / "my task.py", cluster / "conf")
+    assert launched(compose(request)) == 0
+    assert options(cluster)["partition"] == "long"
+    given = run_script(cluster, 0)[1]
+    assert given[-4:] == ["--task", str(cluster / "my task.py"), "--config-dir", str(cluster / "conf")]
+    with pytest.raises(InputMissing):
+        compose(Request(("launcher=ours",), cluster / "none.py"))
