@@ -8,9 +8,18 @@ from pathlib import Path
 
 import torch
 
-from runner.base.errors import AccelRunError, DataWorkerLost, DeviceMemoryError, HostMemoryError, SystemLimit, TaskFault
+from runner.base.errors import (
+    AccelRunError,
+    DataWorkerLost,
+    DeviceMemoryError,
+    HostMemoryError,
+    RankLost,
+    SystemLimit,
+    TaskFault,
+)
 from runner.base.places import PACKAGE
 from runner.base.task import Task
+from runner.distributed.lost import is_of_a_lost_rank
 
 
 def explain(error: Exception, source: Path, what: str, micro_batch_size: int) -> AccelRunError | None:
@@ -18,6 +27,12 @@ def explain(error: Exception, source: Path, what: str, micro_batch_size: int) ->
     text = str(error)
     if isinstance(error, AccelRunError):
         return error
+    if is_of_a_lost_rank(error):
+        return RankLost(
+            f"another rank has gone, or does not answer: {text.splitlines()[0]}",
+            where=what,
+            fix="the rank that failed first says why; the same command goes on from the last checkpoint",
+        )
     if isinstance(error, torch.OutOfMemoryError):
         smaller = f"micro_batch_size={max(1, micro_batch_size // 2)}" if micro_batch_size > 1 else "a smaller model"
         return DeviceMemoryError(

@@ -9,7 +9,6 @@ import gc
 import json
 import multiprocessing.process
 import os
-import re
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any, NoReturn
 
 from runner.base.errors import AccelRunError, Exit, Problem
 from runner.base.ranks import Member
+from runner.distributed.lost import is_of_a_lost_rank
 
 Main = Callable[[Member], tuple[int, Any]]
 
@@ -108,7 +108,7 @@ def _lived(main: Main, member: Member) -> tuple[int, Report]:
             _what(error),
             problems=error.problems if isinstance(error, AccelRunError) else (),
             traceback="".join(traceback.format_exception(error)).strip(),
-            is_victim=_is_victim(error),
+            is_victim=is_of_a_lost_rank(error),
             time_s=time.monotonic(),
         )
 
@@ -129,36 +129,4 @@ def _what(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
-# ---------------------------------------------------------------- cause or victim
-
-
-def _is_victim(error: BaseException) -> bool:
-    """Tell whether all began with the loss of another rank, whatever was made of that on the way out."""
-    seen: list[BaseException] = []
-    while error not in seen:  # `raise error from error` would go round for ever
-        seen.append(error)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__) or error
-    text = str(error)
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if kinds & {"DistNetworkError", "DistStoreError"}:
-        return True
-    if isinstance(error, AccelRunError):
-        return error.exit_code == Exit.RANK_LOST
-    return bool(_PEER_IS_GONE.search(text)) and (
-        "DistError" in kinds or (isinstance(error, RuntimeError) and ("gloo" in text or _is_raised_by_torch(error)))
-    )
-
-
-def _is_raised_by_torch(error: BaseException) -> bool:
-    """Tell whether it comes from torch.distributed: a data worker, too, may time out or lose its connection."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and "/torch/distributed/" in frames[-1].filename
-
-
-# What gloo, NCCL and the stores say of a process at the other end: torch 2.11 and 2.13.
-_PEER_IS_GONE = re.compile(
-    r"connection (closed|reset|refused|was)|socket (closed|timeout|is not connected)|broken pipe|timed out|timeout"
-    r"|remote process exited|ncclRemoteError|communicator was aborted|recv, got 0 bytes",
-    re.IGNORECASE,
-)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -31,10 +31,10 @@ from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, Prob
 from runner.base.ranks import Member
 from runner.base.world import World
 from runner.distributed.join import joined
+from runner.distributed.lost import is_of_a_lost_rank
 from runner.durable.signals import StopRequest
 from runner.launch import local
 from runner.launch.local import Ending, as_error
-from runner.launch.rank import _is_victim
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -360,13 +360,13 @@ LATE = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Time
     ids=lambda value: str(value)[-50:],
 )
 def test_a_victim_is_who_only_saw_another_go(error: BaseException, expected: bool) -> None:
-    assert _is_victim(error) is expected
+    assert is_of_a_lost_rank(error) is expected
 
 
 def test_an_error_that_is_its_own_cause_can_be_told() -> None:
     error = ValueError("round")
     error.__cause__ = error
-    assert not _is_victim(error)
+    assert not is_of_a_lost_rank(error)
 
 
 def test_a_rank_that_cannot_meet_the_others_is_a_victim() -> None:

@@ -1,0 +1,39 @@
+"""Cause or victim: which errors only say that another rank has gone."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from runner.base.errors import AccelRunError, Exit
+
+
+def is_of_a_lost_rank(error: BaseException) -> bool:
+    """Tell whether all began with the loss of another rank, whatever was made of that on the way out."""
+    seen: list[BaseException] = []
+    while error not in seen:  # `raise error from error` would go round for ever
+        seen.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__) or error
+    text = str(error)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & {"DistNetworkError", "DistStoreError"}:
+        return True
+    if isinstance(error, AccelRunError):
+        return error.exit_code == Exit.RANK_LOST
+    return bool(_PEER_IS_GONE.search(text)) and (
+        "DistError" in kinds or (isinstance(error, RuntimeError) and ("gloo" in text or _is_raised_by_torch(error)))
+    )
+
+
+def _is_raised_by_torch(error: BaseException) -> bool:
+    """Tell whether it comes from torch.distributed: a data worker, too, may time out or lose its connection."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "/torch/distributed/" in frames[-1].filename
+
+
+# What gloo, NCCL and the stores say of a process at the other end: torch 2.11 and 2.13.
+_PEER_IS_GONE = re.compile(
+    r"connection (closed|reset|refused|was)|socket (closed|timeout|is not connected)|broken pipe|timed out|timeout"
+    r"|remote process exited|ncclRemoteError|communicator was aborted|recv, got 0 bytes",
+    re.IGNORECASE,
+)
