@@ -20,13 +20,15 @@ examples
 def run(words: list[str]) -> int:
     """Print the plan."""
     from runner.base.configuration import compose
-    from runner.plan.plan import inventory_for, make_plan
+    from runner.plan.plan import inventory_for, make_plan, rank_table
 
     configuration = compose(read(words).request)
     inventory, whose = inventory_for(configuration)
     plan = make_plan(configuration, inventory)
     print(f"plan for {whose}: {plan.device_name}")
     print("\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch), end="\n\n")
+    if plan.world_size > 1:
+        print("\n".join(rank_table(plan)), end="\n\n")
     print(table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()]))
     for note in plan.notes:
         print(f"note: {note}")

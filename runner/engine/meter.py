@@ -28,6 +28,7 @@ class Clock:
     evaluation: float = 0.0
     saving: float = 0.0
     starting: float = 0.0
+    ranks: float = 0.0  # waiting for other ranks, exchange included
     started: float = field(default_factory=time.perf_counter)
 
     def outside_updates(self) -> float:

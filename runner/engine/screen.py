@@ -19,7 +19,7 @@ from runner.observe.events import Console, Events
 from runner.observe.progress import Progress, make_progress
 from runner.observe.report import EndOfRun, StartOfRun, Technique, end_summary, prints_only_ascii, start_report
 from runner.plan.inventory import Inventory
-from runner.plan.plan import Plan
+from runner.plan.plan import Plan, rank_table
 
 if TYPE_CHECKING:
     from runner.engine.assemble import Parts
@@ -121,7 +121,7 @@ class Screen:
             StartOfRun(
                 run_name=self.directory.name,
                 task=f"task {plan.choices['task'].name}",
-                devices=(f"{plan.device}: {plan.device_name} — {plan.reason('device')}",),
+                devices=_devices(plan),
                 software={name: str(version) for name, version in versions.items() if version},
                 techniques=tuple(_techniques(plan)),
                 num_parameters=sum(weight.numel() for weight in weights),
@@ -130,6 +130,7 @@ class Screen:
                 micro_batch_size=plan.batch.micro_batch_size,
                 accumulation_steps=plan.batch.accumulation_steps,
                 world_size=plan.batch.world_size,
+                batch_per_rank=() if len(set(plan.batch.shares)) == 1 else plan.batch.shares,
                 run_dir=str(self.directory.path),
                 notes=(*plan.notes, *parts.notes),
                 phases=tuple(map(str, plan.selected)) if plan.own_keys else (),
@@ -151,8 +152,9 @@ class Screen:
             "data_wait": clock.data,
             "hooks": hooks,
             "checkpoint_wait": clock.saving,
-            "compute": max(0.0, total - clock.data - clock.hooks - clock.starting),
+            "compute": max(0.0, total - clock.data - clock.hooks - clock.starting - clock.ranks),
         }
+        seconds |= {"ranks_wait": clock.ranks} if run.parts.world.world_size > 1 else {}
         last = list(run.records.values())[-1]
         memory: dict[str, float | None] = {"host": max(record.peak_host_gib for record in run.records.values())}
         if device.type == "cuda":
@@ -254,3 +256,10 @@ _OFF: Mapping[str, tuple[str, ...]] = {
 }
 _SHOWN = ("kernel", "num_workers", "pin_memory", "init_scale", "level", "cache")
 SLOW_START_S = 5.0
+
+
+def _devices(plan: Plan) -> tuple[str, ...]:
+    """Return a line for the device, or for each rank and what it takes of an update."""
+    if plan.world_size == 1:
+        return (f"{plan.device}: {plan.device_name} — {plan.reason('device')}",)
+    return tuple(rank_table(plan))

@@ -427,6 +427,7 @@ class Phase:
     def _compare_ranks(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: tuple[int, ...]) -> None:
         """Name who holds the others up, and deal the next updates as it is fastest, where that was asked for."""
         self.parts_of_ranks.append(seconds)
+        self.clock.ranks += seconds[self.run_.parts.world.rank]["wait"]
         found = self.slow.observe(seconds, samples)
         if found:
             self.observers.screen.warn(str(found))

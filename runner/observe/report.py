@@ -53,7 +53,8 @@ class EndOfRun:
     outcome          "done", "saved to be continued", "stopped by an error"
     metrics          the last validation
     baselines        metric -> value of a trivial model
-    seconds          part of the update loop -> seconds: data_wait, transfer, compute, hooks, checkpoint_wait
+    seconds          part of the update loop -> seconds: data_wait, transfer, compute, hooks,
+                     checkpoint_wait, ranks_wait
     peak_memory_gib  device -> GiB
     places           what -> path
     next_commands    to be pasted
@@ -203,5 +204,6 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "data_wait": ("the data loader", "was spent waiting for the next batch"),
     "transfer": ("copies to the device", "was spent moving batches"),
     "hooks": ("work between updates", "went into evaluation, logging and other hooks"),
+    "ranks_wait": ("other ranks", "was spent waiting for other ranks and exchanging gradients"),
     "checkpoint_wait": ("checkpoints", "was spent waiting for a checkpoint to be written"),
 }

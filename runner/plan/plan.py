@@ -20,6 +20,7 @@ from runner.base.errors import ConfigError, DeviceMissing, Problem
 from runner.base.phases import GROUPS as PHASE_GROUPS
 from runner.base.schema import defaults
 from runner.base.settings import DataSettings, EarlyStoppingSettings, EvaluateSettings, Settings
+from runner.base.shares import lines, table
 from runner.plan.inventory import Device, Inventory, inventory_of_profile, read_cpu, take_inventory
 from runner.plan.ranks import RankDevice, gpus_of_ranks, shares_of
 
@@ -237,6 +238,18 @@ def allow_for(configuration: Configuration) -> None:
     allocator = configuration.choices["memory"].options.get("allocator")
     if allocator:
         os.environ.update(allocator_environment(allocator))
+
+
+def rank_table(plan: Plan) -> list[str]:
+    """Return the ranks as lines of text: device, memory, share of an update, and how it is passed."""
+    return lines(
+        table(
+            plan.batch.shares,
+            [f"{rank.device}: {rank.name}" for rank in plan.ranks],
+            [rank.memory_bytes or None for rank in plan.ranks],
+            [plan.batch.largest_pass] * plan.world_size,
+        )
+    )
 
 
 def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
