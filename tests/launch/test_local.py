@@ -175,19 +175,20 @@ def test_a_result_that_cannot_be_kept_is_a_failure() -> None:
     assert run_ranks(main).code == Exit.INPUT_OUTPUT
 
 
-def test_nothing_of_the_supervisor_runs_at_the_exit_of_a_rank(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_of_the_supervisor_runs_at_the_exit_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note = tmp_path / "note"
     touch = atexit.register(note.touch)
     try:
-        print("before", end="")
-        assert run_ranks(lambda member: (0, print("rank", member.rank))).code == 0
+        with (tmp_path / "out").open("w") as out:
+            monkeypatch.setattr(sys, "stdout", out)
+            print("before", end="")
+            assert run_ranks(lambda member: (0, print("rank", member.rank))).code == 0
+            monkeypatch.undo()
     finally:
         atexit.unregister(touch)
     assert not note.exists()
-    out = capfd.readouterr().out
-    assert out.count("before") == out.count("rank 0") == out.count("rank 1") == 1  # flushed, and once
+    text = (tmp_path / "out").read_text()
+    assert text.count("before") == text.count("rank 0") == text.count("rank 1") == 1  # flushed, and once
 
 
 # ---------------------------------------------------------------- causes and victims
@@ -270,6 +271,16 @@ def test_a_failing_rank_does_not_wait_for_one_that_hangs() -> None:
 def test_the_others_have_time_to_finish_what_they_write() -> None:
     ending = run_ranks(on_rank(1, partial(sys.exit, 3), lambda member: time.sleep(0.3)))
     assert (ending.code, ending.killed, ending.results) == (3, (), (0, None))
+
+
+def test_a_rank_that_ended_before_it_could_be_killed_counts_as_a_failure_at_its_own_time() -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        time.sleep(0.2 * (1 - member.rank))
+        raise ValueError(member.rank)
+
+    ending = local.run_ranks(main, 2, grace_s=0.05, say=lambda text: time.sleep(0.6))
+    assert ([failure.exit_code for failure in ending.failures], ending.killed) == ([70, 70], ())
+    assert ending.failures[1].seconds < 0.5
 
 
 def test_a_stopped_rank_does_not_hold_up_the_end() -> None:
