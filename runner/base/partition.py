@@ -93,12 +93,13 @@ def split(
     def fits(stage: int, start: int, stop: int) -> bool:
         return layers.used(stage, start, stop) <= devices[stage].memory_bytes
 
+    allowed: Callable[[int, int, int], bool] = fits
     for worst in [seconds, share] if balance == "time" else [share]:
-        stops = _best(layers.count, len(devices), worst, max, fits)
+        stops = _best(layers.count, len(devices), worst, max, allowed)
         if stops is None:
             return _does_not_fit(layers)
-        fits = _no_worse(worst, _largest(worst, stops), fits)
-    stops = _best(layers.count, len(devices), lambda *part: share(*part) ** 2, lambda one, other: one + other, fits)
+        allowed = _no_worse(worst, _largest(worst, stops), allowed)
+    stops = _best(layers.count, len(devices), lambda *part: share(*part) ** 2, lambda one, other: one + other, allowed)
     assert stops is not None, "the split that is the best by its worst stage is one of these"
     return described(stops, layers)
 

@@ -178,15 +178,6 @@ class Task:
         return [layer for child in self.model.children() if isinstance(child, nn.ModuleList) for layer in child]
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return modules whose composition is the model, each called with the output of the one before.
-
-        A pipeline splits between them. A model that is an nn.Sequential is its own answer.
-        """
-        if isinstance(self.model, nn.Sequential):
-            return list(self.model)
-        raise NotImplementedError(f"{type(self).__name__} must define layers() to be split into a pipeline")
-
-    def layers(self) -> Sequence[nn.Module]:
         """Return modules whose composition, each called with the one before's output, equals the model; for pipelines.
 
         They share the model's parameters, and hold all of them. The first takes what the model is called with; between

@@ -67,6 +67,33 @@ class Transformer(nn.Module):
             x = x[:, -1:]
         return F.linear(self.norm(x), self.embedding.weight)
 
+    def layers(self) -> list[nn.Module]:
+        """Return modules whose composition is this model without a cache; they hold its parameters."""
+        return [Beginning(self), *self.blocks, End(self)]
+
+
+class Beginning(nn.Module):
+    """Tokens (B, T) to the residual stream (B, T, C)."""
+
+    def __init__(self, whole: Transformer) -> None:
+        super().__init__()
+        self.embedding, self.positions, self.dropout = whole.embedding, whole.positions, whole.dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        return F.dropout(x, self.dropout, self.training)
+
+
+class End(nn.Module):
+    """The residual stream (B, T, C) to logits (B, T, V), by the embedding."""
+
+    def __init__(self, whole: Transformer) -> None:
+        super().__init__()
+        self.norm, self.embedding = whole.norm, whole.embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.embedding.weight)
+
 
 class Block(nn.Module):
     """Attention and a feed-forward of four times the width, each added to the residual stream."""

@@ -86,6 +86,7 @@ class GPT(Task):
     """Next-token prediction on the windows of a corpus."""
 
     item = "token"
+    model: Transformer
 
     def __init__(self, corpus: Corpus, shape: Shape, *, dropout: float = 0.0) -> None:
         self.corpus = corpus
@@ -119,6 +120,9 @@ class GPT(Task):
             return {}
         figures = bits_per_byte_baselines(self.corpus.text, self.corpus.cache)
         return {"bits_per_byte": figures["bigram"], "bits_per_byte_unigram": figures["unigram"]}
+
+    def layers(self) -> list[nn.Module]:
+        return self.model.layers()
 
     def example(self) -> tuple[Tensor]:
         """Return tokens (2, T)."""

@@ -1,0 +1,176 @@
+"""What the layers of a model cost: bytes of parameters and activations, and seconds, measured on a device."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.batch import map_tensors
+
+ADAMW_BYTES = 16.0
+"""Bytes of a trained float32 parameter: itself, its gradient and two moments, 4 each."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs.
+
+    name              as in the model, such as blocks.3
+    num_trained       number of trained parameters
+    constant_bytes    bytes of frozen parameters and buffers
+    activation_bytes  bytes kept for the backward pass of one micro-batch; 0 where it was not measured
+    seconds           forward and backward of one micro-batch; without a measurement in proportion to the parameters
+    """
+
+    name: str
+    num_trained: int
+    constant_bytes: int
+    activation_bytes: int = 0
+    seconds: float = 0.0
+
+    def state_bytes(self, bytes_per_parameter: float = ADAMW_BYTES) -> int:
+        """Return the bytes that do not depend on the batch: parameters, gradients and optimizer state."""
+        return math.ceil(self.num_trained * bytes_per_parameter) + self.constant_bytes
+
+
+def weighed(model: nn.Module, layers: Sequence[nn.Module]) -> list[LayerCost]:
+    """Return the costs that can be known without computing: parameters tied to another layer count in both."""
+    costs = []
+    for name, layer in zip(layer_names(model, layers), layers, strict=True):
+        weights = list(layer.parameters())
+        trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+        constant = [*layer.buffers(), *(weight for weight in weights if not weight.requires_grad)]
+        count = sum(weight.numel() for weight in weights)
+        costs.append(LayerCost(name, trained, sum(map(_bytes, constant)), seconds=float(count)))
+    return costs
+
+
+def measured(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    *,
+    scale: float = 1.0,
+    repeats: int = 3,
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    synchronize: Callable[[], None] = lambda: None,
+) -> list[LayerCost]:
+    """Return the costs of the layers for these inputs of the first, on the device where all of it lies.
+
+    Gradients, buffers and random states are left as they were. Seconds are the median of some passes, after one more.
+
+    scale    micro-batch over the batch of `inputs`: by this all that depends on the batch is multiplied
+    repeats  passes that are timed
+    """
+    costs: list[LayerCost] = []
+    value: Any = tuple(inputs)
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    with _as_it_was(layers), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
+        for number, (cost, layer) in enumerate(zip(weighed(model, layers), layers, strict=True)):
+            call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
+            kept, value_after = _kept(layer, call, _fresh(value), forward)
+            seconds = [_seconds(layer, call, _fresh(value), forward, synchronize) for _ in range(repeats + 1)][1:]
+            costs.append(
+                LayerCost(
+                    cost.name,
+                    cost.num_trained,
+                    cost.constant_bytes,
+                    math.ceil(kept * scale),
+                    statistics.median(seconds) * scale,
+                )
+            )
+            value = value_after
+    return costs
+
+
+def layer_names(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
+    """Return the name of each layer in the model; of one that is not in it, those of its parts."""
+    known: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if name}
+    weights: dict[nn.Parameter, str] = {weight: name for name, weight in model.named_parameters()}
+    names = []
+    for number, layer in enumerate(layers):
+        parts = [known[child] for child in layer.children() if child in known]
+        parts += [weights[weight] for weight in layer.parameters(recurse=False) if weight in weights]
+        names.append(known.get(layer) or "+".join(dict.fromkeys(parts)) or f"{type(layer).__name__} {number}")
+    return names
+
+
+def parameter_names(model: nn.Module, layer: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Return the layer's parameters under their names in the model."""
+    mine = set(layer.parameters())
+    return {name: weight for name, weight in model.named_parameters() if weight in mine}
+
+
+def _kept(
+    layer: nn.Module, call: Callable[[Any], Any], value: Any, forward: Callable[[], AbstractContextManager[Any]]
+) -> tuple[int, Any]:
+    """Return the bytes that the layer keeps for its backward pass, each memory once, and its detached output."""
+    lasting = {tensor.untyped_storage().data_ptr() for tensor in [*layer.parameters(), *layer.buffers()]}
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in lasting:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), forward():
+        output = call(value)
+    return sum(storages.values()), map_tensors(lambda tensor: tensor.detach(), output)
+
+
+def _seconds(
+    layer: nn.Module,
+    call: Callable[[Any], Any],
+    value: Any,
+    forward: Callable[[], AbstractContextManager[Any]],
+    synchronize: Callable[[], None],
+) -> float:
+    """Return the seconds of a pass forward and back; no gradient is left."""
+    trained: list[Tensor] = [weight for weight in layer.parameters() if weight.requires_grad]
+    map_tensors(lambda tensor: trained.append(tensor) if tensor.requires_grad else None, value)
+    synchronize()
+    began = time.perf_counter()
+    with forward():
+        output = call(value)
+    ends: list[Tensor] = []
+    map_tensors(lambda tensor: ends.append(tensor) if tensor.requires_grad else None, output)
+    if ends and trained:
+        torch.autograd.grad(ends, trained, [torch.ones_like(end) for end in ends], allow_unused=True)
+    synchronize()
+    return time.perf_counter() - began
+
+
+def _fresh(value: Any) -> Any:
+    """Return the value with tensors that have gradients where that is possible, as what comes from another device."""
+    # clone: layers that work in place must not do so on a leaf
+    return map_tensors(
+        lambda tensor: tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor, value
+    )
+
+
+class _as_it_was:  # noqa: N801 - a context
+    """Buffers of the layers are put back at the end."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._kept = {buffer: buffer.clone() for layer in layers for buffer in layer.buffers()}
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for buffer, before in self._kept.items():
+                buffer.copy_(before)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

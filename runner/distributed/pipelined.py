@@ -1,0 +1,516 @@
+"""Each rank has some layers of the model; micro-batches flow through them, and their gradients flow back.
+
+On torch.distributed.pipelining, which orders the work of the ranks. Its stages are told the shapes of what they
+receive, and its steps are given the numbers of the micro-batches instead of a batch to cut: so micro-batches are those
+of the loader, of any type, and those of another shape make a step of their own. Gradients are sums, as everywhere.
+Sources: Huang et al., GPipe, NeurIPS 2019; Narayanan et al., Efficient Large-Scale Language Model Training on GPU
+Clusters, SC 2021.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from runner.base import partition
+from runner.base.batch import MicroBatch, map_tensors
+from runner.base.errors import AccelRunError, RankLost, TaskFault
+from runner.base.order import Micro
+from runner.base.world import World
+from runner.distributed import parcel
+from runner.distributed.agreement import start_alike
+from runner.distributed.faults import caught, described, raise_of_any
+from runner.distributed.layers import ADAMW_BYTES
+from runner.distributed.parallel import Parallel, Passes, Sums
+from runner.distributed.placing import WHERE, Example, Placement, Tie, Wanted, check_layers, free, placed, ties_of
+from runner.distributed.stages import (
+    Call,
+    Called,
+    Once,
+    Shapes,
+    Stage,
+    Tally,
+    TimedStage,
+    Work,
+    check_between,
+    key_of,
+    seed_of,
+)
+
+
+class Bubble(NamedTuple):
+    """Shares of an update's time in which devices stood idle.
+
+    measured   by the clocks of all ranks, waiting for messages included
+    ideal      of stages of equal speed: (S - 1) / (v M + S - 1)
+    simulated  of stages that take the seconds measured, without the way between them
+    """
+
+    measured: float
+    ideal: float
+    simulated: float
+
+
+class Pipelined(Parallel):
+    """Layers in contiguous stages, one for each rank, or several with schedule="interleaved".
+
+    schedule             1f1b: a backward pass as soon as there is one to make; gpipe: all forward passes first, which
+                         keeps the activations of all micro-batches; interleaved: 1f1b with several stages on a rank
+    num_microbatches     of an update, for what is kept at once; None: many
+    split                layers of each stage; None: by `balance`
+    balance              memory: the shares of the devices' memory are even; time: the slowest stage is fast
+    chunks               stages of each rank with schedule="interleaved"
+    memory_bytes         what each rank's device may hold; None: what it has
+    bytes_per_parameter  of a trained parameter: itself, gradient and optimizer state
+    samples              of a micro-batch, by which what an example costs is multiplied; None: as the example
+    """
+
+    in_step = True
+    splits_batch = False
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        schedule: partition.Schedule = "1f1b",
+        num_microbatches: int | None = None,
+        split: Sequence[int] | None = None,
+        balance: partition.Balance = "memory",
+        chunks: int = 2,
+        memory_bytes: Sequence[int] | None = None,
+        bytes_per_parameter: float = ADAMW_BYTES,
+        samples: int | None = None,
+    ) -> None:
+        super().__init__(world)
+        self.schedule = schedule
+        self.chunks = chunks if schedule == "interleaved" else 1
+        self.wanted = Wanted(
+            schedule, num_microbatches, split, balance, self.chunks, memory_bytes, bytes_per_parameter, samples
+        )
+        self.placement: Placement
+        self._stages: list[Stage] = []
+        self._mine: set[nn.Parameter] = set()
+        self._tied: list[Tie] = []
+        self._forward: Callable[..., Any] = self._evaluated
+        self._steps: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._shapes: dict[int, list[Shapes]] = {}
+        self._placeholder: nn.Parameter | None = None
+        self._num_steps: list[int] = []
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of all ranks; stage s is on rank s modulo the world's size."""
+        return self.world.world_size * self.chunks
+
+    # ------------------------------------------------------------ the model
+
+    def wrap(
+        self,
+        model: nn.Module,
+        layers: Callable[[], Sequence[nn.Module]],
+        blocks: Sequence[nn.Module],
+        example: Example | None = None,
+    ) -> nn.Module:
+        """Keep this rank's layers and free the others, in the model itself, whose call is then that of all ranks.
+
+        The model may lie on the CPU: only what this rank keeps is moved to its device. All ranks raise the same error.
+
+        example  returns the arguments of one call of the model: by it layers are measured
+        """
+        found = self._layers_of(model, layers)
+        start_alike(model)
+        self.placement = placed(self.world, model, found, self.wanted, example)
+        for number in range(self.world.rank, self.num_stages, self.world.world_size):
+            modules = [found[layer] for layer in self.placement.split.ranges[number]]
+            self._stages.append(Stage(number, self.num_stages, modules, model, self.world, self.watch))
+        kept = {module for stage in self._stages for layer in stage.layers for module in layer.modules()}
+        self._mine = {weight for stage in self._stages for weight in stage.parameters()}
+        self._tied = ties_of(self.world, model, found, self.placement.split)
+        free(model, kept, self._mine, of_layers={module for layer in found for module in layer.modules()})
+        for stage in self._stages:
+            stage.to(self.world.device)
+        model.forward = self._answered
+        return model
+
+    def owned(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters; one that is always 0 where it has none, for optimizers want at least one."""
+        mine = {name: weight for name, weight in named.items() if weight in self._mine}
+        self._placeholder = None
+        if mine or not named:
+            return mine
+        dtype = next(iter(named.values())).dtype
+        self._placeholder = nn.Parameter(torch.zeros(1, dtype=dtype, device=self.world.device))
+        return {PLACEHOLDER: self._placeholder}
+
+    # ------------------------------------------------------------ an update
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._steps.clear()  # another phase may have another loss
+        self._shapes.clear()
+
+    def end(self) -> None:
+        self._steps.clear()
+        self._shapes.clear()
+
+    def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+        micros, bad, failure = self._read(batches)
+        self.watch.lap("data")
+        seed = int(torch.randint(2**62, ()))
+        inputs: list[Call] = []
+        if failure is None and self._has(0):
+            failure = caught(lambda: inputs.extend(self._called_with(passes, micros, seed)))
+        keys = self._agree(failure, len(micros), seed, inputs)
+        tally = Tally(self.world.zeros(), self.world.zeros())
+        self._num_steps = []
+        first = 0
+        for key, group in groupby(keys.keys):
+            count = len(list(group))
+            for size in self._sizes(count):
+                part = slice(first, first + size)
+                work = Work(passes, micros[part], inputs[part], keys.seed + first, tally)
+                self._run(work, key, size)
+                first += size
+        if self._placeholder is not None:
+            (self._placeholder * 0).sum().backward()  # type: ignore[no-untyped-call]
+        return Sums(tally.loss_sum, tally.items, bad)
+
+    def reduce(self, sums: Sums) -> Sums:
+        for tie in self._tied:
+            tie.add()
+        assert isinstance(sums.items, Tensor)
+        loss_sum, items = self.world.sum(torch.stack([sums.loss_sum, sums.items]))
+        self.watch.lap("wait")
+        return Sums(loss_sum, items, sums.bad)
+
+    def norm(self, local: Tensor) -> Tensor:
+        """Return the norm over all stages; a parameter that two stages share counts once."""
+        square = local.to(self.world.widest).square()
+        again = [tie.weight.grad for tie in self._tied if not tie.counts_here and tie.weight.grad is not None]
+        if again:
+            twice = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(again)).to(square.dtype)).square()
+            # infinite gradients stay infinite instead of becoming NaN
+            square = torch.where(torch.isfinite(square), (square - twice).clamp(min=0), square)
+        return self.world.sum(square).sqrt().to(local.dtype)
+
+    def overflow(self, found: Tensor) -> Tensor:
+        return self.world.largest(found)
+
+    # ------------------------------------------------------------ between updates
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gather by name; of one that several ranks have, the first one's."""
+        mine = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not tensor.is_meta and not name.startswith(f"{PLACEHOLDER}.")
+        }
+        names = self.world.gather(list(mine))
+        source = {name: rank for rank in reversed(range(self.world.world_size)) for name in names[rank]}
+        result = {name: mine[name].detach().to("cpu", copy=True) for name in mine if self.world.is_first}
+        for rank in range(1, self.world.world_size):
+            wanted = [name for name in names[rank] if source[name] == rank]
+            if self.world.rank == rank:
+                parcel.send(tuple(mine[name].detach().cpu() for name in wanted), 0, torch.device("cpu"))
+            elif self.world.is_first:
+                result |= zip(wanted, parcel.receive(rank, torch.device("cpu")), strict=True)
+        order = dict.fromkeys([*tensors, *source])
+        return {name: result[name] for name in order if name in result}
+
+    def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+        """Put what is this rank's into the model."""
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                if not tensor.is_meta:
+                    tensor.copy_(saved[name])
+
+    # ------------------------------------------------------------ evaluation
+
+    def dealt(self, keys: Sequence[Micro]) -> list[Micro]:
+        """Give every batch to every rank; rank 0 counts them."""
+        return [key if self.world.is_first else key._replace(counts=False) for key in keys]
+
+    # ------------------------------------------------------------ how well it runs
+
+    def bubble(self) -> Bubble | None:
+        """Return how idle the devices were in the newest update that the stopwatch knows; all ranks must ask.
+
+        None before the first update, or where no step was made.
+        """
+        last = self.watch.last
+        mine = [last.seconds[part] for part in ("forward", "backward", "wait")] if last and self._num_steps else None
+        of_ranks = self.world.gather(mine)
+        if not all(of_ranks):
+            return None
+        number = sum(self._num_steps)
+        busy = sum(forward + backward for forward, backward, _ in of_ranks)
+        spent = max(sum(parts) for parts in of_ranks)
+        forward = self._by_stage([row[0] / number for row in of_ranks])
+        backward = self._by_stage([row[1] / number for row in of_ranks])
+        simulated = ideal = 0.0  # seconds, of steps one after the other
+        for count in self._num_steps:
+            seconds = math.fsum([*forward, *backward]) * count / self.world.world_size
+            ideal += seconds / (1 - partition.ideal_bubble(self.world.world_size, count, self.chunks))
+            simulated += partition.simulated_seconds(self.schedule, forward, backward, count, self.chunks)
+        work = busy / self.world.world_size
+        return Bubble(1 - work / spent if spent else 0.0, 1 - work / ideal, 1 - work / simulated)
+
+    def _by_stage(self, seconds: Sequence[float]) -> list[float]:
+        """Return the seconds of each stage; the stages of a rank are taken for equal."""
+        return [seconds[stage % self.world.world_size] / self.chunks for stage in range(self.num_stages)]
+
+    # ------------------------------------------------------------ choosing the split
+
+    def _layers_of(self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]]) -> list[nn.Module]:
+        """Return the layers; raises on all ranks what is wrong with them on some rank."""
+        found: list[nn.Module] = []
+        failure = caught(lambda: found.extend(layers()))
+        if isinstance(failure, NotImplementedError):
+            failure = TaskFault(str(failure), where=WHERE, fix="define layers(), or take another one")
+        failure = failure or caught(lambda: check_layers(model, found))
+        raise_of_any(failure, self.world, WHERE)
+        return found
+
+    # ------------------------------------------------------------ inside an update
+
+    def _has(self, stage: int) -> bool:
+        return stage % self.world.world_size == self.world.rank
+
+    def _read(self, batches: Iterator[MicroBatch]) -> tuple[list[Any], tuple[tuple[int, str], ...], Exception | None]:
+        """Return all micro-batches of the update, samples that were left out, and why it could not be read."""
+        micros: list[Any] = []
+        bad: list[tuple[int, str]] = []
+
+        def read() -> None:
+            last = False
+            while not last:
+                batch, last, skipped, counts = next(batches)
+                bad.extend(skipped)
+                if counts:
+                    micros.append(batch)
+
+        failure = caught(read)
+        return micros, tuple(bad), failure
+
+    def _called_with(self, passes: Passes, micros: Sequence[Any], seed: int) -> Iterator[Call]:
+        """Yield what the loss calls the model with."""
+
+        def called(*inputs: Any, **named: Any) -> Any:
+            raise Called(Call(inputs, named))
+
+        for number, batch in enumerate(micros):
+            torch.manual_seed(seed_of(seed + number))
+            try:
+                with self._answering(called), passes.forward():
+                    passes.loss(passes.model, batch)
+            except Called as found:
+                yield map_tensors(lambda tensor: tensor.detach(), found.call)
+            else:
+                raise _not_called()
+
+    def _agree(self, failure: Exception | None, count: int, seed: int, inputs: Sequence[Call]) -> _Keys:
+        """Return what rank 0 says of the micro-batches; raises on all ranks where one of them has failed."""
+        first = self._has(0)
+        word = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
+        failed, most, least, seed = self.world.largest(word).tolist()
+        if failed or most != -least:
+            differs = f"ranks read different numbers of micro-batches, from {-least} to {most}"
+            raise_of_any(failure or (None if failed else AccelRunError(differs)), self.world, WHERE)
+        keys = torch.tensor([key_of(call) for call in inputs] if first else [0] * count, dtype=torch.int64)
+        if count:
+            dist.broadcast(keys, 0)
+        self.watch.lap("wait")
+        return _Keys(seed, keys.tolist())
+
+    def _sizes(self, count: int) -> list[int]:
+        """Return how many micro-batches of one shape make a step: all, or those that go in rounds, and the rest."""
+        world_size = self.world.world_size
+        if self.schedule != "interleaved" or count % max(1, count // world_size) == 0:
+            return [count]
+        return [count // world_size * world_size, count % world_size]
+
+    def _run(self, work: Work, key: int, count: int) -> None:
+        """Run the passes of micro-batches of one shape."""
+        if key not in self._shapes:
+            self._shapes[key] = self._probed(work)
+        if (count, key) not in self._steps:
+            self._steps[count, key] = self._step_of(count, self._shapes[key])
+            while len(self._steps) > KEPT_STEPS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end((count, key))
+        self._num_steps.append(count)
+        for stage in self._stages:
+            stage.begin(work, self._shapes[key], self._answering)
+        numbers = [torch.arange(count)] if self._has(0) else []
+        target = torch.arange(count) if self._has(self.num_stages - 1) else None
+        try:
+            self._steps[count, key].step(*numbers, target=target, return_outputs=False)
+        except Exception:
+            for stage in self._stages:
+                if stage.failure is not None:
+                    raise stage.failure from None  # torch raises another one of it, with all shapes
+            raise
+        finally:
+            for stage in self._stages:
+                stage.end()
+        self.watch.lap("wait")
+
+    def _step_of(self, count: int, shapes: Sequence[Shapes]) -> Any:
+        """Return torch's schedule for `count` micro-batches."""
+        stages = [
+            TimedStage(
+                stage,
+                stage.number,
+                self.num_stages,
+                self.world.device,
+                input_args=shapes[stage.number].received(),
+                output_args=self._sent(shapes, stage.number),
+            )
+            for stage in self._stages
+        ]
+
+        def loss(output: Tensor, _: Any) -> Tensor:
+            return output  # the last stage has computed it
+
+        if self.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, count, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
+        few = self.schedule == "gpipe" or count < self.num_stages
+        kind = ScheduleGPipe if few else Schedule1F1B
+        return kind(stages[0], count, loss_fn=loss, scale_grads=False)
+
+    def _sent(self, shapes: Sequence[Shapes], number: int) -> tuple[Tensor, ...]:
+        if number == self.num_stages - 1:
+            return (torch.empty((), dtype=self.world.widest, device="meta", requires_grad=True),)
+        return shapes[number + 1].received()
+
+    def _probed(self, work: Work) -> list[Shapes]:
+        """Return what goes into each stage for such micro-batches, by passing one through without gradients.
+
+        It shows what is wrong with layers and loss while no rank waits for another one.
+        """
+        buffers = [buffer for stage in self._stages for buffer in stage.buffers()]
+        kept = [buffer.clone() for buffer in buffers]
+        call = work.inputs[0] if work.inputs else Call((), {})
+
+        def checked(output: Any) -> None:
+            fresh = map_tensors(_as_leaf, output)
+            with torch.enable_grad(), self._answering(Once(fresh)), work.passes.forward():
+                work.passes.loss(work.passes.model, work.micros[0])
+
+        with torch.no_grad():
+            outcome = self._through(call, work.passes.forward, checked)
+            for buffer, before in zip(buffers, kept, strict=True):
+                buffer.copy_(before)
+        raise_of_any(outcome.failure, self.world, WHERE)
+        told = self.world.gather({str(number): shapes for number, shapes in outcome.shapes.items()})
+        by_stage = {int(number): shapes for of_rank in told for number, shapes in of_rank.items()}
+        return [Shapes.of(by_stage[number]) for number in range(self.num_stages)]
+
+    # ------------------------------------------------------------ one pass through all stages
+
+    def _evaluated(self, *inputs: Any, **named: Any) -> Any:
+        """Return the model's output on all ranks, which must all call it."""
+        if torch.is_grad_enabled():
+            raise TaskFault(
+                "a model in a pipeline can be called with gradients by a loss only, once for each batch",
+                where=WHERE,
+                fix="call it under torch.no_grad()",
+            )
+        outputs: list[Any] = []
+        outcome = self._through(Call(inputs, named), nullcontext, outputs.append)
+        last = (self.num_stages - 1) % self.world.world_size
+        text = None if outcome.failure is None else described(outcome.failure)
+        failure = outcome.failure or (caught(lambda: parcel.check(outputs[0])) if outputs else None)
+        text = text or (None if failure is None else described(failure))
+        shared = parcel.Failed(text) if text is not None else (outputs[0] if outputs else None)
+        made = parcel.broadcast(shared, last, self.world)
+        if failure is not None:
+            raise failure
+        if isinstance(made, parcel.Failed):
+            raise RankLost(made.text, where=WHERE)
+        return made
+
+    def _through(
+        self, call: Call, forward: Callable[[], AbstractContextManager[Any]], finish: Callable[[Any], None]
+    ) -> _Outcome:
+        """Pass one call through all stages, from rank to rank; `finish` is given the output on the last one.
+
+        A failure goes the same way, so that nobody waits; the rank where it happened has it, the next ones its text.
+        """
+        failure: Exception | None = None
+        shapes: dict[int, Any] = {}
+        for stage in self._stages:
+            value: Any = None
+            if stage.number:
+                value = parcel.receive((stage.number - 1) % self.world.world_size, self.world.device)
+                if isinstance(value, parcel.Failed):
+                    failure = failure or RankLost(value.text, where=WHERE)
+                else:
+                    shapes[stage.number] = Shapes.described(value)
+            else:
+                shapes[0] = Shapes.described(())
+            if failure is None:
+                try:
+                    with forward():
+                        value = stage.compute(call, value)
+                    if stage.is_last:
+                        finish(value)
+                    else:
+                        check_between(value, stage.number)
+                except Exception as error:  # the others must hear of it, whatever it is
+                    failure = error
+            if not stage.is_last:
+                sent = value if failure is None else parcel.Failed(described(failure))
+                parcel.send(sent, (stage.number + 1) % self.world.world_size, self.world.device)
+        return _Outcome(failure, shapes)
+
+    def _answered(self, *inputs: Any, **named: Any) -> Any:
+        """Answer a call of the model, as it is to be answered at the moment."""
+        return self._forward(*inputs, **named)
+
+    @contextmanager
+    def _answering(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Within it, calls of the model are answered by `forward`."""
+        before, self._forward = self._forward, forward
+        try:
+            yield
+        finally:
+            self._forward = before
+
+
+PLACEHOLDER = "pipeline.nothing"
+KEPT_STEPS = 8  # schedules, each with room for what it receives: of as many shapes and numbers of micro-batches
+
+
+class _Keys(NamedTuple):
+    """Seed of an update, and for each micro-batch a number that tells its shapes."""
+
+    seed: int
+    keys: list[int]
+
+
+class _Outcome(NamedTuple):
+    """How a pass went on this rank, and what its stages were given."""
+
+    failure: Exception | None
+    shapes: Mapping[int, Any]
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _not_called() -> TaskFault:
+    return TaskFault(
+        "a loss must call the model in a pipeline, model(...), but does not",
+        where=WHERE,
+        fix="use the model that the loss is given, not its parts",
+    )

@@ -1,0 +1,229 @@
+"""The stages of a pipeline: what torch's schedules call, and what the loss sees of the model meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from runner.base.batch import map_tensors
+from runner.base.errors import TaskFault
+from runner.base.stopwatch import Stopwatch
+from runner.base.world import World
+from runner.distributed import parcel
+from runner.distributed.parallel import Passes
+
+
+class Call(NamedTuple):
+    """What a model is called with."""
+
+    inputs: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+
+class Called(BaseException):
+    """The loss has called the model; not an Exception, so that no task takes it for its own."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+
+@dataclass
+class Tally:
+    """Sums of an update; tensors stay on the device."""
+
+    loss_sum: Tensor
+    items: Tensor
+
+
+class Work(NamedTuple):
+    """Micro-batches of one step, with what the model is called with on the rank that has the first stage."""
+
+    passes: Passes
+    micros: Sequence[Any]
+    inputs: Sequence[Call]
+    seed: int
+    tally: Tally
+
+
+class Shapes(NamedTuple):
+    """What a stage is given: one tensor, or a tuple; for the first one the number of the micro-batch."""
+
+    is_tuple: bool
+    tensors: tuple[tuple[tuple[int, ...], str], ...]
+
+    @classmethod
+    def described(cls, value: Any) -> list[Any]:
+        """Return the value's shapes and formats, JSON-able."""
+        tensors = value if isinstance(value, tuple) else (value,)
+        return [isinstance(value, tuple), [[list(tensor.shape), parcel.name_of(tensor.dtype)] for tensor in tensors]]
+
+    @classmethod
+    def of(cls, described: list[Any]) -> Shapes:
+        """Return what `described` told."""
+        is_tuple, tensors = described
+        return cls(is_tuple, tuple((tuple(shape), dtype) for shape, dtype in tensors))
+
+    def received(self) -> tuple[Tensor, ...]:
+        """Return such tensors without memory."""
+        if not self.tensors:
+            return (torch.empty(1, dtype=torch.int64, device="meta"),)
+        return tuple(
+            torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=True)
+            for shape, dtype in self.tensors
+        )
+
+
+class Stage(nn.Module):
+    """Layers of one stage, as torch's schedules call them."""
+
+    def __init__(
+        self,
+        number: int,
+        num_stages: int,
+        layers: Sequence[nn.Module],
+        model: nn.Module,
+        world: World,
+        watch: Stopwatch,
+    ) -> None:
+        super().__init__()
+        self.number, self.is_last = number, number == num_stages - 1
+        self.layers = nn.ModuleList(layers)
+        self.world, self.watch = world, watch
+        self.failure: Exception | None = None
+        inner = set(model.modules())
+        self._of_model = [model]  # in a list: its modules are not this one's
+        self._helpers = [layer for layer in layers if layer not in inner]
+        self._works_in_place = any(getattr(module, "inplace", False) for module in self.layers.modules())
+        self._work: Work
+        self._shapes: Sequence[Shapes]
+        self._answering: Callable[[Callable[..., Any]], AbstractContextManager[None]]
+        self._next = 0
+
+    def begin(
+        self,
+        work: Work,
+        shapes: Sequence[Shapes],
+        answering: Callable[[Callable[..., Any]], AbstractContextManager[None]],
+    ) -> None:
+        """The next calls are the micro-batches of this work, in order."""
+        self._work, self._shapes, self._answering, self._next, self.failure = work, shapes, answering, 0, None
+
+    def end(self) -> None:
+        """Let go of the work."""
+        del self._work
+
+    def forward(self, *received: Tensor) -> Any:
+        number, self._next = self._next, self._next + 1
+        work = self._work
+        try:
+            torch.manual_seed(seed_of(work.seed + number, self.number + 1))
+            value: Any = received if self._shapes[self.number].is_tuple else received[0]
+            if self._works_in_place and self.number:
+                value = map_tensors(lambda tensor: tensor.clone(), value)  # a leaf cannot be changed in place
+            call = work.inputs[number] if self.number == 0 else None
+            with work.passes.forward():
+                output = self.compute(call, value)
+            if self.is_last:
+                return self._loss(output, work, number)
+            return tuple(_sendable(tensor) for tensor in (output if isinstance(output, tuple) else (output,)))
+        except Exception as error:
+            self.failure = error  # torch raises another one, with the shapes
+            raise
+
+    def compute(self, call: Call | None, value: Any) -> Any:
+        """Return what the layers make of the model's inputs, or of what the stage before sent."""
+        for helper in self._helpers:
+            helper.training = self._of_model[0].training
+        for number, layer in enumerate(self.layers):
+            if number == 0 and self.number == 0:
+                assert call is not None, "the first stage is given what the model is called with"
+                value = layer(*call.inputs, **call.named)
+            else:
+                value = layer(value)
+        return value
+
+    def _loss(self, output: Any, work: Work, number: int) -> Tensor:
+        torch.manual_seed(seed_of(work.seed + number))  # draws what it drew when the inputs were asked for
+        once = Once(output)
+        with self._answering(once), work.passes.forward():
+            loss, count = work.passes.loss(work.passes.model, work.micros[number])
+        work.tally.loss_sum += loss.detach()
+        work.tally.items += count if isinstance(count, int) else count.to(self.world.device)
+        return work.passes.scale(loss).to(self.world.widest).reshape(())
+
+
+class TimedStage(PipelineStage):
+    """A stage whose passes are timed; what lies between them is waiting."""
+
+    def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
+        stage: Any = self.submod
+        stage.watch.lap("wait")
+        output = super().forward_one_chunk(*given, **named)
+        stage.watch.lap("forward")
+        return output
+
+    def backward_one_chunk(self, *given: Any, **named: Any) -> Any:
+        stage: Any = self.submod
+        stage.watch.lap("wait")
+        output = super().backward_one_chunk(*given, **named)
+        stage.watch.lap("backward")
+        return output
+
+
+class Once:
+    """A model's call that returns what was computed elsewhere, a single time."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = [output]
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        if not self.output:
+            raise TaskFault(
+                "a loss must call the model once for each batch in a pipeline, but does so again",
+                where="parallelism=pipeline",
+                fix="call it once with a larger batch, or use parallelism=ddp",
+            )
+        return self.output.pop()
+
+
+def seed_of(number: int, stage: int = 0) -> int:
+    """Return the seed of a micro-batch: for what its loss draws (stage 0), or for what a stage draws."""
+    return (number + stage * 0x9E3779B97F4A7C15) % 2**63
+
+
+def key_of(call: Call) -> int:
+    """Return a number that tells the shapes and formats of a call, the same in every process."""
+    found: list[str] = []
+    map_tensors(lambda tensor: found.append(f"{tuple(tensor.shape)} {tensor.dtype}"), [call.inputs, call.named])
+    return int.from_bytes(hashlib.blake2b("; ".join(found).encode(), digest_size=7).digest(), "big")
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """Return a tensor that can be sent, and that takes a gradient even where all before it is frozen."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.requires_grad else tensor.requires_grad_()
+
+
+def check_between(value: Any, stage: int) -> None:
+    tensors = value if type(value) is tuple else (value,)
+    if not tensors or not all(isinstance(part, Tensor) and part.is_floating_point() for part in tensors):
+        raise TaskFault(
+            "between layers there must go a floating-point tensor or a tuple of such, but there goes"
+            f" {_kind_of(value)} after stage {stage}",
+            where="parallelism=pipeline",
+            fix="let layers() cut the model where this holds",
+        )
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}"
+    return f"a tuple ({', '.join(map(_kind_of, value))})" if type(value) is tuple else type(value).__name__

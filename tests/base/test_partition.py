@@ -1,0 +1,205 @@
+"""The split is the best one there is, and the simulated pipeline agrees with the theory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.base import partition
+from runner.base.errors import Problem
+from runner.base.partition import Device, Split, ideal_bubble, in_flight_of, orders, simulated_bubble, split
+
+GIB = 2**30
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+
+
+@pytest.mark.parametrize("balance", ["memory", "time"])
+def test_ten_equal_layers_on_11_and_8_gb_split_6_to_4(balance: partition.Balance) -> None:
+    devices = [Device(11 * GIB, 11.0), Device(8 * GIB, 8.0)]
+    found = split([0.1] * 10, [GIB // 2] * 10, devices, balance=balance)
+    assert isinstance(found, Split)
+    assert str(found) == "6 : 4"
+    assert [list(part) for part in found.ranges] == [list(range(6)), list(range(6, 10))]
+
+
+def test_nineteen_equal_layers_on_11_and_8_gb_split_as_the_memory() -> None:
+    assert str(split([1.0] * 19, [GIB // 2] * 19, [Device(11 * GIB), Device(8 * GIB)])) == "11 : 8"
+
+
+def test_equal_times_are_split_by_memory() -> None:
+    """Either 1 : 2 or 2 : 1 has a slowest stage of 2 s."""
+    large_first, small_first = [Device(4 * GIB), Device(2 * GIB)], [Device(2 * GIB), Device(4 * GIB)]
+    assert str(split([1.0] * 3, [GIB // 2] * 3, large_first, balance="time")) == "2 : 1"
+    assert str(split([1.0] * 3, [GIB // 2] * 3, small_first, balance="time")) == "1 : 2"
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, list[int]]:
+    num_layers = draw(st.integers(1, 8))
+    num_stages = draw(st.integers(1, 4))
+    small = st.integers(0, 6)
+
+    def numbers(of: st.SearchStrategy[int], count: int) -> list[int]:
+        return draw(st.lists(of, min_size=count, max_size=count))
+
+    return {
+        "costs": numbers(small, num_layers),
+        "bytes": numbers(small, num_layers),
+        "kept": numbers(small, num_layers),
+        "in_flight": numbers(st.integers(1, 3), num_stages),
+        "memory": numbers(st.integers(1, 30), num_stages),
+        "speed": numbers(st.sampled_from([1, 2, 4]), num_stages),
+    }
+
+
+def every_split(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
+        yield tuple(stop - start for start, stop in itertools.pairwise([0, *cuts, num_layers]))
+
+
+def judged(case: dict[str, list[int]], sizes: tuple[int, ...], balance: str) -> tuple[float, ...] | None:
+    """Return how bad a split is, None where a device is too small."""
+    seconds, shares, start = [], [], 0
+    for stage, size in enumerate(sizes):
+        part = slice(start, start + size)
+        used = sum(case["bytes"][part]) + case["in_flight"][stage] * sum(case["kept"][part])
+        if used > case["memory"][stage]:
+            return None
+        seconds.append(sum(case["costs"][part]) / case["speed"][stage])
+        shares.append(used / case["memory"][stage])
+        start += size
+    squares = round(sum(share**2 for share in shares), 9)
+    return (max(seconds), max(shares), squares) if balance == "time" else (max(shares), squares)
+
+
+@settings(max_examples=400, deadline=None)
+@given(case=cases(), balance=st.sampled_from(["memory", "time"]))
+def test_no_split_is_better(case: dict[str, list[int]], balance: partition.Balance) -> None:
+    devices = [Device(size, speed) for size, speed in zip(case["memory"], case["speed"], strict=True)]
+    found = split(
+        [float(cost) for cost in case["costs"]],
+        case["bytes"],
+        devices,
+        balance=balance,
+        activation_bytes=case["kept"],
+        in_flight=case["in_flight"],
+    )
+    possible = {
+        sizes: worth
+        for sizes in every_split(len(case["costs"]), len(devices))
+        if (worth := judged(case, sizes, balance)) is not None
+    }
+    if not possible:
+        assert isinstance(found, Problem)
+        return
+    assert isinstance(found, Split)
+    assert sum(found.sizes) == len(case["costs"])
+    assert min(found.sizes) >= 1
+    assert possible[found.sizes] == min(possible.values())
+    assert all(used <= size for used, size in zip(found.used_bytes, case["memory"], strict=True))
+
+
+@settings(max_examples=50, deadline=None)
+@given(num_layers=st.integers(1, 12), num_stages=st.integers(1, 4), cost=st.floats(0.01, 10))
+def test_equal_layers_on_equal_devices_differ_by_one(num_layers: int, num_stages: int, cost: float) -> None:
+    if num_layers >= num_stages:
+        for balance in ("memory", "time"):
+            found = split([cost] * num_layers, [7] * num_layers, [Device(1000)] * num_stages, balance=balance)  # type: ignore[arg-type]
+            assert isinstance(found, Split)
+            assert max(found.sizes) - min(found.sizes) <= 1
+
+
+def test_fewer_layers_than_stages_are_a_problem() -> None:
+    problem = split([1.0] * 2, [1] * 2, [Device(GIB)] * 3)
+    assert isinstance(problem, Problem)
+    assert problem.what == "must have at least as many layers as stages (3), but the model has 2"
+    assert problem.fix == "start at most 2 ranks, or let Task.layers() return smaller layers"
+
+
+def test_what_does_not_fit_is_told() -> None:
+    one = split([1.0] * 3, [1, 5 * GIB, 1], [Device(4 * GIB), Device(3 * GIB)])
+    assert isinstance(one, Problem)
+    assert one.what == "layer 1 alone needs 5,120.0 MiB, but no device holds more than 4,096.0 MiB"
+    together = split([1.0] * 4, [2 * GIB] * 4, [Device(4 * GIB), Device(3 * GIB)])
+    assert isinstance(together, Problem)
+    assert "the layers need at least 8,192.0 MiB" in together.what
+    assert "the devices hold 4,096.0 MiB + 3,072.0 MiB" in together.what
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"), [([2, 2], "add up to the model's 5"), ([5, 0], "from 1 on"), ([5], "has 1: [5]")]
+)
+def test_sizes_that_are_no_split_are_a_problem(sizes: list[int], text: str) -> None:
+    problem = partition.given(sizes, [1.0] * 5, [1] * 5, [Device(GIB)] * 2)
+    assert isinstance(problem, Problem)
+    assert text in problem.what
+
+
+def test_the_table_names_every_layer_once_with_its_place_and_share() -> None:
+    costs, sizes = [1.0, 2.0, 1.0], [GIB, 2 * GIB, GIB]
+    found = split(costs, sizes, [Device(4 * GIB), Device(2 * GIB)])
+    assert isinstance(found, Split)
+    lines = partition.table(found, ["a", "b", "c"], ["rank 0", "rank 1"], sizes, costs).splitlines()
+    assert [line.split() for line in lines] == [
+        ["layer", "device", "bytes", "time"],
+        ["a", "rank", "0", "1,024.0", "MiB", "25.0%"],
+        ["b", "rank", "0", "2,048.0", "MiB", "50.0%"],
+        ["=", "2", "layers", "75.0%", "used", "3,072.0", "MiB", "75.0%"],
+        ["c", "rank", "1", "1,024.0", "MiB", "25.0%"],
+        ["=", "1", "layers", "50.0%", "used", "1,024.0", "MiB", "25.0%"],
+    ]
+
+
+# ---------------------------------------------------------------- time
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_equal_stages_are_idle_as_the_theory_says(
+    schedule: partition.Schedule, chunks: int, num_devices: int, rounds: int
+) -> None:
+    count, stages = rounds * num_devices, num_devices * chunks
+    found = simulated_bubble(schedule, [1.0 / chunks] * stages, [2.0 / chunks] * stages, count, chunks)
+    assert found == pytest.approx(ideal_bubble(num_devices, count, chunks), abs=1e-12)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize(("num_devices", "count"), [(2, 1), (3, 2), (4, 3), (2, 6), (3, 9), (4, 1)])
+def test_each_stage_passes_each_micro_batch_once_forward_and_back(
+    schedule: partition.Schedule, chunks: int, num_devices: int, count: int
+) -> None:
+    rows = orders(schedule, num_devices, count, chunks)
+    wanted = itertools.product("FB", range(num_devices * chunks), range(count))
+    assert sorted(itertools.chain(*rows)) == sorted(wanted)
+    for device, row in enumerate(rows):
+        assert {stage % num_devices for _, stage, _ in row} == {device}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seconds=st.lists(st.floats(0.01, 5), min_size=1, max_size=4),
+    count=st.integers(1, 8),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+)
+def test_a_pipeline_takes_no_less_than_its_slowest_stage_and_its_path(
+    seconds: list[float], count: int, schedule: partition.Schedule
+) -> None:
+    back = [2 * second for second in seconds]
+    took = partition.simulated_seconds(schedule, seconds, back, count)
+    assert took >= max(seconds) * 3 * count * (1 - 1e-12)
+    assert took >= math.fsum(seconds) * 3 * (1 - 1e-12)
+    assert took <= math.fsum(seconds) * 3 * count * (1 + 1e-12)
+
+
+def test_one_f_one_b_keeps_as_many_micro_batches_as_there_are_stages_behind() -> None:
+    assert in_flight_of("1f1b", 4, 8) == (4, 3, 2, 1)
+    assert in_flight_of("1f1b", 4, 2) == (2, 2, 2, 1)
+    assert in_flight_of("gpipe", 3, 8) == (8, 8, 8)
+    assert in_flight_of("1f1b", 3, None) == (3, 2, 1)
+    assert max(in_flight_of("interleaved", 2, 8, chunks=2)) < 8

@@ -1,0 +1,719 @@
+"""A pipeline computes what the unsplit model does, however it is split and in whatever order."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.axes.optimizer import adamw, export_state
+from runner.axes.precision import bf16, fp16, fp32
+from runner.axes.scheduler import constant
+from runner.base.batch import MicroBatch
+from runner.base.errors import ConfigError, RankLost, TaskFault
+from runner.base.order import Micro
+from runner.base.world import World
+from runner.distributed.parallel import Parallel, Passes
+from runner.distributed.pipelined import PLACEHOLDER, Pipelined
+from runner.engine.loop import Position, StepInfo, Training, train_updates
+from tests.distributed.ranks import CPU, run_ranks
+
+ALONE = World(CPU)
+WIDTH, CLASSES, TOKENS = 6, 5, 3
+GIB = 2**30
+
+
+# ---------------------------------------------------------------- models
+
+
+def plain(num_layers: int, dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(num_layers)
+    layers: list[nn.Module] = []
+    for number in range(num_layers - 1):
+        linear = nn.Linear(WIDTH, WIDTH)
+        layers.append(nn.Sequential(linear, nn.Tanh()) if number % 2 else linear)
+    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)).to(dtype)
+
+
+class Tied(nn.Module):
+    """Tokens to logits, by one embedding at both ends."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_blocks))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return F.linear(x, self.embedding.weight)
+
+    def layers(self) -> list[nn.Module]:
+        return [self.embedding, *(nn.Sequential(block, nn.Tanh()) for block in self.blocks), Head(self.embedding)]
+
+
+class Head(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.embedding.weight)
+
+
+class Pair(nn.Module):
+    """(x, y) to (x, y): both go on; takes a second argument where it is the first layer."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first, self.linear = first, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Any, *, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+        x, y = (given, given + shift) if self.first else given
+        return self.linear(y).tanh(), x.transpose(0, 1).transpose(0, 1) + y
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(Pair(number == 0) for number in range(4))
+        self.end = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, *, shift: float) -> dict[str, Any]:
+        x, y = self.pairs[0](x, shift=shift)
+        for pair in self.pairs[1:]:
+            x, y = pair((x, y))
+        return {"logits": [self.end(x + y)], "name": "pairs"}
+
+    def layers(self) -> list[nn.Module]:
+        return [*self.pairs, End(self.end)]
+
+
+class End(nn.Module):
+    def __init__(self, end: nn.Linear) -> None:
+        super().__init__()
+        self.end = end
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        return {"logits": [self.end(pair[0] + pair[1])], "name": "pairs"}
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    return list(model) if isinstance(model, nn.Sequential) else model.layers()
+
+
+# ---------------------------------------------------------------- batches and losses
+
+
+def batches(sizes: Sequence[int], dtype: torch.dtype, *, seed: int = 1, tokens: bool = False) -> list[MicroBatch]:
+    """Return the micro-batches of one update; sizes are numbers of samples."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for number, size in enumerate(sizes):
+        x = torch.randn(size, TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+        if tokens:
+            x = torch.randint(0, CLASSES, (size, TOKENS), generator=generator)
+        y = torch.randint(-1, CLASSES, (size, TOKENS), generator=generator)
+        made.append(MicroBatch({"x": x, "y": y}, number == len(sizes) - 1, ((number, "bad"),)))
+    return made
+
+
+def token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    logits = model(batch["x"])
+    return F.cross_entropy(logits.transpose(1, 2), batch["y"], reduction="sum", ignore_index=-1), (
+        batch["y"] >= 0
+    ).sum()
+
+
+def pairs_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    made = model(batch["x"], shift=0.5)
+    assert made["name"] == "pairs"
+    return made["logits"][0].square().sum(), len(batch["x"])
+
+
+def noisy_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """Zero where the noise that the model was given is the one that the loss knows of."""
+    noise = torch.randn_like(batch["x"])
+    return (model(noise) - noise).square().sum(), len(noise)
+
+
+# ---------------------------------------------------------------- running
+
+
+def passes_of(model: nn.Module, loss: Any) -> Passes:
+    precision = fp32(ALONE, model)
+    return Passes(model, loss, precision.forward, precision.backward, precision.scaled)
+
+
+def one_update(
+    world: World,
+    make: Callable[[], Any],
+    micros: Callable[[], list[MicroBatch]],
+    loss: Any = token_loss,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return sums, gradients by name and their norm, of one update."""
+    model = make()
+    parallel = Parallel(world) if world.world_size == 1 else Pipelined(world, **options)
+    wrapped = parallel.wrap(model, lambda: layers_of(model), [])
+    own = parallel.owned({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
+    parallel.begin(list(own.values()))
+    sums = parallel.reduce(parallel.accumulate(passes_of(wrapped, loss), iter(micros())))
+    gradients = parallel.gradients(list(own.values()))
+    norm = parallel.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+    found = {name: weight.grad for name, weight in own.items() if weight.grad is not None}
+    return {
+        "loss": float(sums.loss_sum),
+        "items": float(sums.items),
+        "bad": [list(one) for one in sums.bad],
+        "gradients": {name: grad.flatten().tolist() for name, grad in found.items()},
+        "norm": float(norm),
+        "split": list(parallel.placement.split.sizes) if isinstance(parallel, Pipelined) else [],
+    }
+
+
+def assert_same_update(alone: dict[str, Any], ranks: list[dict[str, Any]], tolerance: float) -> None:
+    union: dict[str, Any] = {}
+    for result in ranks:
+        for key in ("loss", "items", "norm"):
+            assert result[key] == pytest.approx(alone[key], rel=tolerance), key
+        assert result["bad"] == alone["bad"]
+        union |= {name: grad for name, grad in result["gradients"].items() if name != PLACEHOLDER}
+    assert union.keys() == alone["gradients"].keys()  # no layer is lost
+    scale = max(max(map(abs, grad)) for grad in alone["gradients"].values())
+    for result in ranks:
+        for name, grad in result["gradients"].items():
+            if name != PLACEHOLDER:
+                np.testing.assert_allclose(grad, alone["gradients"][name], rtol=0, atol=tolerance * scale)
+
+
+def random_cases(count: int) -> list[dict[str, Any]]:
+    """Return splits, schedules and micro-batches drawn at random, the same ones every time."""
+    draw = random.Random(7)
+    cases = []
+    for number in range(count):
+        world_size = draw.choice([2, 2, 3])
+        schedule = ["1f1b", "gpipe", "interleaved"][number % 3]
+        stages = world_size * (2 if schedule == "interleaved" else 1)
+        num_layers = draw.randint(stages, stages + 6)
+        cuts = sorted(draw.sample(range(1, num_layers), stages - 1))
+        split = [stop - start for start, stop in zip([0, *cuts], [*cuts, num_layers], strict=True)]
+        sizes = [draw.randint(1, 4)] * draw.randint(1, 7)
+        if draw.random() < 0.6 and sizes[-1] > 1:
+            sizes[-1] -= 1  # ragged
+        cases.append(
+            {
+                "world_size": world_size,
+                "num_layers": num_layers,
+                "sizes": sizes,
+                "options": {"schedule": schedule, "split": draw.choice([split, split, None])},
+            }
+        )
+    return cases
+
+
+def name_of(case: dict[str, Any]) -> str:
+    options = case["options"]
+    return f"{options['schedule']}-{case['world_size']}-{options['split']}-{case['num_layers']}-{case['sizes']}"
+
+
+@pytest.mark.parametrize("case", random_cases(24), ids=name_of)
+def test_a_split_changes_neither_loss_nor_gradients(case: dict[str, Any]) -> None:
+    def update(world: World) -> list[dict[str, Any]]:
+        made = []
+        for dtype in (torch.float64, torch.float32):
+            torch.manual_seed(0)
+            model = plain(case["num_layers"], dtype)
+            made.append(one_update(world, lambda model=model: model, micros(dtype), **case["options"]))
+        return made
+
+    def micros(dtype: torch.dtype) -> Callable[[], list[MicroBatch]]:
+        return lambda: batches(case["sizes"], dtype)
+
+    ranks = run_ranks(update, case["world_size"])
+    for number, (alone, tolerance) in enumerate(zip(update(ALONE), (1e-12, 1e-6), strict=True)):
+        assert_same_update(alone, [of_rank[number] for of_rank in ranks], tolerance)
+        if case["options"]["split"]:
+            assert ranks[0][number]["split"] == case["options"]["split"]
+
+
+@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "interleaved"}], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tied_weights_have_the_gradient_of_both_ends(options: dict[str, Any], world_size: int) -> None:
+    def update(world: World) -> dict[str, Any]:
+        micros = lambda: batches([2, 2, 1], torch.float64, tokens=True)  # noqa: E731
+        torch.manual_seed(0)
+        return one_update(world, lambda: Tied(5).double(), micros, **options)
+
+    ranks = run_ranks(update, world_size)
+    alone = update(ALONE)
+    assert_same_update(alone, ranks, 1e-12)
+    holders = [result["gradients"]["embedding.weight"] for result in (ranks[0], ranks[-1])]
+    assert holders[0] == holders[1]  # bit for bit, or their copies would part
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_tuples_go_between_layers_and_anything_comes_out(schedule: str) -> None:
+    def update(world: World) -> dict[str, Any]:
+        torch.manual_seed(0)
+        return one_update(
+            world, lambda: Pairs().double(), lambda: batches([3, 3, 2], torch.float64), pairs_loss, schedule=schedule
+        )
+
+    assert_same_update(update(ALONE), run_ranks(update, 2), 1e-12)
+
+
+def test_what_a_loss_draws_is_the_same_on_the_first_and_the_last_stage() -> None:
+    def update(world: World) -> float:
+        torch.manual_seed(100 + world.rank)
+        model = nn.Sequential(nn.Identity(), nn.Linear(WIDTH, WIDTH, bias=False), nn.Identity())
+        nn.init.eye_(model[1].weight)
+        return one_update(world, lambda: model, lambda: batches([2, 2, 2], torch.float32), noisy_loss)["loss"]
+
+    assert run_ranks(update, 3) == [0.0, 0.0, 0.0]
+
+
+def test_the_random_state_of_rank_0_is_that_of_the_pipeline() -> None:
+    def update(world: World) -> list[float]:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5))
+        parallel = Pipelined(world)
+        parallel.wrap(model, lambda: list(model), [])
+        parallel.begin([])
+        losses = []
+        for number in (5, 5, 6):
+            torch.manual_seed(number if world.is_first else world.rank)
+            sums = parallel.accumulate(passes_of(model, token_loss), iter(batches([2, 2], torch.float32)))
+            losses.append(float(parallel.reduce(sums).loss_sum))
+        return losses
+
+    one, again, other = run_ranks(update, 2)[0]
+    assert one == again != other
+
+
+@pytest.mark.parametrize("frozen", [(0, 1, 2, 3), (3, 4, 5), (1, 4)], ids=str)
+def test_frozen_layers_on_either_side_change_nothing(frozen: tuple[int, ...]) -> None:
+    def make() -> nn.Sequential:
+        model = plain(6, torch.float64)
+        for number in frozen:
+            model[number].requires_grad_(False)
+        return model
+
+    def update(world: World) -> dict[str, Any]:
+        options = {} if world.world_size == 1 else {"split": [3, 3]}
+        return one_update(world, make, lambda: batches([2, 2, 1], torch.float64), **options)
+
+    assert_same_update(update(ALONE), run_ranks(update, 2), 1e-12)
+
+
+def test_a_layer_may_work_in_place_and_keep_statistics() -> None:
+    def update(world: World) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.ReLU(inplace=True),
+            nn.BatchNorm1d(TOKENS),
+            nn.Linear(WIDTH, CLASSES),
+        ).double()
+        found = one_update(world, lambda: model, lambda: batches([3, 3, 2], torch.float64), split=[2, 3])
+        mean, tracked = model[3].running_mean, model[3].num_batches_tracked
+        return found, None if mean.is_meta else [mean.tolist(), int(tracked)]
+
+    (one, nothing), (two, statistics) = run_ranks(update, 2)
+    alone, expected = update(ALONE)
+    assert_same_update(alone, [one, two], 1e-12)
+    assert nothing is None
+    assert statistics[1] == expected[1] == 3
+    np.testing.assert_allclose(statistics[0], expected[0], rtol=1e-12)
+
+
+# ---------------------------------------------------------------- many updates, through the loop
+
+
+def stream(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[MicroBatch]:
+    seed = 0
+    while True:
+        yield from batches(sizes, dtype, seed=seed)
+        seed += 1
+
+
+def training(
+    world: World, make: Callable[[], Any], *, precision: Any = fp32, loss: Any = token_loss, **options: Any
+) -> Training:
+    model = make()
+    parallel = Parallel(world) if world.world_size == 1 else Pipelined(world, **options)
+    wrapped = parallel.wrap(model, lambda: layers_of(model), [])
+    own = parallel.owned({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
+    parallel.begin(list(own.values()))
+    return Training(
+        position=Position("train"),
+        model=wrapped,
+        loss=loss,
+        parameters=list(own.values()),
+        optimizer=adamw(list(own.items()), lr=0.01),
+        schedule=constant(100),
+        precision=precision(world, model),
+        parallel=parallel,
+        per_item=1 / 30,
+        max_grad_norm=0.1,
+    )
+
+
+def trained(run: Training, sizes: Sequence[int], dtype: torch.dtype, updates: int = 6) -> dict[str, Any]:
+    steps: list[StepInfo] = list(train_updates(run, stream(sizes, dtype), updates))
+    weights = run.parallel.whole(run.model.state_dict())
+    states = run.parallel.whole(export_state(run.optimizer)[0])
+    return {
+        "losses": [float(step.loss_sum) / float(step.items) for step in steps if step.loss_sum is not None],
+        "norms": [float(step.grad_norm) for step in steps if step.grad_norm is not None],
+        "weights": {name: tensor.flatten().tolist() for name, tensor in weights.items()},
+        "states": {name: tensor.flatten().tolist() for name, tensor in states.items()},
+        "skipped": run.precision.num_skipped(),
+        "scale": run.precision.values().get("precision/loss_scale"),
+    }
+
+
+def assert_same_run(one: dict[str, Any], other: dict[str, Any], tolerance: float) -> None:
+    for key in ("losses", "norms"):
+        np.testing.assert_allclose(other[key], one[key], rtol=tolerance)
+    assert list(other["weights"]) == list(one["weights"])  # names and order of one process
+    assert sorted(other["states"]) == sorted(one["states"])
+    for key in ("weights", "states"):
+        for name in one[key]:
+            np.testing.assert_allclose(other[key][name], one[key][name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("schedule", "world_size"), [("1f1b", 3), ("gpipe", 2), ("interleaved", 2)])
+def test_clipped_updates_and_their_state_are_those_of_one_process(schedule: str, world_size: int) -> None:
+    def run(world: World) -> dict[str, Any]:
+        made = training(world, lambda: plain(7, torch.float64), schedule=schedule)
+        return trained(made, [3, 3, 3, 1], torch.float64)
+
+    ranks = run_ranks(run, world_size)
+    alone = run(ALONE)
+    assert min(alone["norms"]) > 0.1  # clipping is at work
+    assert_same_run(alone, ranks[0], 1e-9)
+    for result in ranks[1:]:
+        assert result["norms"] == ranks[0]["norms"]
+        assert result["weights"] == result["states"] == {}  # rank 0 has it all
+
+
+def test_half_precision_computes_as_one_process_does() -> None:
+    def run(world: World) -> dict[str, Any]:
+        made = training(world, lambda: plain(6, torch.float32), precision=bf16)
+        return trained(made, [4, 4], torch.float32, 3)
+
+    ranks = run_ranks(run, 2)
+    np.testing.assert_allclose(ranks[1]["losses"], run(ALONE)["losses"], rtol=1e-6)
+
+
+def test_an_overflow_on_one_stage_is_one_on_all() -> None:
+    class Large(nn.Module):
+        """Multiplies the gradient that goes to the layers before it, in one micro-batch of the third update."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                self.count = getattr(self, "count", 0) + 1
+                if self.count == 5:
+                    x.register_hook(lambda grad: grad * 1e30)
+            return x
+
+    def run(world: World) -> dict[str, Any]:
+        def make() -> nn.Sequential:
+            model = plain(5, torch.float32)
+            return nn.Sequential(*model[:3], Large(), *model[3:])
+
+        made = training(world, make, precision=lambda world, model: fp16(world, model, init_scale=256.0), split=[4, 2])
+        return trained(made, [3, 3], torch.float32, 5)
+
+    one, two = run_ranks(run, 2)
+    alone = run(ALONE)
+    assert one["skipped"] == two["skipped"] == alone["skipped"] == 1
+    assert one["scale"] == two["scale"] == alone["scale"] == 128.0
+    np.testing.assert_allclose(one["losses"], alone["losses"], rtol=1e-3)
+
+
+def test_a_stage_without_parameters_takes_part_in_everything() -> None:
+    def run(world: World) -> dict[str, Any]:
+        made = training(
+            world,
+            lambda: nn.Sequential(*plain(3, torch.float32), nn.Tanh()),
+            precision=lambda world, model: fp16(world, model, init_scale=256.0),
+            split=[3, 1],
+        )
+        return trained(made, [3, 2], torch.float32, 3) | {"own": len(made.parameters)}
+
+    one, two = run_ranks(run, 2)
+    assert two["own"] == 1
+    assert not any(name.startswith(PLACEHOLDER) for name in one["states"])
+    np.testing.assert_allclose(one["losses"], run(ALONE)["losses"], rtol=1e-3)
+
+
+def test_what_was_saved_by_some_ranks_is_loaded_by_any_number() -> None:
+    saved: dict[str, Tensor] = {}
+
+    def save(world: World) -> dict[str, Any]:
+        made = training(world, lambda: Tied(4).double(), loss=tokens_loss)
+        list(train_updates(made, token_stream(), 2))
+        return {name: tensor.tolist() for name, tensor in made.parallel.whole(made.model.state_dict()).items()}
+
+    def go_on(world: World) -> list[float]:
+        made = training(world, lambda: Tied(4).double(), loss=tokens_loss)
+        made.parallel.load(made.model, saved)
+        return [float(step.grad_norm) for step in train_updates(made, token_stream(), 3) if step.grad_norm is not None]
+
+    saved |= {name: torch.tensor(value, dtype=torch.float64) for name, value in run_ranks(save, 3)[0].items()}
+    assert list(saved) == list(Tied(4).state_dict())
+    on_three, on_two = run_ranks(go_on, 3)[0], run_ranks(go_on, 2)[1]
+    alone = go_on(ALONE)
+    np.testing.assert_allclose(on_three, alone, rtol=1e-12)
+    np.testing.assert_allclose(on_two, alone, rtol=1e-12)
+
+
+def tokens_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return token_loss(model, batch)
+
+
+def token_stream() -> Iterator[MicroBatch]:
+    seed = 0
+    while True:
+        yield from batches([2, 2, 1], torch.float64, seed=seed, tokens=True)
+        seed += 1
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_evaluation_is_that_of_one_process_on_every_rank(schedule: str) -> None:
+    def run(world: World) -> list[Any]:
+        torch.manual_seed(0)
+        model = Pairs().double()
+        parallel = Parallel(world) if world.world_size == 1 else Pipelined(world, schedule=schedule)
+        wrapped = parallel.wrap(model, model.layers, []).eval()
+        with torch.no_grad():
+            values = [float(pairs_loss(wrapped, batch.batch)[0]) for batch in batches([3, 2], torch.float64)]
+        keys = [Micro(0, [0, 1], False), Micro(0, [2], True)]
+        return [values, [key.counts for key in parallel.dealt(keys)], len(parallel.dealt(keys))]
+
+    alone = run(ALONE)
+    for rank, result in enumerate(run_ranks(run, 2)):
+        assert result == [alone[0], [rank == 0] * 2, 2]
+
+
+def test_evaluation_between_updates_leaves_them_as_they_were() -> None:
+    def run(world: World, evaluates: bool) -> list[float]:
+        made = training(world, lambda: plain(5, torch.float64))
+        norms = []
+        for step in train_updates(made, stream([3, 3], torch.float64), 3):
+            norms.append(float(step.grad_norm))  # type: ignore[arg-type]
+            if evaluates:
+                with torch.no_grad():
+                    token_loss(made.model, batches([4], torch.float64)[0].batch)
+        return norms
+
+    assert run_ranks(lambda world: run(world, True), 2) == run_ranks(lambda world: run(world, False), 2)
+
+
+# ---------------------------------------------------------------- what can go wrong
+
+
+def refused(world: World, function: Callable[[Pipelined], Any], **options: Any) -> str:
+    """Return the kind of the error and its text."""
+    try:
+        function(Pipelined(world, **options))
+    except (ConfigError, TaskFault, RankLost) as error:
+        return f"{type(error).__name__} {int(error.exit_code)}: {error}"
+    return "no error"
+
+
+def wrapping(model: Any) -> Callable[[Pipelined], Any]:
+    return lambda parallel: parallel.wrap(model, lambda: layers_of(model), [])
+
+
+def test_fewer_layers_than_stages_are_refused() -> None:
+    for result in run_ranks(lambda world: refused(world, wrapping(plain(2, torch.float32))), 3):
+        assert "ConfigError 78" in result
+        assert "at least as many layers as stages (3), but the model has 2" in result
+
+
+def test_a_split_that_does_not_fit_the_model_or_the_memory_is_refused() -> None:
+    model = plain(5, torch.float32)
+    for options, text in (
+        ({"split": [2, 2]}, "add up to the model's 5, but is [2,2]"),
+        ({"split": [1, 1, 3]}, "one size for each of the 2 stages, but has 3"),
+        ({"memory_bytes": [2000, 1000]}, "the devices hold"),
+        ({"memory_bytes": [2000]}, "one size for each of the 2 ranks"),
+    ):
+        for result in run_ranks(lambda world, options=options: refused(world, wrapping(model), **options), 2):
+            assert "ConfigError 78" in result, result
+            assert text in result, result
+
+
+def test_layers_that_lose_parameters_are_refused() -> None:
+    model = plain(5, torch.float32)
+    lost = lambda parallel: parallel.wrap(model, lambda: list(model)[:4], [])  # noqa: E731
+    for result in run_ranks(lambda world: refused(world, lost), 2):
+        assert "must hold the parameters of the model, but miss 4.weight, 4.bias" in result
+
+
+def test_a_task_that_does_not_tell_its_layers_is_told_so() -> None:
+    def unknown(parallel: Pipelined) -> None:
+        def layers() -> list[nn.Module]:
+            raise NotImplementedError("Mine must define layers()")
+
+        parallel.wrap(plain(3, torch.float32), layers, [])
+
+    for result in run_ranks(lambda world: refused(world, unknown), 2):
+        assert result.startswith("TaskFault 70: parallelism=pipeline: Mine must define layers()")
+
+
+def failing(world: World, where: str) -> list[str]:
+    """Return what every rank raises for a fault at one place, in an update and in an evaluation."""
+
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("this layer")
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        if where == "before":
+            raise ValueError("before the model")
+        if where == "never":
+            return batch["x"].sum(), 1
+        total, count = token_loss(model, batch)
+        if where == "twice":
+            model(batch["x"])
+        if where == "after":
+            raise ValueError("after the model")
+        return total, count
+
+    def read() -> Iterator[MicroBatch]:
+        made = batches([2, 2], torch.float32)
+        yield made[0]
+        if where == "data" and world.rank == 1:
+            raise ValueError("the data")
+        if where == "count" and world.rank == 1:
+            yield made[0]
+        yield made[1]
+
+    model = plain(4, torch.float32)
+    if where == "layer":
+        model[1] = nn.Sequential(Broken(), model[1])
+    parallel = Pipelined(world)
+    parallel.wrap(model, lambda: list(model), [])
+    texts = []
+    for attempt in range(2):
+        try:
+            if attempt and where == "layer":
+                with torch.no_grad():
+                    model(batches([2], torch.float32)[0].batch["x"])
+            else:
+                parallel.accumulate(passes_of(model, loss), read())
+            texts.append("no error")
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("where", "rank", "text"),
+    [
+        ("before", 0, "ValueError: before the model"),
+        ("never", 0, "must call the model"),
+        ("twice", 1, "must call the model once"),
+        ("after", 1, "ValueError: after the model"),
+        ("data", 1, "ValueError: the data"),
+        ("layer", 0, "ValueError: this layer"),
+        ("count", 0, "different numbers of micro-batches, from 2 to 3"),
+    ],
+)
+def test_a_fault_of_one_rank_is_heard_by_all(where: str, rank: int, text: str) -> None:
+    """Nobody is left waiting: the ranks end well within the time of a collective, 30 s."""
+    results = run_ranks(lambda world: failing(world, where), 2, limit_s=15.0)
+    for attempt in range(2):
+        assert text in results[rank][attempt]
+        other = results[1 - rank][attempt]
+        assert text.rsplit(": ", maxsplit=1)[-1] in other, other
+
+
+def test_a_model_cannot_be_called_with_gradients_outside_a_loss() -> None:
+    def call(world: World) -> str:
+        model = plain(3, torch.float32)
+        Pipelined(world).wrap(model, lambda: list(model), [])
+        with pytest.raises(TaskFault, match="no_grad"):
+            model(torch.zeros(1, TOKENS, WIDTH))
+        return "refused"
+
+    assert run_ranks(call, 2) == ["refused"] * 2
+
+
+# ---------------------------------------------------------------- splitting, and how it runs
+
+
+def test_ten_equal_layers_are_split_by_the_memory_of_the_ranks() -> None:
+    def splits(world: World) -> list[Any]:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
+        parallel = Pipelined(world, memory_bytes=[11 * GIB, 8 * GIB])
+        parallel.wrap(model, lambda: list(model), [], lambda: (torch.zeros(2, 8),))
+        elsewhere = [weight.is_meta for weight in model.parameters()]
+        return [list(parallel.placement.split.sizes), elsewhere, str(parallel.placement)]
+
+    (one, here, table), (two, there, _) = run_ranks(splits, 2)
+    assert one == two == [6, 4]
+    assert here == [not is_meta for is_meta in there] == [False] * 12 + [True] * 8
+    assert len(table.splitlines()) == 1 + 10 + 2
+    assert "rank 1" in table
+    assert table.splitlines()[1].startswith("0 ")
+
+
+def test_all_ranks_start_from_the_weights_of_rank_0() -> None:
+    def weights(world: World) -> dict[str, Any]:
+        torch.manual_seed(world.rank)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        parallel = Pipelined(world)
+        parallel.wrap(model, lambda: list(model), [])
+        return {name: tensor.tolist() for name, tensor in parallel.whole(model.state_dict()).items()}
+
+    found = run_ranks(weights, 2)[0]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert found == {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_bubble_is_measured_beside_the_theory(schedule: str) -> None:
+    class Slow(nn.Module):
+        """Takes 10 ms forward, without a processor, so that ranks on one core do not slow each other down."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                time.sleep(0.01)
+            return self.linear(x)
+
+    def run(world: World, slow: int) -> list[float]:
+        model = nn.Sequential(*(Slow() for _ in range(slow)), nn.Linear(WIDTH, CLASSES))
+        made = training(world, lambda: model, schedule=schedule, split=[1, slow])
+        assert made.parallel.bubble() is None
+        # the least of some updates: a busy machine only adds waiting
+        return min(list(made.parallel.bubble()) for _ in train_updates(made, stream([2] * 4, torch.float32), 5))
+
+    measured, ideal, simulated = run_ranks(lambda world: run(world, 1), 2)[0]
+    assert ideal == pytest.approx(1 / 5)
+    assert simulated > 0.4  # one stage does nearly all the work
+    assert simulated - 0.05 < measured < 0.75
+    measured, ideal, simulated = run_ranks(lambda world: run(world, 2), 2)[0]
+    assert ideal == pytest.approx(1 / 5)
+    assert simulated == pytest.approx(1 / 5, abs=0.1)
+    assert simulated - 0.05 < measured < 0.5
