@@ -9,7 +9,7 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from runner.base.batch import MicroBatch
+from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.order import Micro
 from runner.base.task import State
@@ -47,10 +47,11 @@ class Sharded(Parallel):
         super().__init__(world)
         self.reshard_after_forward = reshard_after_forward
         self.communicate = communicate
-        self._root: nn.Module | None = None
+        self._root: FSDPModule | None = None
         self._whole: dict[nn.Parameter, _Scalar] = {}
         self._used: dict[nn.Parameter, bool] = {}  # whether a pass that counts gave it a gradient in this update
         self._counts = True
+        self._is_gathered = False
         self._trained: list[nn.Parameter] = []
         self._whole_gradients: list[Tensor] = []
 
@@ -84,7 +85,7 @@ class Sharded(Parallel):
         self._root = model
         self._watch_gradients(model)
         self._keep_scalars_whole(model, mesh)
-        model.register_forward_hook(_reshard_without_backward(model))
+        model.register_forward_hook(self._free_without_backward)
         return model
 
     def _shard(
@@ -94,6 +95,7 @@ class Sharded(Parallel):
         if self.communicate != "float32":
             half = getattr(torch, self.communicate)
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, **more)
+        module.register_forward_hook(_own_memory)  # before torch's own, which marks what comes out
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
 
     def _watch_gradients(self, model: nn.Module) -> None:
@@ -123,7 +125,13 @@ class Sharded(Parallel):
             scalar.show_outside()
         if self._whole:
             model.register_forward_pre_hook(lambda *_: self._show_scalars(inside=True))
-            model.register_forward_hook(lambda *_: self._show_scalars(inside=torch.is_grad_enabled()))
+
+    def _free_without_backward(self, model: nn.Module, *_: Any) -> None:
+        """Where no backward pass frees the parameters, the forward pass does."""
+        if not torch.is_grad_enabled() and not self._is_gathered:
+            self._show_scalars(inside=False)
+            for part in _parts(model):
+                part.reshard()
 
     def _show_scalars(self, *, inside: bool) -> None:
         for scalar in self._whole.values():
@@ -148,7 +156,7 @@ class Sharded(Parallel):
         self._used.clear()
 
     def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
-        assert isinstance(self._root, FSDPModule), "wrap comes first"
+        assert self._root is not None, "wrap comes first"
         watch, device = self.watch, self.world.device
         loss_sum, items = self.world.zeros(), self.world.zeros()
         bad: tuple[tuple[int, str], ...] = ()
@@ -157,7 +165,7 @@ class Sharded(Parallel):
             batch, last, skipped, counts = next(batches)
             watch.lap("data")
             if last and not is_first:
-                _complete(self._root)
+                _complete(passes.model)
             is_first = False
             self._root.set_requires_gradient_sync(last)
             self._root.set_is_last_backward(last)
@@ -238,6 +246,26 @@ class Sharded(Parallel):
 
     # ------------------------------------------------------------ evaluation
 
+    @contextmanager
+    def gathered(self, model: nn.Module) -> Iterator[None]:
+        """Every rank has all parameters inside, and makes as many passes without gradients as it likes.
+
+        Any method of the model can be called, not `forward` alone. Each device needs room for the whole parameters.
+        """
+        self._is_gathered = True
+        self._show_scalars(inside=True)
+        for part in _parts(model):
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        try:
+            yield
+        finally:
+            self._is_gathered = False
+            self._show_scalars(inside=False)
+            for part in _parts(model):
+                part.set_reshard_after_forward(part is not self._root and self.reshard_after_forward, recurse=False)
+                part.reshard()
+
     def dealt(self, keys: Sequence[Micro]) -> list[Micro]:
         """Every rank makes the same number of batches; those that are missing are read in vain."""
         mine = list(keys[self.world.rank :: self.world.world_size])
@@ -306,16 +334,9 @@ def _local(gradient: Tensor | None) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _reshard_without_backward(root: nn.Module) -> Callable[..., None]:
-    """Return a hook after forward passes of the root: where no backward pass frees the parameters, it does."""
-    parts = _parts(root)
-
-    def reshard(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            for part in parts:
-                part.reshard()
-
-    return reshard
+def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Views are copied: an operation in place on one, such as `x += y`, would lose the mark for the backward pass."""
+    return map_tensors(lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output)
 
 
 def _explained(passes: Passes, batch: Any) -> tuple[Tensor, Tensor | int]:

@@ -501,6 +501,53 @@ def test_an_evaluation_between_updates_leaves_the_shards_in_place() -> None:
     assert distance(run.model(samples(torch.float64)[0][:2]).tolist(), loaded[2]) < 1e-12  # not of gathered copies
 
 
+def test_gathered_ranks_need_not_keep_step_and_may_call_any_method() -> None:
+    def walk(world: World) -> list[Any]:
+        run = Run(world, shares=(19, 13), micro=8)
+        assert isinstance(run.parallel, Sharded) or world.world_size == 1
+        x, _ = samples(torch.float64)
+        run.advance(2)
+        outputs: list[Any] = []
+        with (
+            run.parallel.gathered(run.model) if isinstance(run.parallel, Sharded) else torch.no_grad(),
+            torch.no_grad(),
+        ):
+            for _ in range(1 + world.rank):  # no collective inside: ranks do as they like
+                outputs.append(run.model(x[:2]).tolist())
+            outputs.append(run.model.head(run.model.embed(x[:2]) * run.model.scale).tolist())  # type: ignore[operator]
+        assert world.world_size == 1 or {type(weight) for weight in run.model.parameters()} == {DTensor}
+        run.advance(4)
+        return [outputs[0], outputs[-1], run.saved()["model"]]
+
+    alone = walk(ALONE)
+    first, second = run_ranks(walk, 2)
+    assert distance(alone[2], first[2]) < 1e-12
+    for result in (first, second):
+        assert distance(alone[:2], result[:2]) < 1e-12
+
+
+def test_blocks_may_return_views_that_are_changed_in_place() -> None:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (2, 2))) for _ in "ab"])
+            self.head = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+                x += 1.0
+                x = x.flatten(1, 2)
+            logits: Tensor = self.head(x)
+            return logits
+
+    def learn(world: World) -> Any:
+        torch.manual_seed(0)
+        return trained(world, shares=(19, 13), micro=8, model=Viewing().double())["model"]
+
+    assert distance(learn(ALONE), run_ranks(learn, 2)[0]) < 1e-12
+
+
 @pytest.mark.parametrize("num_keys", [0, 1, 2, 5, 6])
 def test_every_rank_evaluates_as_often_and_each_batch_counts_once(num_keys: int) -> None:
     keys = [Micro(0, [number], last=number == num_keys - 1) for number in range(num_keys)]
