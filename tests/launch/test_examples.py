@@ -1,0 +1,152 @@
+"""The examples of docs/scale.md: a manifest that an API server would take, and a script that fits our command line."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runner.base.configuration import Request, compose
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+MANIFEST = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf-8"))
+
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1123
+QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
+
+# What the schemas of JobSet v1alpha2, batch/v1 and v1 say of the fields used: `!` marks those that must be there. A
+# field that is not named here is refused, as `kubectl apply --dry-run=client --validate=strict` refuses unknown ones.
+FIELD_REF = {"fieldPath!": str, "apiVersion": str}
+CONTAINER = {
+    "name!": LABEL,
+    "image!": str,
+    "command": [str],
+    "args": [str],
+    "env": [{"name!": str, "value": str, "valueFrom": {"fieldRef": FIELD_REF}}],
+    "ports": [{"containerPort!": int, "name": str, "protocol": str}],
+    "resources": {"limits": QUANTITY, "requests": QUANTITY},
+    "volumeMounts": [{"name!": LABEL, "mountPath!": str, "readOnly": bool}],
+}
+VOLUME = {
+    "name!": LABEL,
+    "persistentVolumeClaim": {"claimName!": LABEL},
+    "emptyDir": {"medium": str, "sizeLimit": QUANTITY},
+}
+POD = {
+    "restartPolicy!": ("Never", "OnFailure"),  # a Job takes no other
+    "terminationGracePeriodSeconds": int,
+    "containers!": [CONTAINER],
+    "volumes": [VOLUME],
+}
+JOB = {
+    "completionMode": ("Indexed", "NonIndexed"),
+    "parallelism": int,
+    "completions": int,
+    "backoffLimit": int,
+    "template!": {"metadata": {"labels": str}, "spec!": POD},
+}
+JOBSET = {
+    "apiVersion!": ("jobset.x-k8s.io/v1alpha2",),
+    "kind!": ("JobSet",),
+    "metadata!": {"name!": LABEL},
+    "spec!": {
+        "network": {"enableDNSHostnames": bool, "subdomain": LABEL},
+        "failurePolicy": {"maxRestarts": int},
+        "replicatedJobs!": [{"name!": LABEL, "replicas": int, "template!": {"spec!": JOB}}],
+    },
+}
+
+
+def faults(value: Any, schema: Any, where: str = "") -> Iterator[str]:
+    """Yield what an API server would refuse."""
+    if isinstance(schema, dict):
+        if not isinstance(value, Mapping):
+            yield f"{where} must be a mapping"
+            return
+        known = {field.rstrip("!"): inner for field, inner in schema.items()}
+        yield from (
+            f"{where}.{field[:-1]} is missing" for field in schema if field[-1] == "!" and field[:-1] not in value
+        )
+        for field, inner in value.items():
+            if field in known:
+                yield from faults(inner, known[field], f"{where}.{field}")
+            else:
+                yield f"{where}.{field} is unknown"
+    elif isinstance(schema, list):
+        if not isinstance(value, list) or not value:
+            yield f"{where} must be a list"
+            return
+        for number, inner in enumerate(value):
+            yield from faults(inner, schema[0], f"{where}[{number}]")
+    elif schema is QUANTITY and isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from faults(inner, schema, f"{where}.{name}")
+    elif isinstance(schema, re.Pattern):
+        if schema.fullmatch(str(value)) is None:
+            yield f"{where} must match {schema.pattern}, but is {value}"
+    elif isinstance(schema, tuple):
+        if value not in schema:
+            yield f"{where} must be one of {schema}, but is {value}"
+    elif not isinstance(value, schema) or (schema is int and isinstance(value, bool)):
+        yield f"{where} must be {schema.__name__}, but is {value!r}"
+
+
+def test_an_api_server_would_take_the_manifest() -> None:
+    assert list(faults(MANIFEST, JOBSET)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda pod: pod.pop("restartPolicy"), "restartPolicy is missing"),
+        (lambda pod: pod.update(restartPolicy="Always"), "must be one of"),
+        (lambda pod: pod.update(nodes=2), "nodes is unknown"),
+        (lambda pod: pod["containers"][0].update(name="Train!"), "must match"),
+        (lambda pod: pod["containers"][0].update(command="torchrun"), "must be a list"),
+        (lambda pod: pod["containers"][0]["env"][1].update(value=100), "must be str"),
+        (lambda pod: pod["containers"][0]["resources"]["limits"].update(memory="128 GB"), "must match"),
+    ],
+)
+def test_the_check_of_the_manifest_can_fail(change: Any, said: str) -> None:
+    spoiled = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf-8"))
+    change(spoiled["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"])
+    (fault,) = faults(spoiled, JOBSET)
+    assert said in fault
+
+
+def test_the_numbers_of_the_manifest_agree() -> None:
+    (replicated,) = MANIFEST["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    torchrun, *rest = container["command"]
+    begin = rest.index("-m")
+    flags = dict(word.removeprefix("--").split("=", 1) for word in rest[:begin])
+    assert torchrun == "torchrun"
+    assert int(flags["nnodes"]) == job["parallelism"] == job["completions"]
+    assert int(flags["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    name = MANIFEST["metadata"]["name"]
+    assert flags["master-addr"] == f"{name}-{replicated['name']}-0-0.{name}"
+    assert int(flags["master-port"]) == container["ports"][0]["containerPort"]
+    environment = {row["name"]: row for row in container["env"]}
+    assert flags["node-rank"] == "$(MACHINE)"
+    assert "job-completion-index" in environment["MACHINE"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]["value"]) < pod["terminationGracePeriodSeconds"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert rest[begin : begin + 3] == ["-m", "runner", "train"]
+    settings = compose(Request(tuple(rest[begin + 3 :]))).settings
+    assert settings.output_root in {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert settings.run, "without a name the next start would not go on with this run"
+
+
+def test_the_words_of_the_example_for_ray_are_a_command_line_of_ours() -> None:
+    source = (EXAMPLES / "ray_train.py").read_text(encoding="utf-8")
+    usage = ast.get_docstring(ast.parse(source)) or ""
+    (line,) = (line for line in usage.splitlines() if " -- " in line)
+    configuration = compose(Request(tuple(line.partition(" -- ")[2].split())))
+    assert configuration.choices["parallelism"].name == "ddp"
