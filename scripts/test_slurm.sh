@@ -306,7 +306,7 @@ END
 }
 
 a_warning_reaches_all_ranks() {
-    submit run=pair updates=600 parallelism=ddp launcher.nodes=2 || return 1
+    submit run=pair updates=600 parallelism=ddp launcher.nodes=2 dataloader.num_workers=1 || return 1
     wait_for 60 has_saved pair || return 1
     scancel --signal=USR1 "$job"
     wait_for 180 has_ended "$job" || return 1
