@@ -198,13 +198,13 @@ SPLITS = [((16, 16), 16), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5), ((1, 30
 
 
 @pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["64", "32"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["64", "32"])
 def test_shares_and_ranks_do_not_change_the_updates(
     shares: tuple[int, ...], micro: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     """The second update of each epoch has 13 samples: shares are ragged there, and a rank may have none.
 
-    Float32: AdamW divides by the root of a small mean, which amplifies the rounding of gradients.
+    The means of squares that AdamW keeps have twice the rounding of gradients, and are small: ten times the tolerance.
     """
     alone = trained(ALONE, shares=shares, micro=sum(shares), dtype=dtype)
     results = run_ranks(lambda world: trained(world, shares=shares, micro=micro, dtype=dtype), len(shares))
@@ -212,8 +212,8 @@ def test_shares_and_ranks_do_not_change_the_updates(
         assert result["items"] == alone["items"]
         for key in ("losses", "norms"):
             assert distance(alone[key], result[key]) < tolerance, key
-    for key in ("model", "optimizer"):
-        assert distance(alone[key], results[0][key]) < tolerance, key
+    assert distance(alone["model"], results[0]["model"]) < tolerance
+    assert distance(alone["optimizer"], results[0]["optimizer"]) < 10 * tolerance
 
 
 def gradient(world: World, shares: tuple[int, ...], micro: int, update: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -382,6 +382,22 @@ def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
     assert [result["scale"] for result in results] == [32768.0, 32768.0]
     assert results[0]["norms"][1:] == results[1]["norms"][1:]
     assert np.isfinite(results[0]["norms"][1:]).all()
+
+
+def test_overflow_in_the_part_of_one_rank_is_an_overflow_on_all() -> None:
+    class Struck(Sharded):
+        def reduce(self, sums: Any) -> Any:
+            result = super().reduce(sums)
+            if self.world.rank == 1:
+                next(part for part in self.gradients(self._trained) if part.dim() == 2)[0, 0] = float("inf")
+            return result
+
+    def learn(world: World) -> list[Any]:
+        flags = [float(Sharded(world).overflow(torch.tensor(float(world.rank == rank)))) for rank in range(3)]
+        result = trained(world, dtype=torch.float32, precision=fp16, strategy=Struck, shares=(16, 16), updates=3)
+        return [flags, result["skipped"], result["scale"]]
+
+    assert run_ranks(learn, 2) == [[[1.0, 1.0, 0.0], 3, 8192.0]] * 2
 
 
 @pytest.mark.parametrize("precision", [bf16, fp16])
