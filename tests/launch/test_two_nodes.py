@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -207,3 +208,38 @@ def test_a_port_that_is_taken_ends_with_71_and_says_which(tmp_path: Path) -> Non
     assert f"tcp://127.0.0.1:{port}" in ended.error
     assert "rank 0 of 2 cannot meet the others" in ended.error
     assert "MASTER_PORT" in ended.error
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_machines_trains_as_one_process_does(namespaces: tuple[str, str], tmp_path: Path) -> None:
+    train = ["-m", "runner", "train", "device=cpu", "task.size=tiny", "updates=10", "log_every=1", "evaluate.every=0"]
+    train += ["evaluate.samples=4", "micro_batch_size=4", f"output_root={tmp_path}"]
+    torchrun = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--master-addr={ADDRESSES[0]}"]
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": CABLE,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    train += ["run=two", "parallelism=ddp"]
+    started = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", space, sys.executable, "-m", *torchrun, f"--node-rank={number}", *train],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, space in enumerate(namespaces)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    alone = [sys.executable, *train[:-2], "run=one"]
+    subprocess.run(alone, env=environment, check=True, capture_output=True, timeout=120)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert len(losses(tmp_path / "two")) == 10
+
+
+def losses(folder: Path) -> list[float]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row["train/loss"] for row in rows if "train/loss" in row]
