@@ -9,10 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Context", "Fit", "Prediction", "Progress", "Task", "__version__", "sample_rng"]
+__all__ = [
+    "Context",
+    "Fit",
+    "PipelineParallel",
+    "Prediction",
+    "Progress",
+    "Task",
+    "__version__",
+    "auto_parallelize",
+    "sample_rng",
+]
 
 if TYPE_CHECKING:
     from runner.base.task import Context, Fit, Prediction, Progress, Task, sample_rng
+    from runner.interface import PipelineParallel, auto_parallelize
 
 # A wheel carries conf/ and tasks/ inside this package; in a checkout they lie beside it. Either way they are
 # runner.conf and runner.tasks, so a person's own folder named `tasks` can never be taken for ours.
@@ -25,4 +36,8 @@ def __getattr__(name: str) -> Any:
         from runner.base import task
 
         return getattr(task, name)
+    if name in ("PipelineParallel", "auto_parallelize"):
+        from runner import interface
+
+        return getattr(interface, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

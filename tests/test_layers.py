@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "base": 0,
     "distributed": 1,
-    "axes": 2, "observe": 2, "durable": 2,
+    "axes": 2, "observe": 2, "durable": 2, "interface": 2,
     "plan": 3,
     "engine": 4,
     "launch": 5,

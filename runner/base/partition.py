@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from runner.base.errors import Problem
 
@@ -33,6 +33,19 @@ class Device:
     memory_bytes: int
     speed: float = 1.0
     name: str = ""
+
+
+class Bubble(NamedTuple):
+    """Shares of an update's time in which devices stood idle.
+
+    measured   by clocks, waiting for messages included
+    ideal      of stages of equal speed: (S - 1) / (v M + S - 1)
+    simulated  of stages that take the seconds measured, without the way between them
+    """
+
+    measured: float
+    ideal: float
+    simulated: float
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from runner.base import partition
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import AccelRunError, RankLost, TaskFault
 from runner.base.order import Micro
+from runner.base.task import State
 from runner.base.world import World
 from runner.distributed import parcel
 from runner.distributed.agreement import start_alike
@@ -45,19 +46,6 @@ from runner.distributed.stages import (
     key_of,
     seed_of,
 )
-
-
-class Bubble(NamedTuple):
-    """Shares of an update's time in which devices stood idle.
-
-    measured   by the clocks of all ranks, waiting for messages included
-    ideal      of stages of equal speed: (S - 1) / (v M + S - 1)
-    simulated  of stages that take the seconds measured, without the way between them
-    """
-
-    measured: float
-    ideal: float
-    simulated: float
 
 
 class Pipelined(Parallel):
@@ -181,7 +169,7 @@ class Pipelined(Parallel):
                 first += size
         if self._placeholder is not None:
             (self._placeholder * 0).sum().backward()  # type: ignore[no-untyped-call]
-        return Sums(tally.loss_sum, tally.items, bad)
+        return Sums(tally.loss_sum, tally.items, bad if self.world.is_first else ())  # all have read the same
 
     def reduce(self, sums: Sums) -> Sums:
         for tie in self._tied:
@@ -232,6 +220,13 @@ class Pipelined(Parallel):
                 if not tensor.is_meta:
                     tensor.copy_(saved[name])
 
+    def merged(self, merge: Callable[[State, State], State], state: State) -> State:
+        """Return rank 0's: all ranks see all data, but only rank 0 has what was gathered before it was resumed."""
+        result = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+        for tensor in result.values():
+            dist.broadcast(tensor, 0)
+        return result
+
     # ------------------------------------------------------------ evaluation
 
     def dealt(self, keys: Sequence[Micro]) -> list[Micro]:
@@ -240,7 +235,7 @@ class Pipelined(Parallel):
 
     # ------------------------------------------------------------ how well it runs
 
-    def bubble(self) -> Bubble | None:
+    def bubble(self) -> partition.Bubble | None:
         """Return how idle the devices were in the newest update that the stopwatch knows; all ranks must ask.
 
         None before the first update, or where no step was made.
@@ -261,7 +256,7 @@ class Pipelined(Parallel):
             ideal += seconds / (1 - partition.ideal_bubble(self.world.world_size, count, self.chunks))
             simulated += partition.simulated_seconds(self.schedule, forward, backward, count, self.chunks)
         work = busy / self.world.world_size
-        return Bubble(1 - work / spent if spent else 0.0, 1 - work / ideal, 1 - work / simulated)
+        return partition.Bubble(1 - work / spent if spent else 0.0, 1 - work / ideal, 1 - work / simulated)
 
     def _by_stage(self, seconds: Sequence[float]) -> list[float]:
         """Return the seconds of each stage; the stages of a rank are taken for equal."""

@@ -1,0 +1,458 @@
+"""Several devices from Python, without the command line: `auto_parallelize` chooses, `PipelineParallel` splits.
+
+Both are for one process. `accel-run train parallelism=...` does the same for one process per device.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import psutil  # type: ignore[import-untyped]
+import torch
+import torch.distributed as dist  # noqa: TID251 - whether the caller's script has joined ranks
+from torch import Tensor, nn
+
+from runner.base import partition
+from runner.base.batch import map_tensors
+from runner.base.errors import ConfigError, Problem
+from runner.distributed.layers import ADAMW_BYTES, LayerCost, measured, weighed
+from runner.distributed.placing import check_layers
+
+Place = str | torch.device
+Strategy = Literal["single", "replicated", "pipeline"]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How a model is trained here, and why; `model` is ready to be called and trained.
+
+    table  of a pipeline: which layer is where, with its bytes
+    """
+
+    model: nn.Module
+    strategy: Strategy
+    reason: str
+    table: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.strategy}: {self.reason}" + (f"\n{self.table}" if self.table else "")
+
+
+def auto_parallelize(
+    model: nn.Module,
+    devices: Sequence[Place] | None = None,
+    *,
+    layers: Sequence[nn.Module] | None = None,
+    example: Sequence[Any] | None = None,
+    capacities: Sequence[int] | None = None,
+    num_microbatches: int = 8,
+    bytes_per_parameter: float = ADAMW_BYTES,
+    headroom: float = 0.1,
+    say: Callable[[str], object] = print,
+) -> Chosen:
+    """Return the model on the devices at hand, and say how and why.
+
+    single: it fits one device. replicated: the process is one of several (torch.distributed is initialized) and each
+    has room for all of it; the copies average their gradients, as DistributedDataParallel does. pipeline: one process
+    has devices that are too small for it, or unequal; its layers are split over them.
+
+    devices              None: all GPUs, or the CPU
+    layers               modules whose composition is the model; None: the children of an nn.Sequential
+    example              inputs of one call: by it activations are counted too
+    capacities           bytes that each device may hold; None: what it has
+    bytes_per_parameter  a parameter with gradient and optimizer state; 16: float32 with AdamW
+    headroom             share of each device's memory that is left free
+    Raises ConfigError where the model fits nowhere, with what it needs and what there is.
+    """
+    places = _places(devices)
+    limits = [int(size * (1 - headroom)) for size in _capacities(places, capacities)]
+    parts = _layers(model, layers)
+    need = _needed_bytes(model, example, bytes_per_parameter)
+    largest = limits.index(max(limits))
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        chosen = _replicated(model, places[largest], need, limits[largest])
+    elif need <= max(limits) and (parts is None or max(limits) <= 1.1 * min(limits)):
+        reason = f"the model needs {_size(need)}, and {places[largest]} has room for {_size(limits[largest])}"
+        if len(places) > 1:
+            reason += f"; {len(places)} processes, one for each device, would each train a copy: torchrun"
+        chosen = Chosen(model.to(places[largest]), "single", reason)
+    elif len(places) > 1 and parts is not None:
+        chosen = _piped(model, places, limits, need, parts, example, num_microbatches, bytes_per_parameter)
+    else:
+        raise ConfigError(_no_room(model, places, limits, need, parts))
+    say(str(chosen))
+    return chosen
+
+
+class PipelineParallel(nn.Module):
+    """Layers of a model split over the devices of one process; the output is that of the unsplit model.
+
+    A batch goes through in exactly `num_microbatches` parts along its first dimension, so that a device computes on one
+    while the next device has the one before. Autograd goes back the same way, and optimizers take `parameters()`.
+    Layers that look at the whole batch, such as batch norms, see a part of it.
+
+    devices    None: all GPUs, or the CPU; a device may be named more than once
+    capacities bytes that each device may hold; None: what it has
+    layers     modules whose composition is the model; None: the children of an nn.Sequential
+    split      number of layers on each device; None: by `balance`
+    balance    memory: even shares of the devices' memory; time: the slowest device is fast, which needs an example
+    example    inputs of one call with a whole batch: by it layers are measured
+    Raises ConfigError where there are fewer layers than devices, or where they do not fit.
+    Source: Huang et al., GPipe, NeurIPS 2019.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_microbatches: int = 8,
+        devices: Sequence[Place] | None = None,
+        capacities: Sequence[int] | None = None,
+        *,
+        layers: Sequence[nn.Module] | None = None,
+        split: Sequence[int] | None = None,
+        balance: partition.Balance = "memory",
+        example: Sequence[Any] | None = None,
+        bytes_per_parameter: float = ADAMW_BYTES,
+    ) -> None:
+        super().__init__()
+        if num_microbatches < 1:
+            raise ConfigError(Problem(f"must be at least 1, but is {num_microbatches}", "num_microbatches"))
+        self.model = model
+        self.num_microbatches = num_microbatches
+        self.devices = _places(devices)
+        self.bytes_per_parameter = bytes_per_parameter
+        parts = _layers(model, layers)
+        if parts is None:
+            raise ConfigError(_without_layers(model))
+        check_layers(model, parts)
+        self.costs = _costs(model, parts, example, 1 / num_microbatches)
+        self.split = self._split(split, balance, _capacities(self.devices, capacities))
+        self._stages = [
+            _Stage([parts[layer] for layer in numbers], device)
+            for numbers, device in zip(self.split.ranges, self.devices, strict=True)
+        ]
+        self._place()
+        inner = set(model.modules())
+        self._helpers = [layer for layer in parts if layer not in inner]
+        self._clock = _Clock(self.devices)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return what the model would; raises ConfigError where the batch has fewer samples than parts."""
+        calls = self._parts(inputs, named)
+        values: list[Any] = [None] * len(calls)
+        self._clock.start()
+        # In the order of time: at each tick every device has another part. GPUs compute while the next are told.
+        for tick in range(len(calls) + len(self._stages) - 1):
+            for number in reversed(range(len(self._stages))):
+                part = tick - number
+                if 0 <= part < len(calls):
+                    with self._clock.at(number):
+                        inputs, named = calls[part] if number == 0 else ((values[part],), {})
+                        values[part] = self._stages[number](inputs, named)
+        self._clock.stop()
+        return _joined(values)
+
+    def train(self, mode: bool = True) -> PipelineParallel:
+        super().train(mode)
+        for helper in self._helpers:
+            helper.training = mode
+        return self
+
+    def table(self) -> str:
+        """Return the split layer by layer: device, bytes of parameters with their state, share of the time."""
+        limits = [partition.mebibytes(size) for size in self.split.memory_bytes]
+        return partition.table(
+            self.split,
+            [cost.name for cost in self.costs],
+            [f"{device}, {limit}" for device, limit in zip(self.devices, limits, strict=True)],
+            [cost.state_bytes(self.bytes_per_parameter) for cost in self.costs],
+            [cost.seconds for cost in self.costs],
+        )
+
+    def bubble(self) -> partition.Bubble:
+        """Return the share of the last forward pass in which devices stood idle, beside the theory; NaN before it.
+
+        Devices of type cpu compute one after the other: there 1 - 1 / devices is to be expected.
+        """
+        count = len(self._stages)
+        ideal = partition.ideal_bubble(count, self.num_microbatches)
+        busy, spent = self._clock.read()
+        if not spent:
+            return partition.Bubble(math.nan, ideal, math.nan)
+        each = [seconds / self.num_microbatches for seconds in busy]
+        simulated = partition.simulated_bubble("gpipe", each, [0.0] * count, self.num_microbatches)
+        return partition.Bubble(1 - math.fsum(busy) / (count * spent), ideal, simulated)
+
+    def _split(
+        self, wanted: Sequence[int] | None, balance: partition.Balance, capacities: Sequence[int]
+    ) -> partition.Split:
+        given: dict[str, Any] = {
+            "costs": [cost.seconds for cost in self.costs],
+            "memory_bytes": [cost.state_bytes(self.bytes_per_parameter) for cost in self.costs],
+            "devices": [partition.Device(size) for size in capacities],
+            "activation_bytes": [cost.activation_bytes for cost in self.costs],
+            "in_flight": [self.num_microbatches] * len(capacities),
+        }
+        if wanted is not None:
+            split = partition.given(wanted, **given, where="split")
+        else:
+            split = partition.split(**given, balance=balance)
+        if isinstance(split, Problem):
+            raise ConfigError(split)
+        return split
+
+    def _place(self) -> None:
+        """Move each layer to its device; a parameter of several stages stays on the first one's."""
+        placed: set[nn.Parameter] = set()
+        for stage in self._stages:
+            stage.move(placed)
+            placed |= stage.parameters
+
+    def _parts(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return what each part of the batch is called with; everything that is not a tensor goes to all of them."""
+        sizes: list[int] = []
+        map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 0), [inputs, named])
+        size = sizes[0] if sizes else 0
+        if size < self.num_microbatches or len(set(sizes)) > 1:
+            what = f"must be given at least num_microbatches ({self.num_microbatches}) samples, but has {size}"
+            if len(set(sizes)) > 1:
+                what = f"must be given tensors of one number of samples, but they have {', '.join(map(str, sizes))}"
+            fix = f"say num_microbatches={size}" if size else "give it a batch"
+            raise ConfigError(Problem(what, "PipelineParallel", fix))
+        stops = [size * number // self.num_microbatches for number in range(self.num_microbatches + 1)]
+        return [_part(slice(start, stop), inputs, named) for start, stop in pairwise(stops)]
+
+
+def _part(rows: slice, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return these rows of all tensors."""
+    part: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(lambda tensor: tensor[rows], (inputs, named))
+    return part
+
+
+class _Stage:
+    """Layers on one device."""
+
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self.layers, self.device = layers, device
+        self.borrowed: list[dict[str, nn.Parameter]] = [{} for _ in layers]
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """Return all that its layers use."""
+        return {weight for layer in self.layers for weight in layer.parameters()}
+
+    def move(self, placed: set[nn.Parameter]) -> None:
+        """Parameters and buffers are on the device, or copied to it for each part of a batch if they were placed."""
+        for weight in self.parameters - placed:
+            weight.data = weight.data.to(self.device)
+        for module in (module for layer in self.layers for module in layer.modules()):
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self.device)
+        self.borrowed = [
+            {
+                name: weight
+                for name, weight in layer.named_parameters()
+                if weight in placed and weight.device != self.device
+            }
+            for layer in self.layers
+        ]
+
+    def __call__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        inputs, named = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), (inputs, named))
+        value: Any = None
+        for number, (layer, borrowed) in enumerate(zip(self.layers, self.borrowed, strict=True)):
+            given, more = (inputs, named) if number == 0 else ((value,), {})
+            if borrowed:
+                copies = {name: weight.to(self.device, non_blocking=True) for name, weight in borrowed.items()}
+                value = torch.func.functional_call(layer, copies, given, more)
+            else:
+                value = layer(*given, **more)
+        return value
+
+
+class _Clock:
+    """How long each stage computed in a forward pass, and how long that took: the host's clock, or the GPUs' own."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = devices
+        self._marks: list[tuple[int, Any, Any]] = []
+        self._begun: Any = None
+        self._ended: Any = None
+
+    def start(self) -> None:
+        self._marks.clear()
+        self._begun = self._mark(len(self.devices) - 1)
+
+    def stop(self) -> None:
+        self._ended = self._mark(len(self.devices) - 1)
+
+    def at(self, stage: int) -> _Lap:
+        """Return a context that times a stage."""
+        return _Lap(self, stage)
+
+    def read(self) -> tuple[list[float], float]:
+        """Return the seconds of each stage, and those of all; waits for the devices. Zeros before the first pass."""
+        busy = [0.0] * len(self.devices)
+        if self._ended is None:
+            return busy, 0.0
+        for stage, begun, ended in self._marks:
+            busy[stage] += self._between(begun, ended)
+        return busy, self._between(self._begun, self._ended)
+
+    def _mark(self, stage: int) -> Any:
+        device = self.devices[stage]
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    @staticmethod
+    def _between(begun: Any, ended: Any) -> float:
+        if isinstance(begun, float):
+            return float(ended - begun)
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3
+
+
+class _Lap:
+    def __init__(self, clock: _Clock, stage: int) -> None:
+        self.clock, self.stage = clock, stage
+
+    def __enter__(self) -> None:
+        self.begun = self.clock._mark(self.stage)
+
+    def __exit__(self, *_: object) -> None:
+        self.clock._marks.append((self.stage, self.begun, self.clock._mark(self.stage)))
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """Return the batch of all parts' outputs."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(values))
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(_joined(column) for column in zip(*values, strict=True)))
+    if isinstance(first, (tuple, list)):
+        return type(first)(_joined(column) for column in zip(*values, strict=True))
+    if isinstance(first, dict):
+        return {key: _joined([value[key] for value in values]) for key in first}
+    return first
+
+
+def _places(devices: Sequence[Place] | None) -> list[torch.device]:
+    """Return the devices; those of CUDA with their number."""
+    if devices is None:
+        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
+    found = [torch.device(device) for device in devices]
+    if not found:
+        raise ConfigError(Problem("must name at least one device, but is []", "devices"))
+    return [torch.device("cuda", torch.cuda.current_device()) if str(place) == "cuda" else place for place in found]
+
+
+def _capacities(places: Sequence[torch.device], given: Sequence[int] | None) -> list[int]:
+    """Return the bytes of each device; one that is named several times is shared evenly."""
+    if given is not None:
+        if len(given) != len(places):
+            what = f"must have one size for each of the {len(places)} devices, but has {len(given)}"
+            raise ConfigError(Problem(what, "capacities"))
+        return list(given)
+    return [_memory_bytes(place) // places.count(place) for place in places]
+
+
+def _memory_bytes(place: torch.device) -> int:
+    if place.type == "cuda":
+        return int(torch.cuda.mem_get_info(place)[1])
+    return int(psutil.virtual_memory().total)
+
+
+def _layers(model: nn.Module, given: Sequence[nn.Module] | None) -> list[nn.Module] | None:
+    if given is not None:
+        return list(given)
+    return list(model) if isinstance(model, nn.Sequential) else None
+
+
+def _costs(
+    model: nn.Module, layers: Sequence[nn.Module], example: Sequence[Any] | None, scale: float
+) -> list[LayerCost]:
+    if example is None:
+        return weighed(model, layers)
+    place = next(_tensors(model)).device
+    return measured(model, layers, map_tensors(lambda tensor: tensor.to(place), tuple(example)), scale=scale)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield torch.empty(0)
+
+
+def _needed_bytes(model: nn.Module, example: Sequence[Any] | None, bytes_per_parameter: float) -> int:
+    """Return the bytes of training the whole model on one device."""
+    cost = _costs(model, [model], example, 1.0)[0]
+    return cost.state_bytes(bytes_per_parameter) + cost.activation_bytes
+
+
+def _replicated(model: nn.Module, place: torch.device, need: int, limit: int) -> Chosen:
+    if need > limit:
+        what = f"the model needs {_size(need)}, but {place} has room for {_size(limit)}"
+        raise ConfigError(Problem(what, "", "say accel-run train parallelism=pipeline, or parallelism=fsdp"))
+    wrapped = nn.parallel.DistributedDataParallel(model.to(place))
+    reason = (
+        f"{dist.get_world_size()} processes; the model needs {_size(need)}, and {place} has room for {_size(limit)}"
+    )
+    return Chosen(wrapped, "replicated", reason)
+
+
+def _piped(
+    model: nn.Module,
+    places: Sequence[torch.device],
+    limits: Sequence[int],
+    need: int,
+    layers: Sequence[nn.Module],
+    example: Sequence[Any] | None,
+    num_microbatches: int,
+    bytes_per_parameter: float,
+) -> Chosen:
+    piped = PipelineParallel(
+        model,
+        num_microbatches,
+        places,
+        limits,
+        layers=layers,
+        example=example,
+        bytes_per_parameter=bytes_per_parameter,
+    )
+    rooms = ", ".join(_size(limit) for limit in limits)
+    why = "no device has room for it" if need > max(limits) else "the devices are unequal"
+    reason = f"the model needs {_size(need)}, and {why} ({rooms}): layers are split {piped.split}"
+    return Chosen(piped, "pipeline", reason, piped.table())
+
+
+def _no_room(
+    model: nn.Module,
+    places: Sequence[torch.device],
+    limits: Sequence[int],
+    need: int,
+    layers: Sequence[nn.Module] | None,
+) -> Problem:
+    if len(places) > 1 and layers is None:
+        return _without_layers(model)
+    what = f"the model needs {_size(need)}, but {places[0]} has room for {_size(limits[0])}"
+    return Problem(what, "auto_parallelize", "name more devices, or train a smaller model")
+
+
+def _without_layers(model: nn.Module) -> Problem:
+    return Problem(
+        f"the layers of a {type(model).__name__} are not known, only those of an nn.Sequential",
+        "layers",
+        "say layers=[...], modules whose composition is the model",
+    )
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else partition.mebibytes(size)

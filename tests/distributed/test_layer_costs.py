@@ -1,0 +1,86 @@
+"""What is measured of a layer is what it needs, and measuring leaves no trace."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from runner.distributed.layers import LayerCost, layer_names, measured, weighed
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def layers(self) -> list[nn.Module]:
+        return [Scaled(self), *self.blocks, nn.Tanh()]
+
+
+class Scaled(nn.Module):
+    def __init__(self, whole: Whole) -> None:
+        super().__init__()
+        self.embedding, self.scale = whole.embedding, whole.scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens) * self.scale
+
+
+def test_layers_have_the_names_of_the_model() -> None:
+    model = Whole()
+    assert layer_names(model, model.layers()) == ["embedding+scale", "blocks.0", "blocks.1", "Tanh 3"]
+
+
+def test_frozen_weights_and_buffers_need_no_gradient_and_no_state() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[0].bias.requires_grad_(False)
+    linear, norm = weighed(model, list(model))
+    assert linear == LayerCost("0", 16, 4 * 4, seconds=20.0)
+    assert linear.state_bytes() == 16 * 16 + 16
+    assert linear.state_bytes(4.0) == 16 * 4 + 16
+    assert norm.constant_bytes == 2 * 4 * 4 + 8  # mean, variance and a count
+
+
+def test_activations_are_counted_once_and_weights_are_none() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(32, 8)
+    costs = measured(model, list(model), (x,), repeats=1)
+    # a linear layer keeps its input, a ReLU its output; each layer's own is counted, as if it were on its own device
+    assert [cost.activation_bytes for cost in costs] == [32 * 8 * 4, 32 * 16 * 4, 32 * 16 * 4]
+    twice = measured(model, list(model), (x,), repeats=1, scale=2.0)
+    assert [cost.activation_bytes for cost in twice] == [2 * cost.activation_bytes for cost in costs]
+    assert all(cost.seconds > 0 for cost in costs)
+
+
+def test_more_work_takes_longer() -> None:
+    model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 8))
+    small, large, _ = measured(model, list(model), (torch.randn(256, 8),))
+    assert large.seconds > 3 * small.seconds
+
+
+def test_measuring_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():  # whatever the caller's mode is
+        measured(model, list(model), (torch.randn(8, 4),))
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_random_numbers_are_not_used_up() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    x = torch.randn(8, 4)
+    state = torch.get_rng_state()
+    measured(model, list(model), (x,))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_layers_that_look_up_are_measured_too() -> None:
+    model = Whole()
+    costs = measured(model, model.layers(), (torch.randint(0, 10, (2, 3)),), repeats=1)
+    assert [cost.num_trained for cost in costs] == [44, 20, 20, 0]
+    assert costs[1].activation_bytes == 2 * 3 * 4 * 4

@@ -1,0 +1,265 @@
+"""Devices from Python: a split model computes what the unsplit one does, and a choice has its reason."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import runner
+from runner.base.errors import ConfigError, TaskFault
+from runner.base.world import World
+from runner.interface import Chosen, PipelineParallel, _Stage, auto_parallelize
+from tests.distributed.ranks import run_ranks
+
+GIB = 2**30
+
+
+def ten_layers(dtype: torch.dtype = torch.float64, num_layers: int = 10) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(num_layers))).to(dtype)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+# ---------------------------------------------------------------- a pipeline in one process
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_layers=st.integers(1, 8),
+    num_stages=st.integers(1, 4),
+    num_microbatches=st.integers(1, 6),
+    rest=st.integers(0, 5),
+)
+def test_a_split_model_computes_what_the_unsplit_one_does(
+    num_layers: int, num_stages: int, num_microbatches: int, rest: int
+) -> None:
+    if num_layers < num_stages:
+        return
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        whole = ten_layers(dtype, num_layers)
+        piped = PipelineParallel(copy.deepcopy(whole), num_microbatches, ["cpu"] * num_stages)
+        x = torch.randn(num_microbatches + rest, 8, dtype=dtype)
+        one, other = whole(x), piped(x)
+        torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
+        one.square().sum().backward()
+        other.square().sum().backward()
+        expected, found = gradients(whole), gradients(piped.model)
+        assert found.keys() == expected.keys()
+        assert len(found) == 2 * num_layers
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=tolerance, atol=tolerance)
+
+
+def test_an_optimizer_trains_it_as_the_unsplit_model() -> None:
+    whole = ten_layers()
+    piped = PipelineParallel(copy.deepcopy(whole), 3, ["cpu", "cpu"])
+    x = torch.randn(7, 8, dtype=torch.float64)
+    for model in (whole, piped):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(piped.model.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_ten_equal_layers_on_11_and_8_gb_split_6_to_4() -> None:
+    piped = PipelineParallel(ten_layers(), 4, ["cpu", "cpu"], [11 * GIB, 8 * GIB])
+    assert str(piped.split) == "6 : 4"
+    lines = piped.table().splitlines()
+    assert len(lines) == 1 + 10 + 2
+    assert lines[7].split()[:3] == ["=", "6", "layers"]
+    assert all("MiB" in line for line in lines[1:])
+
+
+class Parts(NamedTuple):
+    """What several parts of a batch give."""
+
+    logits: Tensor
+    others: list[dict[str, Tensor]]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 8)
+        self.middle = nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor, *, scale: float = 1.0) -> Parts:
+        first, _, last = self.layers()
+        first.training = self.training
+        return last(self.middle(first(tokens, scale=scale)))
+
+    def layers(self) -> list[nn.Module]:
+        return [Start(self.embedding), self.middle, End(self.embedding)]
+
+
+class Start(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, tokens: Tensor, *, scale: float = 1.0) -> Tensor:
+        return F.dropout(self.embedding(tokens) * scale, 0.5, self.training)
+
+
+class End(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x: Tensor) -> Parts:
+        return Parts(F.linear(x, self.embedding.weight), [{"mean": x.mean(-1)}])
+
+
+def test_layers_may_be_named_share_weights_and_return_anything() -> None:
+    torch.manual_seed(0)
+    model = Tied().double().eval()
+    tokens = torch.randint(0, 5, (6, 3))
+    expected = model(tokens, scale=2.0)
+    piped = PipelineParallel(model, 4, ["cpu"] * 3, layers=model.layers()).eval()  # without dropout, in layers too
+    found = piped(tokens, scale=2.0)
+    assert type(found) is Parts
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.others[0]["mean"], expected.others[0]["mean"])
+    assert not torch.equal(piped.train()(tokens).logits, expected.logits)
+
+
+def test_weights_of_another_device_are_borrowed() -> None:
+    """The device `meta` computes shapes only: enough to see that nothing of the CPU is mixed in."""
+    model = Tied()
+    stage = _Stage([End(model.embedding)], torch.device("meta"))
+    stage.move(placed={model.embedding.weight})
+    found = stage((torch.zeros(4, 3, 8),), {})
+    assert found.logits.shape == (4, 3, 5)
+    assert found.logits.is_meta
+    assert not model.embedding.weight.is_meta
+
+
+def test_the_bubble_is_told_beside_the_theory() -> None:
+    piped = PipelineParallel(ten_layers(), 4, ["cpu", "cpu"])
+    assert math.isnan(piped.bubble().measured)
+    assert piped.bubble().ideal == pytest.approx(1 / 5)
+    piped(torch.randn(8, 8, dtype=torch.float64))
+    measured, ideal, simulated = piped.bubble()
+    assert ideal == pytest.approx(1 / 5)
+    assert 0.5 <= measured < 1  # one processor: one stage after the other
+    assert 0 < simulated < 1
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: PipelineParallel(ten_layers(), 8, ["cpu"])(torch.zeros(5, 8)), "(8) samples, but has 5"),
+        (lambda: PipelineParallel(ten_layers(), 1, ["cpu"])(3.0), "but has 0"),
+        (lambda: PipelineParallel(ten_layers(), 2, ["cpu"])(torch.zeros(4, 8), torch.zeros(2)), "they have 4, 2"),
+        (lambda: PipelineParallel(ten_layers(), 0, ["cpu"]), "must be at least 1, but is 0"),
+        (lambda: PipelineParallel(ten_layers(), 2, []), "at least one device"),
+        (lambda: PipelineParallel(ten_layers(num_layers=2), 2, ["cpu"] * 3), "layers as stages (3)"),
+        (lambda: PipelineParallel(ten_layers(), 2, ["cpu"] * 2, [10, 10]), "needs"),
+        (lambda: PipelineParallel(ten_layers(), 2, ["cpu"] * 2, [10]), "one size for each of the 2 devices"),
+        (lambda: PipelineParallel(ten_layers(), 2, ["cpu"] * 2, split=[5, 6]), "add up to the model's 10"),
+        (lambda: PipelineParallel(Tied(), 2, ["cpu"] * 2), "layers of a Tied are not known"),
+    ],
+)
+def test_what_cannot_be_split_is_told(make: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make()
+    assert text in str(raised.value)
+    assert raised.value.exit_code == 78
+
+
+def test_layers_that_are_not_the_models_are_refused() -> None:
+    with pytest.raises(TaskFault, match="must hold the parameters of the model, but miss 9"):
+        PipelineParallel(model := ten_layers(), 2, ["cpu"] * 2, layers=list(model)[:9])
+
+
+# ---------------------------------------------------------------- a choice and its reason
+
+
+def chosen(*given: Any, **options: Any) -> tuple[Chosen, list[str]]:
+    said: list[str] = []
+    return auto_parallelize(*given, say=said.append, **options), said
+
+
+def test_a_model_that_fits_one_device_stays_whole() -> None:
+    made, said = chosen(model := ten_layers(), ["cpu"], capacities=[GIB])
+    assert made.strategy == "single"
+    assert made.model is model
+    assert said == [f"single: {made.reason}"]
+    assert made.reason == "the model needs 0.011 MiB, and cpu has room for 921.6 MiB"
+
+
+def test_equal_devices_of_one_process_are_not_split_without_need() -> None:
+    made, _ = chosen(ten_layers(), ["cpu", "cpu"], capacities=[GIB, GIB])
+    assert made.strategy == "single"
+    assert "2 processes, one for each device, would each train a copy" in made.reason
+
+
+@pytest.mark.parametrize(
+    ("capacities", "why", "split"),
+    [([9000, 8000], "no device has room for it", "5 : 5"), ([11 * GIB, 8 * GIB], "the devices are unequal", "6 : 4")],
+)
+def test_small_or_unequal_devices_share_a_model(capacities: list[int], why: str, split: str) -> None:
+    whole = ten_layers()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    expected = whole(x)
+    made, said = chosen(whole, ["cpu", "cpu"], capacities=capacities)
+    assert made.strategy == "pipeline"
+    assert why in made.reason
+    assert f"layers are split {split}" in made.reason
+    assert "= 5 layers" in said[0] or "= 6 layers" in said[0]
+    torch.testing.assert_close(made.model(x), expected)
+
+
+def test_activations_count_where_an_example_is_given() -> None:
+    """Kept are the input and 10 outputs of tanh, 1000 x 8 x 8 bytes each; 720 parameters need 16 bytes each."""
+    example = (torch.randn(1000, 8, dtype=torch.float64),)
+    assert chosen(ten_layers(), ["cpu"], capacities=[GIB], example=example)[0].strategy == "single"
+    text = f"needs {(11 * 64000 + 720 * 16) / 2**20:.3f} MiB, but cpu has room for 0.450 MiB"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        chosen(ten_layers(), ["cpu"], capacities=[2**19], example=example)
+
+
+def test_a_model_for_which_there_is_no_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs 0\.011 MiB, but cpu has room for 0\.001 MiB"):
+        chosen(ten_layers(), ["cpu"], capacities=[1000])
+    with pytest.raises(ConfigError, match="layers of a Tied are not known"):
+        chosen(Tied(), ["cpu", "cpu"], capacities=[100, 100])
+
+
+def test_each_of_several_processes_trains_a_copy() -> None:
+    def replicate(world: World) -> list[Any]:
+        made, said = chosen(ten_layers(), ["cpu"], capacities=[GIB])
+        torch.manual_seed(world.rank)
+        x = torch.randn(4, 8, dtype=torch.float64)
+        made.model(x).square().sum().backward()
+        grad = next(iter(gradients(made.model).values()))
+        return [made.strategy, said[0], grad.tolist()]
+
+    (strategy, reason, one), (_, _, other) = run_ranks(replicate, 2)
+    assert strategy == "replicated"
+    assert "2 processes; the model needs" in reason
+    assert one == other
+
+
+def test_both_are_names_of_the_package_and_cost_nothing_until_asked_for() -> None:
+    assert runner.auto_parallelize is auto_parallelize
+    assert runner.PipelineParallel is PipelineParallel
+    check = "import sys, runner; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0
