@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -53,13 +54,12 @@ class Pipelined(Parallel):
 
     schedule             1f1b: a backward pass as soon as there is one to make; gpipe: all forward passes first, which
                          keeps the activations of all micro-batches; interleaved: 1f1b with several stages on a rank
-    num_microbatches     of an update, for what is kept at once; None: many
+    num_microbatches     of an update, for what is kept at once; None: as `expect` is told, else many
     split                layers of each stage; None: by `balance`
     balance              memory: the shares of the devices' memory are even; time: the slowest stage is fast
     chunks               stages of each rank with schedule="interleaved"
     memory_bytes         what each rank's device may hold; None: what it has
     bytes_per_parameter  of a trained parameter: itself, gradient and optimizer state
-    samples              of a micro-batch, by which what an example costs is multiplied; None: as the example
     """
 
     in_step = True
@@ -76,14 +76,12 @@ class Pipelined(Parallel):
         chunks: int = 2,
         memory_bytes: Sequence[int] | None = None,
         bytes_per_parameter: float = ADAMW_BYTES,
-        samples: int | None = None,
     ) -> None:
         super().__init__(world)
         self.schedule = schedule
         self.chunks = chunks if schedule == "interleaved" else 1
-        self.wanted = Wanted(
-            schedule, num_microbatches, split, balance, self.chunks, memory_bytes, bytes_per_parameter, samples
-        )
+        self.wanted = Wanted(schedule, num_microbatches, split, balance, self.chunks, memory_bytes, bytes_per_parameter)
+        self._example: Example | None = None
         self.placement: Placement
         self._stages: list[Stage] = []
         self._mine: set[nn.Parameter] = set()
@@ -101,22 +99,22 @@ class Pipelined(Parallel):
 
     # ------------------------------------------------------------ the model
 
+    def expect(self, example: Example, samples: int, num_microbatches: int) -> None:
+        """Measure layers by this example; without it they are weighed by their parameters alone."""
+        self._example = example
+        many = self.wanted.num_microbatches or num_microbatches
+        self.wanted = replace(self.wanted, samples=samples, num_microbatches=many)
+
     def wrap(
-        self,
-        model: nn.Module,
-        layers: Callable[[], Sequence[nn.Module]],
-        blocks: Sequence[nn.Module],
-        example: Example | None = None,
+        self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
     ) -> nn.Module:
         """Keep this rank's layers and free the others, in the model itself, whose call is then that of all ranks.
 
         The model may lie on the CPU: only what this rank keeps is moved to its device. All ranks raise the same error.
-
-        example  returns the arguments of one call of the model: by it layers are measured
         """
         found = self._layers_of(model, layers)
         start_alike(model)
-        self.placement = placed(self.world, model, found, self.wanted, example)
+        self.placement = placed(self.world, model, found, self.wanted, self._example)
         for number in range(self.world.rank, self.num_stages, self.world.world_size):
             modules = [found[layer] for layer in self.placement.split.ranges[number]]
             self._stages.append(Stage(number, self.num_stages, modules, model, self.world, self.watch))

@@ -24,7 +24,10 @@ Example = Callable[[], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """How layers are to be placed; see Pipelined."""
+    """How layers are to be placed; see Pipelined.
+
+    samples  of a micro-batch, by which what an example costs is multiplied; None: as many as the example has
+    """
 
     schedule: partition.Schedule = "1f1b"
     num_microbatches: int | None = None

@@ -22,7 +22,7 @@ from runner.base.errors import ConfigError, RankLost, TaskFault
 from runner.base.order import Micro
 from runner.base.world import World
 from runner.distributed.parallel import Parallel, Passes
-from runner.distributed.pipelined import PLACEHOLDER, Pipelined
+from runner.distributed.pipelined import KEPT_STEPS, PLACEHOLDER, Pipelined
 from runner.engine.loop import Position, StepInfo, Training, train_updates
 from tests.distributed.ranks import CPU, run_ranks
 
@@ -270,6 +270,16 @@ def test_tuples_go_between_layers_and_anything_comes_out(schedule: str) -> None:
         )
 
     assert_same_update(update(ALONE), run_ranks(update, 2), 1e-12)
+
+
+def test_micro_batches_of_many_shapes_each_make_their_own_step() -> None:
+    sizes = [1, 1, *range(2, KEPT_STEPS + 4), 1, 2]
+
+    def updates(world: World) -> list[float]:
+        made = training(world, lambda: plain(4, torch.float64), schedule="1f1b")
+        return trained(made, sizes, torch.float64, 2)["norms"]
+
+    np.testing.assert_allclose(run_ranks(updates, 2)[1], updates(ALONE), rtol=1e-10)
 
 
 def test_what_a_loss_draws_is_the_same_on_the_first_and_the_last_stage() -> None:
@@ -654,6 +664,30 @@ def test_a_fault_of_one_rank_is_heard_by_all(where: str, rank: int, text: str) -
         assert text.rsplit(": ", maxsplit=1)[-1] in other, other
 
 
+def test_a_fault_amid_the_passes_is_told_as_it_is_and_ends_the_others() -> None:
+    """The others wait for a message until the connection of the rank that raised is gone."""
+
+    def run(world: World) -> None:
+        def loss(model: nn.Module, batch: Any) -> Any:
+            total, count = token_loss(model, batch)
+            calls.append(1)
+            if len(calls) == 4:  # the first was made to see whether all is well
+                raise TaskFault("the third micro-batch")
+            return total, count
+
+        calls: list[int] = []
+        model = plain(4, torch.float32)
+        parallel = Pipelined(world)
+        parallel.wrap(model, lambda: list(model), [])
+        parallel.accumulate(passes_of(model, loss), iter(batches([2] * 5, torch.float32)))
+
+    began = time.monotonic()
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(run, 2, limit_s=20.0)
+    assert "runner.base.errors.TaskFault: the third micro-batch" in str(raised.value)
+    assert time.monotonic() - began < 15
+
+
 def test_a_model_cannot_be_called_with_gradients_outside_a_loss() -> None:
     def call(world: World) -> str:
         model = plain(3, torch.float32)
@@ -672,7 +706,8 @@ def test_ten_equal_layers_are_split_by_the_memory_of_the_ranks() -> None:
     def splits(world: World) -> list[Any]:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
         parallel = Pipelined(world, memory_bytes=[11 * GIB, 8 * GIB])
-        parallel.wrap(model, lambda: list(model), [], lambda: (torch.zeros(2, 8),))
+        parallel.expect(lambda: (torch.zeros(2, 8),), samples=4, num_microbatches=3)
+        parallel.wrap(model, lambda: list(model), [])
         elsewhere = [weight.is_meta for weight in model.parameters()]
         return [list(parallel.placement.split.sizes), elsewhere, str(parallel.placement)]
 
@@ -682,6 +717,22 @@ def test_ten_equal_layers_are_split_by_the_memory_of_the_ranks() -> None:
     assert len(table.splitlines()) == 1 + 10 + 2
     assert "rank 1" in table
     assert table.splitlines()[1].startswith("0 ")
+
+
+def test_a_slow_layer_is_alone_where_time_is_balanced() -> None:
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.02)
+            return super().forward(x)
+
+    def splits(world: World) -> list[int]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Slow(8, 8))
+        parallel = Pipelined(world, balance="time")
+        parallel.expect(lambda: (torch.zeros(2, 8),), samples=2, num_microbatches=3)
+        parallel.wrap(model, lambda: list(model), [])
+        return list(parallel.placement.split.sizes)
+
+    assert run_ranks(splits, 2) == [[3, 1], [3, 1]]
 
 
 def test_all_ranks_start_from_the_weights_of_rank_0() -> None:
