@@ -7,7 +7,9 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +106,10 @@ class Slurm:
         words = _words(request, name, fresh)
         try:
             # Not `submit`: it would pickle a function here to unpickle it there, and hide its exit code.
-            return str(executor._submit_command(words).job_id)
+            with redirect_stderr(StringIO()):  # it repeats what sbatch says, which the error holds
+                return str(executor._submit_command(words).job_id)
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
+            _leave_nothing(folder)
             raise _refused(error) from error
 
     def _srun_arguments(self) -> list[str]:
@@ -167,10 +171,22 @@ def _not_here() -> list[Problem]:
     return problems
 
 
+def _leave_nothing(folder: Path) -> None:
+    """The script that was refused is gone, and the folder of a run that never was; those of other jobs stay."""
+    for file in folder.glob(".submission_file_*.sh"):
+        if not file.is_symlink():
+            file.unlink()
+    with suppress(OSError):  # not empty: the run is there
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
 def _refused(error: Exception) -> ConfigError | SystemLimit:
     """Return sbatch's own words as an error of ours."""
     said = [
-        line.removeprefix("sbatch: error: ") for line in str(error).splitlines() if line.startswith("sbatch: error")
+        line.removeprefix("sbatch: ").removeprefix("error: ").removeprefix("fatal: ")
+        for line in str(error).splitlines()
+        if line.startswith("sbatch: error")
     ]
     what = f"SLURM does not take the job: {'; '.join(said) or str(error).strip()}"
     if any(words in what for words in _NO_ANSWER):
@@ -178,7 +194,13 @@ def _refused(error: Exception) -> ConfigError | SystemLimit:
     return ConfigError(Problem(what, "sbatch", "sinfo shows the partitions, their nodes and limits"))
 
 
-_NO_ANSWER: Sequence[str] = ("Unable to contact", "Socket timed out", "Connection refused", "Zero Bytes")
+_NO_ANSWER: Sequence[str] = (
+    "Unable to contact",
+    "Socket timed out",
+    "Connection refused",
+    "Zero Bytes",
+    "configuration source",
+)
 
 
 def _root(configuration: Configuration) -> str:

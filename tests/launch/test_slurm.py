@@ -184,7 +184,9 @@ def test_a_rank_submits_nothing(cluster: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (cluster / "script").exists()
 
 
-def test_what_sbatch_says_is_handed_on(cluster: Path) -> None:
+def test_what_sbatch_says_is_handed_on_once_and_nothing_is_left(
+    cluster: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     says = (
         "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition\n"
     )
@@ -196,6 +198,17 @@ def test_what_sbatch_says_is_handed_on(cluster: Path) -> None:
     with pytest.raises(SystemLimit, match="Unable to contact") as unreachable:
         launch("launcher=slurm", "run=a")
     assert unreachable.value.exit_code == Exit.SYSTEM
+    assert capfd.readouterr() == ("", "")
+    assert not list((cluster / "outputs").iterdir())
+
+
+def test_a_refused_job_leaves_the_run_and_its_other_jobs_alone(cluster: Path) -> None:
+    launch("launcher=slurm", "run=a")
+    before = sorted((cluster / "outputs").rglob("*"))
+    (cluster / "says").write_text("sbatch: error: invalid partition specified: x\n")
+    with pytest.raises(ConfigError):
+        launch("launcher=slurm", "run=a")
+    assert sorted((cluster / "outputs").rglob("*")) == before
 
 
 def test_without_submitit_the_extra_is_named(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
