@@ -328,6 +328,37 @@ a_killed_rank_ends_the_others() {
     ((code != 0 && SECONDS - started < 30))
 }
 
+a_port_in_use_ends_with_71_and_nobody_waits() {
+    local code=0 started=$SECONDS port=29876 listener
+    "$python" -c "
+import socket, time
+listener = socket.create_server(('127.0.0.1', $port))
+time.sleep(300)" &
+    listener=$!
+    sleep 1
+    MASTER_PORT=$port timeout 200 srun --nodes=2 --ntasks=2 "${rank[@]}" run=port updates=10 >port.out 2>&1 || code=$?
+    kill "$listener"
+    cat port.out
+    printf 'exit code %s after %s s\n' "$code" $((SECONDS - started))
+    [[ $code == 71 ]] && grep -q "MASTER_PORT" port.out && ((SECONDS - started < 180))
+}
+
+# The script that docs/scale.md shows, for this cluster and this task.
+the_script_of_the_page_saves_and_is_queued_again() {
+    local words
+    words=$(printf '%q ' "${rank[@]}" run=page updates=600)
+    sed -n '/^By hand:/,/^exit \$code/p' "$root/docs/scale.md" | sed -n '/^#!/,$p' | sed -e 's/ --gpus-per-node=4//' \
+        -e 's/--ntasks-per-node=4/--ntasks-per-node=1/' -e 's/--cpus-per-task=8/--cpus-per-task=1/' \
+        -e 's/--time=12:00:00/--time=10/' -e "s|^    python -m runner.*|    ${words//&/\\&}|" >page.sh
+    cat page.sh
+    job=$(sbatch --parsable --output=page.out page.sh) || return 1
+    wait_for 60 has_saved page || return 1
+    scancel --signal=USR1 "$job"
+    wait_for 180 has_ended "$job" || return 1
+    cat page.out
+    [[ $(state_of "$job") == COMPLETED && $(restarts_of "$job") == 1 ]] && finished page 600
+}
+
 # The process of a rank is found by the variables that srun gave it.
 srun_kills_rank() {
     local pid
@@ -346,6 +377,9 @@ check "the shell of a batch script is no rank" no_rank_is_found_in in_a_batch_sc
 check "a task of one is no rank" no_rank_is_found_in srun --ntasks=1
 check "srun: two ranks on two nodes have the losses of one process" two_nodes_train_as_one_process_does
 check "srun: a killed rank ends the others" a_killed_rank_ends_the_others
+check "srun: a port in use ends with 71, and nobody waits" a_port_in_use_ends_with_71_and_nobody_waits
+check "sbatch: the script of docs/scale.md is told by SIGUSR1, saves, is queued again and finishes" \
+    the_script_of_the_page_saves_and_is_queued_again
 check "launcher=slurm: an unknown partition is refused with SLURM's words" a_partition_that_is_not_there_is_refused
 check "launcher=slurm: told by SIGUSR1 it saves, is queued again and finishes" a_warning_stops_saves_and_queues_again
 check "launcher=slurm: two ranks on two nodes are told, too" a_warning_reaches_all_ranks
