@@ -9,6 +9,7 @@ from runner.base.values import Auto, Count, Positive, PositiveInt
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.distributed.replicated import Replicated
+from runner.distributed.sharded import Sharded
 
 
 def single(world: World) -> Parallel:
@@ -33,7 +34,34 @@ def ddp(
     restarts    how often a run goes on from its last checkpoint, on the ranks that are left, when a rank is killed
     timeout_s   seconds after which a rank that does not answer is taken for lost
     """
-    return Replicated(world) if world.world_size > 1 else Parallel(world)
+    return Replicated(world, in_step=batch_norm == "sync") if world.world_size > 1 else Parallel(world)
 
 
-PARALLELISMS: Mapping[str, Callable[..., Parallel]] = {"single": single, "ddp": ddp}
+def fsdp(
+    world: World,
+    *,
+    world_size: PositiveInt | Auto = "auto",
+    shares: Literal["equal"] | list[int] = "equal",
+    batch_norm: Literal["per_rank", "sync"] = "per_rank",
+    reshard_after_forward: bool = True,
+    communicate: Literal["float32", "bfloat16", "float16"] = "float32",
+    restarts: Count = 3,
+    timeout_s: Positive = 600.0,
+) -> Parallel:
+    """Give each rank an even part of every parameter, gradient and optimizer state, and a share of each update.
+
+    world_size             number of ranks; auto: one for each GPU
+    shares                 samples of an update for each rank: equal, or numbers such as [19,13]; memory stays even
+    batch_norm             per_rank: each rank normalizes by its own micro-batch; sync: by those of all ranks
+    reshard_after_forward  give gathered parameters back after each block's forward pass: less memory, more traffic
+    communicate            format in which parameters travel; a half one must be that of precision
+    restarts               how often a run goes on, on the ranks that are left, when a rank is killed
+    timeout_s              seconds after which a rank that does not answer is taken for lost
+    Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, VLDB 2023.
+    """
+    if world.world_size == 1:
+        return Parallel(world)
+    return Sharded(world, reshard_after_forward=reshard_after_forward, communicate=communicate)
+
+
+PARALLELISMS: Mapping[str, Callable[..., Parallel]] = {"single": single, "ddp": ddp, "fsdp": fsdp}

@@ -7,7 +7,7 @@ makes them the gradients of all ranks and tells the true count, by which the loo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -58,6 +58,14 @@ class Parallel:
         self.watch: Stopwatch = stopwatch(world.device)
 
     # ------------------------------------------------------------ the model
+
+    def expect(self, example: Callable[[], Sequence[Tensor]], samples: int, num_microbatches: int) -> None:
+        """Be told, before `wrap`, what passes will be like.
+
+        example           returns the arguments of one call of the model; raises NotImplementedError where none is known
+        samples           of a micro-batch
+        num_microbatches  of an update, on one rank
+        """
 
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
@@ -135,7 +143,15 @@ class Parallel:
         """Return the statistics of the data of all ranks; `merge` makes one state of two."""
         return state
 
+    def editable(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which every rank may write into parameters and buffers, all of them the same."""
+        return nullcontext()
+
     # ------------------------------------------------------------ evaluation
+
+    def gathered(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which any method of the model can be called, without gradients, out of step."""
+        return nullcontext()
 
     def dealt(self, keys: Sequence[Any]) -> list[Any]:
         """Return the batches of an evaluation that this rank makes."""

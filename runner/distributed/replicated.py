@@ -19,7 +19,9 @@ from runner.base.errors import TaskFault
 from runner.base.order import Micro
 from runner.base.task import State
 from runner.base.world import World
+from runner.distributed.agreement import merge_states, settle_buffers, start_alike
 from runner.distributed.parallel import Parallel, Passes, Sums
+from runner.distributed.vain import pass_in_vain
 
 BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's: large enough for the bandwidth, small enough to start early
 FIRST_BUCKET_BYTES = 1 << 20
@@ -28,17 +30,16 @@ FIRST_BUCKET_BYTES = 1 << 20
 class Replicated(Parallel):
     """Data parallel: one copy of the model on each rank."""
 
-    def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES, in_step: bool = False) -> None:
         super().__init__(world)
+        self.in_step = in_step  # norms have collectives in each pass
         self.bucket_bytes = bucket_bytes
         self._reducer: Reducer | None = None
 
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
     ) -> nn.Module:
-        with torch.no_grad():
-            for tensor in model.state_dict().values():
-                dist.broadcast(tensor, 0)
+        start_alike(model)
         return model
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -62,12 +63,17 @@ class Replicated(Parallel):
                 with passes.forward():
                     loss, count = passes.loss(passes.model, batch)
                 watch.lap("forward")
-                self._reducer.is_last = last  # gradients leave for the other ranks while the rest is computed
+                # Gradients leave for the other ranks while the rest is computed, unless passes have collectives too:
+                # those of a rank in vain would come in another order.
+                self._reducer.is_last = last and not self.in_step
                 passes.backward(loss)
                 watch.lap("backward")
                 loss_sum += loss.detach()
                 items += count if isinstance(count, int) else count.to(device)
                 bad += skipped
+            elif self.in_step:
+                pass_in_vain(passes, batch, self._reducer.parameters)
+                watch.lap("wait")
         return Sums(loss_sum, items, bad)
 
     def reduce(self, sums: Sums) -> Sums:
@@ -78,35 +84,13 @@ class Replicated(Parallel):
         return Sums(loss_sum, items, sums.bad)
 
     def settle(self, model: nn.Module) -> None:
-        """Average the running statistics of batch norms over the ranks; other buffers are those of rank 0."""
-        norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-        statistics = {id(buffer): buffer for module in norms for buffer in module.buffers()}
-        for buffer in statistics.values():
-            if buffer.is_floating_point():
-                dist.all_reduce(buffer)
-                buffer.div_(self.world.world_size)
-            else:
-                dist.all_reduce(buffer, dist.ReduceOp.MAX)
-        for buffer in model.buffers():
-            if id(buffer) not in statistics:
-                dist.broadcast(buffer, 0)
+        settle_buffers(model, self.world)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return super().whole(tensors) if self.world.is_first else {}
 
     def merged(self, merge: Callable[[State, State], State], state: State) -> State:
-        """Merge in the order of the ranks, on every rank alike."""
-        result: State | None = None
-        for rank in range(self.world.world_size):
-            theirs = {name: self._of_rank(tensor, rank) for name, tensor in state.items()}
-            result = theirs if result is None else merge(result, theirs)
-        assert result is not None
-        return result
-
-    def _of_rank(self, tensor: Tensor, rank: int) -> Tensor:
-        received = tensor.contiguous().clone()
-        dist.broadcast(received, rank)
-        return received
+        return merge_states(merge, state, self.world)
 
     def dealt(self, keys: Sequence[Micro]) -> list[Micro]:
         return list(keys[self.world.rank :: self.world.world_size])

@@ -266,6 +266,16 @@ class Sharded(Parallel):
                 part.set_reshard_after_forward(part is not self._root and self.reshard_after_forward, recurse=False)
                 part.reshard()
 
+    @contextmanager
+    def editable(self, model: nn.Module) -> Iterator[None]:
+        """Every rank has all parameters inside; what it writes into them is kept."""
+        kept = model.state_dict().keys()
+        with self.gathered(model):
+            yield
+            named = [*model.named_parameters(), *model.named_buffers()]
+            edited = {name: tensor.detach().clone() for name, tensor in named if name in kept}
+        self.load(model, edited)
+
     def dealt(self, keys: Sequence[Micro]) -> list[Micro]:
         """Every rank makes the same number of batches; those that are missing are read in vain."""
         mine = list(keys[self.world.rank :: self.world.world_size])

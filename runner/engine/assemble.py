@@ -27,6 +27,7 @@ from runner.base.configuration import Choice, task_source
 from runner.base.errors import DataError, TaskFault
 from runner.base.task import Task
 from runner.base.world import World
+from runner.distributed.batch_norm import synchronized
 from runner.distributed.parallel import Parallel
 from runner.engine.advice import odd_sizes
 from runner.engine.faults import place_of
@@ -96,6 +97,8 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
     with explained(source, f"moving the model to {world.device}"):
         bare = task.model.to(world.device)
+    if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
+        bare = synchronized(bare, world)
     blocks = list(task.blocks())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)

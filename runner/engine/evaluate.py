@@ -42,7 +42,7 @@ def evaluate(
     counts: dict[str, Tensor | int] = {}
     mine = parallel.dealt(keys)
     is_stopped = False
-    with as_in_use(model, world.device), torch.no_grad():
+    with as_in_use(model, world.device), parallel.gathered(model), torch.no_grad():
         for key, (batch, _, _, counted) in zip(mine, prefetch(iter(loader.batches(mine))), strict=True):
             if stopped() and not parallel.in_step:  # else the others would wait for this rank
                 is_stopped = True

@@ -228,7 +228,7 @@ class Statistics(Work):
 
     def close(self) -> Mapping[str, float]:
         whole = self._merged()
-        with torch.no_grad():
+        with torch.no_grad(), self.parts.parallel.editable(self.parts.bare):
             found = self.fit.finish(self.parts.bare, whole) or {}
         try:
             return {str(name): float(value) for name, value in found.items()}

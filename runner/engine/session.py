@@ -25,8 +25,9 @@ from runner.base.configuration import Configuration, Request, compose, task_sour
 from runner.base.errors import AccelRunError, Exit, InputMissing, StorageError
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.durable.files import read_object
-from runner.plan.inventory import Inventory
-from runner.plan.plan import Plan, plan_here
+from runner.plan.inventory import Inventory, take_inventory
+from runner.plan.plan import Plan, make_plan
+from runner.plan.ranks import RankDevice
 
 if TYPE_CHECKING:
     from runner.base.world import World
@@ -237,25 +238,41 @@ def _open(
 
 
 @contextmanager
-def open_phase(request: Request) -> Iterator[Phase]:
-    """Give the first phase of a new run, ready to make updates: for measuring what training costs."""
+def open_phase(request: Request, world: World | None = None) -> Iterator[Phase]:
+    """Give the first phase of a new run, ready to make updates: for measuring what training costs.
+
+    world  the ranks that open it together; None: this process alone
+    """
+    from runner.engine.train import Phase
+
+    with ExitStack() as stack:
+        run, start = _opened(request, world, stack)
+        with Phase(run, run.plan.selected[0], start) as phase:
+            yield phase
+
+
+def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
     import torch
 
     from runner.base.world import World
+    from runner.durable.signals import StopRequest
+    from runner.engine.assemble import assemble
     from runner.engine.screen import Screen
-    from runner.engine.train import Phase
+    from runner.engine.train import TrainingRun, silent
 
-    plan, _ = plan_here(configuration := compose(request))
-    assert configuration.settings.run is not None
-    with (
-        RunDirectory.create_or_open(Path(configuration.settings.output_root), configuration.settings.run) as directory,
-        Screen(directory) as screen,
-        ExitStack() as stack,
-    ):
-        world = World(torch.device(plan.device))
-        run, start = _open(plan, world, directory, screen, {"tracker_id": None}, stack, lambda: None)
-        with Phase(run, plan.selected[0], start) as phase:
-            yield phase
+    configuration, inventory = compose(request), take_inventory()
+    ranks = [RankDevice.of(None, inventory)] * world.world_size if world else None
+    job = job_of(request, configuration, make_plan(configuration, inventory, ranks), inventory)
+    world = world or World(torch.device(job.plan.device))
+    if world.is_first:
+        directory = stack.enter_context(RunDirectory.create_or_open(job.folder.parent, job.name))
+        screen = stack.enter_context(Screen(directory))
+        return _open(job.plan, world, directory, screen, {"tracker_id": None}, stack, lambda: None)
+    world.from_first(None)
+    directory = RunDirectory.join(job.folder)
+    screen = stack.enter_context(Screen(directory, speaks=False))
+    stop = stack.enter_context(StopRequest())
+    return TrainingRun(job.plan, assemble(job.plan, stack, world), directory, silent(screen), stop), None
 
 
 def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics: Any) -> Any:

@@ -399,7 +399,7 @@ class _Planner:
         batch = self._divided(phase.global_batch_size, phase.micro_batch_size, lead)
         optimizer = phase.optimizer
         if optimizer.options.get("kernel") == "auto":
-            kernel, why = _kernel(self.device)
+            kernel, why = _kernel(self.device, self.choices["parallelism"].function, optimizer.function)
             optimizer = dataclasses.replace(optimizer, options={**optimizer.options, "kernel": kernel})
             if lead:
                 self.own_keys[f"{lead}optimizer.kernel"], self.reasons[f"{lead}optimizer.kernel"] = kernel, why
@@ -482,10 +482,13 @@ def _native_precision(gpu: Device | None) -> tuple[str, str]:
 def _optimizer(planner: _Planner, gpu: Device | None) -> None:
     if planner.choices["optimizer"].options.get("kernel") != "auto":
         return
-    planner.set("optimizer", "kernel", *_kernel(gpu))
+    functions = planner.choices["parallelism"].function, planner.choices["optimizer"].function
+    planner.set("optimizer", "kernel", *_kernel(gpu, *functions))
 
 
-def _kernel(gpu: Device | None) -> tuple[str, str]:
+def _kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tuple[str, str]:
+    if parallelism == "fsdp" and optimizer == "sgd":
+        return "foreach", "auto: torch has no fused SGD for sharded parameters"
     if gpu and gpu.kind == "mps":
         return "foreach", "auto: one launch for many tensors"
     return "fused", "auto: one kernel for the whole update, same numbers"
@@ -546,7 +549,24 @@ def _compile(planner: _Planner, gpu: Device | None) -> None:
         planner.notes.append(f"{slow}; measure before keeping it")
 
 
-RULES = (_precision, _optimizer, _workers, _pin_memory, _prefetch, _attention, _compile)
+def _parallelism(planner: _Planner, gpu: Device | None) -> None:
+    choice = planner.choices["parallelism"]
+    if choice.function != "fsdp":
+        return
+    travels = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))
+    precision = planner.choices["precision"].name
+    if travels and travels != precision:
+        what = f"parameters can travel in the format of precision only, which is {precision}"
+        fix = f"say precision={travels}, or parallelism.communicate=float32"
+        planner.problems.append(Problem(what, f"parallelism.communicate={choice.options['communicate']}", fix))
+    if planner.choices["memory"].options.get("channels_last") == "auto":
+        planner.set("memory", "channels_last", False, "fsdp cuts parameters as they lie in memory, row by row")
+    if planner.choices["optimizer"].function == "sgd" and planner.choices["optimizer"].options["kernel"] == "fused":
+        what = "torch has no fused SGD for sharded parameters"
+        planner.problems.append(Problem(what, "optimizer.kernel=fused", "say optimizer.kernel=foreach"))
+
+
+RULES = (_precision, _optimizer, _workers, _pin_memory, _prefetch, _attention, _compile, _parallelism)
 
 
 def _is_cuda(gpu: Device | None) -> bool:

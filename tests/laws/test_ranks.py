@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from runner.axes.optimizer import adamw
@@ -33,8 +35,8 @@ def make_model(dtype: torch.dtype) -> nn.Module:
 
 def samples(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(NUM_SAMPLES, TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
-    y = torch.randint(-1, CLASSES, (NUM_SAMPLES, TOKENS), generator=generator)  # -1: padding, counts for nothing
+    x = torch.randn(60, TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    y = torch.randint(-1, CLASSES, (60, TOKENS), generator=generator)  # -1: padding, counts for nothing
     return x, y
 
 
@@ -79,12 +81,13 @@ def trained(
     dtype: torch.dtype = torch.float64,
     loss: Any = token_loss,
     precision: Any = fp32,
+    num_samples: int = NUM_SAMPLES,
 ) -> dict[str, Any]:
     """Return losses, norms, counts and the weights after some updates."""
     parallel = strategy(world)
     total = sum(shares)
     order = Order(
-        NUM_SAMPLES, total, micro, seed=3, shares=shares if world.world_size > 1 else (),
+        num_samples, total, micro, seed=3, shares=shares if world.world_size > 1 else (),
         rank=world.rank, in_step=parallel.in_step,
     )  # fmt: skip
     run = training(make_model(dtype), parallel, loss, precision)
@@ -125,6 +128,26 @@ def test_shares_and_ranks_do_not_change_the_updates(
             assert distance(alone, result, key) < tolerance, (rank, key)
         if rank == 0:
             assert distance(alone, result, "weights") < tolerance
+
+
+@given(
+    parts=st.lists(st.integers(1, 20), min_size=2, max_size=3),
+    micro=st.integers(1, 20),
+    num_samples=st.integers(3, 60),
+    updates=st.integers(1, 4),
+)
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_any_split_is_one_process(parts: list[int], micro: int, num_samples: int, updates: int) -> None:
+    """Random shares, passes and lengths of an epoch: ragged ends, ranks with nothing to do, padding everywhere."""
+    shares = tuple(parts)
+    given = {"shares": shares, "updates": updates, "num_samples": num_samples}
+    alone = trained(ALONE, ddp, micro=sum(shares), **given)
+    results = run_ranks(lambda world: trained(world, ddp, micro=micro, **given), len(shares))
+    for result in results:
+        assert result["items"] == alone["items"]
+        assert distance(alone, result, "losses") < 1e-12
+        assert distance(alone, result, "norms") < 1e-12
+    assert distance(alone, results[0], "weights") < 1e-12
 
 
 def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
