@@ -253,6 +253,18 @@ a_warning_stops_saves_and_queues_again() {
     [[ $(state_of "$job") == COMPLETED && $(restarts_of "$job") == 1 ]] && finished warned 300
 }
 
+a_task_runs_in() { squeue --noheader --steps --job="$1" | grep -q "$1\.0 "; }
+
+a_rank_told_before_it_listens_is_queued_again() {
+    submit run=early updates=20 || return 1
+    wait_for 30 a_task_runs_in "$job" || return 1
+    scancel --signal=USR1 "$job"
+    wait_for 60 has_ended "$job" || return 1
+    scontrol show job "$job"
+    cat outputs/early/slurm/"$job"*
+    [[ $(state_of "$job") == COMPLETED && $(restarts_of "$job") == 1 ]] && finished early 20
+}
+
 the_time_limit_stops_saves_and_queues_again() {
     submit run=limited updates="$1" launcher.time_min=2 launcher.signal_s=90 || return 1
     wait_for 400 has_ended "$job" || return 1
@@ -382,6 +394,7 @@ check "sbatch: the script of docs/scale.md is told by SIGUSR1, saves, is queued 
     the_script_of_the_page_saves_and_is_queued_again
 check "launcher=slurm: an unknown partition is refused with SLURM's words" a_partition_that_is_not_there_is_refused
 check "launcher=slurm: told by SIGUSR1 it saves, is queued again and finishes" a_warning_stops_saves_and_queues_again
+check "launcher=slurm: told before it listens it is queued again" a_rank_told_before_it_listens_is_queued_again
 check "launcher=slurm: two ranks on two nodes are told, too" a_warning_reaches_all_ranks
 check "launcher=slurm: the end of its time does the same" the_time_limit_stops_saves_and_queues_again 1000
 check "launcher=slurm: queued again only so often" it_is_queued_again_only_so_often

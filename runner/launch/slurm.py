@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
@@ -147,10 +148,14 @@ _RESUME_ANEW = [
 
 
 def _queue_again(times: int) -> list[str]:
-    """Return the lines of the job's script that put it back in the queue where the run was saved and stopped."""
+    """Return the lines of the job's script that put it back in the queue where the run was told to stop.
+
+    A rank that was told before it listened, in its first seconds, was ended by the signal.
+    """
+    told = f"[ $code -eq {int(Exit.PREEMPTED)} ] || [ $code -eq {128 + signal.SIGUSR1} ]"
     return [
         "code=$?",
-        f'if [ $code -eq {int(Exit.PREEMPTED)} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ]; then',
+        f'if {{ {told}; }} && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ]; then',
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",
         "exit $code",

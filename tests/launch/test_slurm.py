@@ -120,11 +120,17 @@ def test_srun_is_told_the_cores_which_it_does_not_take_from_the_job(cluster: Pat
 
 @pytest.mark.parametrize(
     ("code", "restarts", "is_queued"),
-    [(75, "", True), (75, "1", True), (75, "2", False), (0, "", False), (84, "", False), (130, "", False)],
+    [
+        (75, "", True),
+        (75, "1", True),
+        (75, "2", False),
+        (138, "", True),
+        (0, "", False),
+        (84, "", False),
+        (130, "", False),
+    ],
 )
-def test_a_run_that_was_saved_and_stopped_is_queued_again(
-    code: int, restarts: str, is_queued: bool, cluster: Path
-) -> None:
+def test_a_run_that_was_told_to_stop_is_queued_again(code: int, restarts: str, is_queued: bool, cluster: Path) -> None:
     launch("launcher=slurm", "launcher.requeue_times=2", "run=a")
     environment = {"SLURM_RESTART_COUNT": restarts} if restarts else {}
     assert run_script(cluster, code, **environment)[0] == code
