@@ -359,7 +359,7 @@ time.sleep(300)" &
 the_script_of_the_page_saves_and_is_queued_again() {
     local words
     words=$(printf '%q ' "${rank[@]}" run=page updates=600)
-    sed -n '/^By hand:/,/^exit \$code/p' "$root/docs/scale.md" | sed -n '/^#!/,$p' | sed -e 's/ --gpus-per-node=4//' \
+    sed -n '/^By hand:/,/^exit .code/p' "$root/docs/scale.md" | sed -n '/^#!/,$p' | sed -e 's/ --gpus-per-node=4//' \
         -e 's/--ntasks-per-node=4/--ntasks-per-node=1/' -e 's/--cpus-per-task=8/--cpus-per-task=1/' \
         -e 's/--time=12:00:00/--time=10/' -e "s|^    python -m runner.*|    ${words//&/\\&}|" >page.sh
     cat page.sh
