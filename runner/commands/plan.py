@@ -20,11 +20,16 @@ examples
 def run(words: list[str]) -> int:
     """Print the plan."""
     from runner.base.configuration import compose
-    from runner.plan.plan import inventory_for, make_plan, rank_table
+    from runner.plan.plan import inventory_for, make_plan, rank_table, wants_footprint
 
     configuration = compose(read(words).request)
     inventory, whose = inventory_for(configuration)
-    plan = make_plan(configuration, inventory)
+    need = None
+    if wants_footprint(configuration, inventory):
+        from runner.engine.footprint import footprint
+
+        need = footprint(configuration, inventory)
+    plan = make_plan(configuration, inventory, footprint=need)
     print(f"plan for {whose}: {plan.device_name}")
     print("\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch), end="\n\n")
     if plan.world_size > 1:

@@ -6,8 +6,9 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.base.configuration import Configuration, Request, compose, merge_overrides
 from runner.base.errors import ConfigError, Exit, Problem
@@ -15,11 +16,14 @@ from runner.base.phases import INFERENCE
 from runner.base.ranks import Member, member_of
 from runner.engine.session import Ended, Job, job_of, record_failure, take_part
 from runner.plan.inventory import Inventory, take_inventory
-from runner.plan.plan import Plan, allow_for, make_plan
+from runner.plan.plan import Plan, allow_for, make_plan, wants_footprint
 from runner.plan.ranks import RankDevice
+from runner.plan.strategy import Footprint
 
 if TYPE_CHECKING:
     from runner.launch.local import Ending
+
+Answer = TypeVar("Answer")
 
 
 def train(request: Request, *, then_infer: bool = False) -> Exit:
@@ -59,7 +63,8 @@ def _from_here(request: Request, configuration: Configuration) -> tuple[Ended, J
     """Train in this process, or start the ranks that the plan wants and watch over them."""
     alone = configuration.choices["parallelism"].function == "single"
     inventory = _inventory(configuration, apart=not alone)
-    job = job_of(request, configuration, make_plan(configuration, inventory), inventory)
+    need = _footprint(configuration, inventory) if wants_footprint(configuration, inventory) else None
+    job = job_of(request, configuration, make_plan(configuration, inventory, footprint=need), inventory)
     if job.plan.world_size == 1:
         return _taken_part(job, Member()), job
     return _launched(job)
@@ -70,14 +75,25 @@ def _inventory(configuration: Configuration, *, apart: bool) -> Inventory:
     allow_for(configuration)
     if not apart:
         return take_inventory()
+    import torch  # noqa: F401 - once, before the forks
+
+    return _apart(take_inventory)
+
+
+def _footprint(configuration: Configuration, inventory: Inventory) -> Footprint:
+    import runner.engine.footprint  # once, before the forks
+
+    return _apart(runner.engine.footprint.footprint, configuration, inventory)
+
+
+def _apart(function: Callable[..., Answer], *given: Any) -> Answer:
+    """Call a function in a process of its own, which leaves neither CUDA nor threads in this one."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    import torch  # noqa: F401 - once, before the forks
-
     ignoring = (signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to both, and one answer is enough
     with ProcessPoolExecutor(1, get_context("fork"), initializer=signal.signal, initargs=ignoring) as process:
-        return process.submit(take_inventory).result()
+        return process.submit(function, *given).result()
 
 
 def _taken_part(job: Job, member: Member) -> Ended:

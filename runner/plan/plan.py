@@ -23,6 +23,7 @@ from runner.base.settings import DataSettings, EarlyStoppingSettings, EvaluateSe
 from runner.base.shares import lines, table
 from runner.plan.inventory import Device, Inventory, inventory_of_profile, read_cpu, take_inventory
 from runner.plan.ranks import RankDevice, gpus_of_ranks, shares_of
+from runner.plan.strategy import Footprint, choose
 
 
 @dataclass(frozen=True)
@@ -186,15 +187,22 @@ def _phase_from(tree: Mapping[str, Any]) -> PhasePlan:
     )
 
 
-def make_plan(configuration: Configuration, inventory: Inventory, ranks: Sequence[RankDevice] | None = None) -> Plan:
+def make_plan(
+    configuration: Configuration,
+    inventory: Inventory,
+    ranks: Sequence[RankDevice] | None = None,
+    footprint: Footprint | None = None,
+) -> Plan:
     """Derive the mechanics of a run.
 
-    ranks  devices of ranks that somebody else has started; None: as many as the configuration asks for, here
+    ranks      devices of ranks that somebody else has started; None: as many as the configuration asks for, here
+    footprint  what training takes, where `wants_footprint` says that it matters
 
     Raises ConfigError with every problem, DeviceMissing if a device asked for by name is not in the inventory.
     """
     planner = _Planner(configuration, inventory)
     chosen = planner.gpu()
+    planner.choose_strategy(chosen, ranks, footprint)
     gpu = planner.gather(chosen, ranks)
     planner.device = gpu
     planner.fit_profile(gpu)
@@ -238,6 +246,20 @@ def allow_for(configuration: Configuration) -> None:
     allocator = configuration.choices["memory"].options.get("allocator")
     if allocator:
         os.environ.update(allocator_environment(allocator))
+
+
+def wants_footprint(configuration: Configuration, inventory: Inventory) -> bool:
+    """Tell whether the plan depends on what the model takes: parallelism=auto with several devices."""
+    is_auto = configuration.choices["parallelism"].function == "auto"
+    return is_auto and configuration.settings.device in ("auto", "cuda") and len(inventory.usable) > 1
+
+
+def _devices_here(chosen: Device | None, inventory: Inventory) -> list[RankDevice]:
+    """Return the devices that ranks could have; a CPU is one."""
+    if chosen is None or chosen.kind != "cuda":
+        return [RankDevice.of(chosen, inventory)]
+    gpus, _ = gpus_of_ranks(chosen, "auto", inventory)
+    return [RankDevice.of(gpu, inventory) for gpu in gpus]
 
 
 def rank_table(plan: Plan) -> list[str]:
@@ -293,6 +315,29 @@ class _Planner:
             where=f"device={wanted}",
             fix="say device=auto to take what is here",
         )
+
+    def choose_strategy(
+        self, chosen: Device | None, ranks: Sequence[RankDevice] | None, footprint: Footprint | None
+    ) -> None:
+        """Put a strategy in the place of `auto`."""
+        if self.choices["parallelism"].function != "auto":
+            return
+        there = list(ranks or _devices_here(chosen, self.inventory))
+        if footprint is None or len(there) == 1:
+            name = "single" if len(there) == 1 else "ddp"
+            reason = f"auto: one device ({there[0].name})" if len(there) == 1 else "auto: several devices"
+            self.choose("parallelism", name, reason)
+            return
+        settings = self.configuration.settings
+        micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
+        strategy = choose(footprint, there, settings.global_batch_size, micro)
+        if isinstance(strategy, Problem):
+            self.problems.append(strategy)
+            self.choose("parallelism", "single", "auto")
+            return
+        self.choose("parallelism", strategy.name, strategy.reason)
+        for key, value in strategy.options.items():
+            self.set("parallelism", key, value, strategy.reason)
 
     def gather(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> Device | None:
         """Give every rank its device; return the one that decides what all of them can compute in, None for the CPU."""

@@ -91,18 +91,23 @@ def test_one_rank_two_equal_and_two_unequal_make_the_same_curve(server: ForkServ
     expected, held_out = losses(folder), rows(folder)[-1]["val/loss"]
     assert len(expected) == 12
     unequal = f"{TWO} parallelism.shares=[19,13] micro_batch_size=5"
-    for number, words in enumerate((TWO, unequal, f"{TWO} parallelism.shares=speed")):
+    sharded = TWO.replace("ddp", "fsdp")
+    for number, words in enumerate(
+        (TWO, unequal, f"{TWO} parallelism.shares=speed", sharded, f"{sharded} micro_batch_size=3")
+    ):
         well(server.run(f"{BASE} {words}".replace("run=r", f"run=r{number}"), folder))
         assert losses(folder, f"r{number}") == pytest.approx(expected, rel=1e-5)
         assert rows(folder, f"r{number}")[-1]["val/loss"] == pytest.approx(held_out, rel=1e-5)
 
 
-def test_two_ranks_go_on_as_one_and_as_two_again(server: ForkServer, folder: Path) -> None:
+def test_two_ranks_go_on_as_one_as_two_shards_and_as_two_again(server: ForkServer, folder: Path) -> None:
     well(server.run(BASE, folder))
     expected = losses(folder)
     again = BASE.replace("run=r", "run=again")
     well(server.run(f"{again} {TWO}".replace("updates=12", "updates=4"), folder))
     well(server.run(f"{again} resume_allow=[updates]".replace("updates=12", "updates=8"), folder))
+    sharded = TWO.replace("ddp", "fsdp")
+    well(server.run(f"{again} {sharded} resume_allow=[updates]".replace("updates=12", "updates=10"), folder))
     well(server.run(f"{again} {TWO} parallelism.shares=[20,12] resume_allow=[updates]", folder))
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
 

@@ -1,0 +1,81 @@
+"""What training a task takes, found by passing one small batch forward on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from runner.axes.optimizer import OPTIMIZERS, expected_state_bytes
+from runner.base.batch import map_tensors
+from runner.base.choice import make
+from runner.base.configuration import Choice, Configuration
+from runner.base.order import Micro
+from runner.engine.assemble import assemble
+from runner.plan.inventory import Inventory
+from runner.plan.plan import make_plan
+from runner.plan.strategy import Footprint
+
+SAMPLES = 2
+
+
+def footprint(configuration: Configuration, inventory: Inventory) -> Footprint:
+    """Return what the first phase that trains takes in float32; half formats take less.
+
+    Builds the task and computes, so it belongs into a process of its own. Raises what the task raises.
+    """
+    choices = {**configuration.choices, "parallelism": Choice("single", "single", {})}
+    settings = dataclasses.replace(configuration.settings, device="cpu")
+    alone = dataclasses.replace(configuration, choices=choices, settings=settings, sources={})
+    here = dataclasses.replace(inventory, devices=())
+    plan = make_plan(alone, here)
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = assemble(plan, stack)
+        phase = next((phase for phase in plan.selected if phase.kind == "train"), None)
+        model = parts.bare
+        weights = sum(_size(tensor) for tensor in [*model.parameters(), *model.buffers()])
+        if phase is None:
+            return Footprint(weights, 0, 0, 0)
+        parts.task.begin_phase(phase.name)
+        trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+        if phase.trains is not None:
+            trained = [pair for pair in trained if any(pair[0].startswith(prefix) for prefix in phase.trains)]
+        optimizer = make(OPTIMIZERS, phase.optimizer.function, trained, **phase.optimizer.options)
+        fetcher = parts.fetcher("train")
+        count = min(SAMPLES, len(fetcher))
+        batch = fetcher[Micro(0, list(range(count)), last=True)].batch
+        known = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *model.buffers()]}
+        map_tensors(lambda tensor: known.add(tensor.untyped_storage().data_ptr()), batch)
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        loss = parts.task.losses.get(phase.name, parts.task.loss)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), parts.precision.forward():
+            total, _ = loss(parts.model, batch)
+        del total
+        try:
+            num_layers: int | None = len(parts.task.layers())
+        except NotImplementedError:
+            num_layers = None
+        blocks = [sum(_size(weight) for weight in block.parameters()) for block in parts.task.blocks()]
+        return Footprint(
+            weights=weights,
+            gradients=sum(_size(weight) for _, weight in trained),
+            state=expected_state_bytes(optimizer),
+            activations=sum(kept.values()) // count,
+            largest=max(blocks, default=weights),
+            num_layers=num_layers,
+        )
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
