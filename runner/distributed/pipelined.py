@@ -245,6 +245,8 @@ class Pipelined(Parallel):
             return None
         number = sum(self._num_steps)
         busy = sum(forward + backward for forward, backward, _ in of_ranks)
+        if not busy:
+            return None
         spent = max(sum(parts) for parts in of_ranks)
         forward = self._by_stage([row[0] / number for row in of_ranks])
         backward = self._by_stage([row[1] / number for row in of_ranks])
@@ -254,7 +256,7 @@ class Pipelined(Parallel):
             ideal += seconds / (1 - partition.ideal_bubble(self.world.world_size, count, self.chunks))
             simulated += partition.simulated_seconds(self.schedule, forward, backward, count, self.chunks)
         work = busy / self.world.world_size
-        return partition.Bubble(1 - work / spent if spent else 0.0, 1 - work / ideal, 1 - work / simulated)
+        return partition.Bubble(1 - work / spent, 1 - work / ideal, 1 - work / simulated)
 
     def _by_stage(self, seconds: Sequence[float]) -> list[float]:
         """Return the seconds of each stage; the stages of a rank are taken for equal."""

@@ -184,7 +184,8 @@ def _costs(
         return weighed(model, layers)
     size = next((tensor.shape[0] for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim()), 1)
     scale = (wanted.samples or size) / max(1, size)
-    return measured(model, layers, inputs, scale=scale, synchronize=world.synchronize)
+    repeats = 3 if wanted.balance == "time" else 1
+    return measured(model, layers, inputs, scale=scale, repeats=repeats, synchronize=world.synchronize)
 
 
 def _memory_bytes(world: World, wanted: Wanted) -> int:

@@ -209,7 +209,7 @@ def key_of(call: Call) -> int:
 def _sendable(tensor: Tensor) -> Tensor:
     """Return a tensor that can be sent, and that takes a gradient even where all before it is frozen."""
     tensor = tensor.contiguous()
-    return tensor if tensor.requires_grad else tensor.requires_grad_()
+    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
 def check_between(value: Any, stage: int) -> None:

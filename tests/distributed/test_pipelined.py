@@ -752,7 +752,7 @@ def test_all_ranks_start_from_the_weights_of_rank_0() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_bubble_is_measured_beside_the_theory(schedule: str) -> None:
     class Slow(nn.Module):
-        """Takes 10 ms forward, without a processor, so that ranks on one core do not slow each other down."""
+        """Takes 30 ms forward, without a processor, so that ranks on one core do not slow each other down."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -760,7 +760,7 @@ def test_the_bubble_is_measured_beside_the_theory(schedule: str) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             if torch.is_grad_enabled():
-                time.sleep(0.01)
+                time.sleep(0.03)
             return self.linear(x)
 
     def run(world: World, slow: int) -> list[float]:
@@ -772,7 +772,7 @@ def test_the_bubble_is_measured_beside_the_theory(schedule: str) -> None:
 
     measured, ideal, simulated = run_ranks(lambda world: run(world, 1), 2)[0]
     assert ideal == pytest.approx(1 / 5)
-    assert simulated > 0.4  # one stage does nearly all the work
+    assert simulated > 0.33  # one stage does nearly all the work
     assert simulated - 0.05 < measured < 0.75
     measured, ideal, simulated = run_ranks(lambda world: run(world, 2), 2)[0]
     assert ideal == pytest.approx(1 / 5)
