@@ -113,3 +113,10 @@ def evenly_spread(num_samples: int, wanted: int | None) -> Indices:
     if wanted is None or wanted >= num_samples:
         return list(range(num_samples))
     return [index * num_samples // wanted for index in range(wanted)]
+
+
+def seed_of_rank(seed: int, rank: int, update: int = 0) -> int:
+    """Return the seed of what a rank draws from an update on; rank 0 of a run that begins has the seed itself."""
+    if rank == 0 and update == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, rank, update]).generate_state(1, np.uint64)[0] >> 1)

@@ -25,6 +25,7 @@ from runner.axes.prefetch import PREFETCHES, Prefetch
 from runner.base.choice import make
 from runner.base.configuration import Choice, task_source
 from runner.base.errors import DataError, TaskFault
+from runner.base.order import seed_of_rank
 from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.batch_norm import synchronized
@@ -114,11 +115,6 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     if not world.is_first:  # every rank drew the same weights; what it draws from now on is its own
         seed_everything(seed_of_rank(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
-
-
-def seed_of_rank(seed: int, rank: int, update: int = 0) -> int:
-    """Return the seed of what a rank draws while it trains, from an update on."""
-    return int(np.random.SeedSequence([seed, rank, update]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def seed_everything(seed: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from runner.axes.dataloader import Loader
 from runner.axes.precision import Precision
 from runner.axes.prefetch import Prefetch
-from runner.base.order import Indices, Micro
+from runner.base.order import Indices, Micro, seed_of_rank
 from runner.base.task import Task
 from runner.distributed.parallel import Parallel
 
@@ -30,8 +30,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the task's metrics over `samples`, each counted once; None where `stopped` said so on some rank.
 
-    Random numbers are drawn anew for each batch, from `seed` and the batch, so that metrics that sample can be
-    compared, on any number of ranks. Afterwards the model is in train mode, and the generators are where they were.
+    Random numbers are drawn from `seed` anew, so that metrics that sample can be compared. Afterwards the model is in
+    train mode again, and the random generators are where they were.
     """
     world = parallel.world
     keys = [
@@ -43,11 +43,11 @@ def evaluate(
     mine = parallel.dealt(keys)
     is_stopped = False
     with as_in_use(model, world.device), parallel.gathered(model), torch.no_grad():
-        for key, (batch, _, _, counted) in zip(mine, prefetch(iter(loader.batches(mine))), strict=True):
+        torch.manual_seed(seed_of_rank(seed, world.rank))
+        for batch, _, _, counted in prefetch(iter(loader.batches(mine))):
             if stopped() and not parallel.in_step:  # else the others would wait for this rank
                 is_stopped = True
                 break
-            torch.manual_seed(_seed_of_batch(seed, key))
             with precision.forward():
                 measured = task.evaluate(model, batch)
             for name, (total, count) in measured.items() if counted else ():
@@ -62,10 +62,6 @@ def evaluate(
         pairs = [there[name] for _, there in of_ranks if name in there]
         divided[name] = sum(total for total, _ in pairs) / max(sum(count for _, count in pairs), 1e-30)
     return dict(task.summarize(divided))
-
-
-def _seed_of_batch(seed: int, key: Micro) -> int:
-    return (seed * 1_000_003 + key.indices[0]) % 2**63
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from runner.axes.dataloader import Loader
 from runner.base.batch import MicroBatch
 from runner.base.choice import make
 from runner.base.errors import DataError, Exit, IncompatibleResume, InputMissing, TaskFault
-from runner.base.order import Indices, Order, evenly_spread
+from runner.base.order import Indices, Order, evenly_spread, seed_of_rank
 from runner.base.schema import did_you_mean
 from runner.base.slow import Watch
 from runner.base.speed import Decision
@@ -35,7 +35,7 @@ from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
 from runner.engine.advice import watch_shapes
-from runner.engine.assemble import Parts, random_state, restore_random_state, seed_everything, seed_of_rank
+from runner.engine.assemble import Parts, random_state, restore_random_state, seed_everything
 from runner.engine.balance import shares_by
 from runner.engine.council import Council
 from runner.engine.evaluate import evaluate
