@@ -14,6 +14,7 @@ Update = Sequence[Mapping[str, float]]  # per rank, seconds of each part and of 
 
 WINDOW = 20  # updates that are looked at together
 THRESHOLD = 0.10  # least part of an update that is lost
+LEAST_S = 0.001  # less is not worth a word
 OFTEN = 0.6  # least part of the updates in which it is the same rank
 
 
@@ -83,6 +84,8 @@ def slow(updates: Sequence[Update], samples: Sequence[int] | None = None, thresh
 class Watch:
     """Look at the last updates again and again, and name a rank and part once, until it is another one or it is over.
 
+    It must be found in two windows in a row: on a shared machine any rank is slow for a while.
+
     window    updates that are looked at together; shorter is noisier
     warm_up   first updates that are not looked at: they start everything
     """
@@ -92,6 +95,7 @@ class Watch:
         self._unseen = warm_up
         self._samples: tuple[int, ...] = ()
         self._updates: deque[Update] = deque(maxlen=window)
+        self._suspected: Slow | None = None
         self.found: Slow | None = None
 
     def observe(self, update: Update, samples: Sequence[int]) -> Slow | None:
@@ -112,6 +116,11 @@ class Watch:
             return None
         found = slow(tuple(self._updates), self._samples, self.threshold)
         self._updates.clear()
+        if found and found.lost_s < LEAST_S:
+            found = None
+        suspected, self._suspected = self._suspected, found
+        if found and not (suspected and (found.rank, found.part) == (suspected.rank, suspected.part)):
+            return None  # once is a neighbor on the machine, twice is the rank
         before, self.found = self.found, found
         is_known = found and before and (found.rank, found.part) == (before.rank, before.part)
         return None if is_known else found

@@ -15,7 +15,10 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from runner.base.errors import SystemLimit
 from runner.base.ranks import Member
 from runner.base.world import World
+from runner.distributed.interface import choose_interface
+from runner.distributed.patience import within
 
+MEETING_S = 120.0  # ranks that were not all there after that are not coming
 TIMEOUT_S = 600.0  # a collective that takes longer is taken for a hang
 
 
@@ -30,19 +33,12 @@ def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S
     if member.world_size == 1:
         yield world
         return
-    if member.store.startswith("file:"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: nothing listens for others
-    timeout = timedelta(seconds=timeout_s)
+    choose_interface(member)
     try:
-        store = PrefixStore(f"attempt-{member.attempt}-of-{member.world_size}", _store(member, timeout))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=member.rank,
-            world_size=member.world_size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
+        if member.store.startswith("file:"):
+            _meet(member, device, timeout_s)
+        else:  # a port may be anybody's
+            within(min(timeout_s, MEETING_S) + 5.0, lambda: _meet(member, device, timeout_s))
     except (RuntimeError, OSError) as error:
         raise SystemLimit(
             f"rank {member.rank} of {member.world_size} cannot meet the others: {str(error).splitlines()[0]}",
@@ -54,6 +50,19 @@ def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S
     finally:
         gc.collect()  # whatever still holds the group must let go of it before it ends
         dist.destroy_process_group()
+
+
+def _meet(member: Member, device: torch.device, timeout_s: float) -> None:
+    """The process group is there. Raises RuntimeError or OSError."""
+    store = _store(member, timedelta(seconds=min(timeout_s, MEETING_S)))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore(f"attempt-{member.attempt}-of-{member.world_size}", store),
+        rank=member.rank,
+        world_size=member.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def _store(member: Member, timeout: timedelta) -> Store:

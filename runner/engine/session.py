@@ -52,11 +52,11 @@ class Job:
         return Path(self.configuration.settings.output_root) / self.name
 
 
-def job_of(request: Request, configuration: Configuration, plan: Plan, inventory: Inventory) -> Job:
-    """Return the job with the name of its run. Raises ConfigError for a name that cannot be."""
+def name_of(configuration: Configuration) -> str:
+    """Return the name of the run. Raises ConfigError for one that cannot be."""
     name = configuration.settings.run or default_name(configuration.choices["task"].name)
     check_name(name)
-    return Job(request, configuration, plan, inventory, name)
+    return name
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[Tr
 
     configuration, inventory = compose(request), take_inventory()
     ranks = [RankDevice.of(None, inventory)] * world.world_size if world else None
-    job = job_of(request, configuration, make_plan(configuration, inventory, ranks), inventory)
+    job = Job(request, configuration, make_plan(configuration, inventory, ranks), inventory, name_of(configuration))
     world = world or World(torch.device(job.plan.device))
     if world.is_first:
         directory = stack.enter_context(RunDirectory.create_or_open(job.folder.parent, job.name))

@@ -14,7 +14,8 @@ from runner.base.configuration import Configuration, Request, compose, merge_ove
 from runner.base.errors import ConfigError, Exit, Problem
 from runner.base.phases import INFERENCE
 from runner.base.ranks import Member, member_of
-from runner.engine.session import Ended, Job, job_of, record_failure, take_part
+from runner.engine.session import Ended, Job, name_of, record_failure, take_part
+from runner.launch.launcher import launched
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, allow_for, make_plan, wants_footprint
 from runner.plan.ranks import RankDevice
@@ -31,18 +32,38 @@ def train(request: Request, *, then_infer: bool = False) -> Exit:
 
     Raises AccelRunError; the same is then in error.json of the run directory, if there is one.
     """
+    member = member_of(os.environ)
+    if member is None or member.world_size == 1:
+        return _train(request, None, then_infer=then_infer)
+    try:
+        return _train(request, member, then_infer=then_infer)
+    except ConfigError as error:
+        if member.rank == 0:
+            raise
+        return Exit(error.exit_code)  # rank 0 has the same problems, and says them
+
+
+def _train(request: Request, member: Member | None, *, then_infer: bool) -> Exit:
     configuration = compose(request)
     wanted = configuration.settings.phases
+    predicts = then_infer or INFERENCE in (wanted or ())
+    launcher = configuration.choices["launcher"].name
+    if predicts and launcher != "local":
+        what = "trains only, and the prediction would not wait for the job"
+        raise ConfigError(Problem(what, f"launcher={launcher}", "say accel-run train, and when it is done: inference"))
+    code = launched(configuration)
+    if code is not None:  # handed to a scheduler
+        return Exit(code)
     if wanted is not None and set(wanted) == {INFERENCE}:
         return _infer(request, None)
-    member = member_of(os.environ)
-    if member is not None and member.world_size > 1:
-        ended, job = _as_member(request, configuration, member)
+    name = name_of(configuration)
+    if member is not None:
+        ended, job = _as_member(request, configuration, name, member)
         if member.rank:
             return ended.code
     else:
-        ended, job = _from_here(request, configuration)
-    if ended.code == Exit.DONE and (then_infer or INFERENCE in (wanted or ())):
+        ended, job = _from_here(request, configuration, name)
+    if ended.code == Exit.DONE and predicts:
         if ended.asked_to_stop:  # with the last update: the same command predicts
             return Exit.PREEMPTED
         return _infer(request, job.name)
@@ -59,12 +80,12 @@ def _infer(request: Request, name: str | None) -> Exit:
 # ---------------------------------------------------------------- ranks that are started here
 
 
-def _from_here(request: Request, configuration: Configuration) -> tuple[Ended, Job]:
+def _from_here(request: Request, configuration: Configuration, name: str) -> tuple[Ended, Job]:
     """Train in this process, or start the ranks that the plan wants and watch over them."""
     alone = configuration.choices["parallelism"].function == "single"
     inventory = _inventory(configuration, apart=not alone)
     need = _footprint(configuration, inventory) if wants_footprint(configuration, inventory) else None
-    job = job_of(request, configuration, make_plan(configuration, inventory, footprint=need), inventory)
+    job = Job(request, configuration, make_plan(configuration, inventory, footprint=need), inventory, name)
     if job.plan.world_size == 1:
         return _taken_part(job, Member()), job
     return _launched(job)
@@ -163,7 +184,7 @@ def _without(job: Job, lost: tuple[int, ...]) -> Job:
 # ---------------------------------------------------------------- a rank that somebody else has started
 
 
-def _as_member(request: Request, configuration: Configuration, member: Member) -> tuple[Ended, Job]:
+def _as_member(request: Request, configuration: Configuration, name: str, member: Member) -> tuple[Ended, Job]:
     """Train as the rank that torchrun or srun made of this process; rank 0 decides for all what is run."""
     import torch
 
@@ -179,9 +200,9 @@ def _as_member(request: Request, configuration: Configuration, member: Member) -
         facts = {"accel-run": __version__, "torch": torch.__version__, "task": configuration.choices["task"].name}
         _must_agree(world.gather(facts))
         ranks = [RankDevice(**fields) for fields in world.gather(dataclasses.asdict(mine))]
-        job = job_of(request, configuration, make_plan(configuration, inventory, ranks), inventory)
-        plan = Plan.from_json(world.from_first(job.plan.to_json()))
-        job = dataclasses.replace(job, plan=plan, name=world.from_first(job.name))
+        plan = make_plan(configuration, inventory, ranks)
+        plan = Plan.from_json(world.from_first(plan.to_json()))
+        job = Job(request, configuration, plan, inventory, world.from_first(name))
         return take_part(job, world), job
 
 

@@ -25,11 +25,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: TID251 - a script that compares with loops written by hand
 import torch.nn.functional as F
 from torch import nn
 
@@ -88,7 +89,8 @@ class Delayed(Task):
         self.model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
         self.delays = {part: seconds} if dist.get_rank() == rank else {}
         if "optimizer" in self.delays:
-            torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: time.sleep(seconds))
+            from torch.optim.optimizer import register_optimizer_step_pre_hook
+            register_optimizer_step_pre_hook(lambda *_: time.sleep(seconds))
     def dataset(self, split): return Data(self.delays.get("data", 0.0) if split == "train" else 0.0)
     def loss(self, model, batch):
         x, y = batch
@@ -151,7 +153,8 @@ def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
     if task and world.is_first:
         file.write_text(task)
     dist.barrier()
-    stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
+    silence = stack.enter_context(Path(os.devnull).open("w"))
+    stack.enter_context(redirect_stdout(silence))
     settings = (f"output_root={folder}", "run=m", "evaluate.every=0", "evaluate.samples=32", "monitor=off",
                 "parallelism=ddp", "device=cpu", f"global_batch_size={BATCH}", *words)  # fmt: skip
     return stack.enter_context(open_phase(Request(settings, file if task else None), world))
@@ -327,8 +330,8 @@ def slow(arguments: argparse.Namespace) -> float:
         options = {"factor": factor, "ms_per_sample": round(cost, 3)}
         fast_share = round(BATCH * factor / (factor + 1))
         found = {
-            name: on_two_ranks(lambda world, words=words: settled(world, words, 80, **options))
-            for name, words in (
+            name: on_two_ranks(partial(settled, shares=shares, updates=80, **options))
+            for name, shares in (
                 ("equal", "equal"), ("proportional", f"[{fast_share},{BATCH - fast_share}]"), ("speed", "speed"),
             )
         }  # fmt: skip
@@ -363,8 +366,10 @@ def alone(arguments: argparse.Namespace) -> float:
     task.write_text(SLOW_TASK)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     times: dict[str, list[float]] = {}
-    for name, words in (("alone", ["parallelism=single"]), ("ranks", ["parallelism=ddp", "parallelism.shares=speed"])):
-        words = [*words, "task.factor=60" if name == "ranks" else "task.factor=1"]
+    for name, words in (
+        ("alone", ["parallelism=single", "task.factor=1"]),
+        ("ranks", ["parallelism=ddp", "parallelism.shares=speed", "task.factor=60"]),
+    ):
         subprocess.run(
             [sys.executable, "-m", "runner", "train", "--task", str(task), f"output_root={folder}", f"run={name}",
              "updates=400", "evaluate.every=0", "evaluate.samples=32", f"global_batch_size={BATCH}", "precision=fp32",
@@ -374,7 +379,8 @@ def alone(arguments: argparse.Namespace) -> float:
         rows = [json.loads(line) for line in (Path(folder) / name / "metrics.jsonl").read_text().splitlines()]
         times[name] = [row["perf/step_time_ms"] for row in rows if row.get("update", 0) > 250 and "train/loss" in row]
     ratio = statistics.median(times["ranks"]) / statistics.median(times["alone"])
-    print(f"alone {statistics.median(times['alone']):.1f} ms, measured shares {statistics.median(times['ranks']):.1f} ms"
+    medians = {name: statistics.median(spent) for name, spent in times.items()}
+    print(f"alone {medians['alone']:.1f} ms, measured shares {medians['ranks']:.1f} ms"
           f" an update after 250 updates: {ratio:.3f}")  # fmt: skip
     return ratio
 
@@ -394,7 +400,7 @@ def name(arguments: argparse.Namespace) -> float:
             with ExitStack() as stack:
                 opened = phase(world, stack, *words, task=DELAYED_TASK)
                 made = opened.updates()
-                for _ in range(40):
+                for _ in range(50):
                     next(made)
                 found = opened.slow.found
                 return [found.rank, found.part] if found else []

@@ -117,7 +117,6 @@ def enter(space: str) -> None:
 
 def summed(rank: int) -> list[float]:
     member = Member(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}")
-    choose_interface(member)
     with joined(member, CPU, timeout_s=20.0) as world:
         mine = torch.arange(5, dtype=torch.float64) * (rank + 1)
         found: list[float] = world.sum(mine).tolist()
@@ -208,6 +207,23 @@ def test_a_port_that_is_taken_ends_with_71_and_says_which(tmp_path: Path) -> Non
     assert f"tcp://127.0.0.1:{port}" in ended.error
     assert "rank 0 of 2 cannot meet the others" in ended.error
     assert "MASTER_PORT" in ended.error
+
+
+def test_a_rank_that_finds_somebody_else_at_the_port_gives_up_in_time(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        def second(rank: int) -> None:
+            with joined(Member(1, 1, 2, 2, f"tcp://127.0.0.1:{port}"), CPU, timeout_s=2.0):
+                pass
+
+        began = time.monotonic()
+        (ended,) = run_in((None,), second, tmp_path)
+    assert time.monotonic() - began < 20
+    assert ended.code == Exit.SYSTEM
+    assert "rank 1 of 2 cannot meet the others" in ended.error
 
 
 @pytest.mark.slow
