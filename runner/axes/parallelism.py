@@ -8,6 +8,7 @@ from typing import Literal
 from runner.base.values import Auto, Count, Positive, PositiveInt
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
+from runner.distributed.pipelined import Pipelined
 from runner.distributed.replicated import Replicated
 from runner.distributed.sharded import Sharded
 
@@ -64,4 +65,36 @@ def fsdp(
     return Sharded(world, reshard_after_forward=reshard_after_forward, communicate=communicate)
 
 
-PARALLELISMS: Mapping[str, Callable[..., Parallel]] = {"single": single, "ddp": ddp, "fsdp": fsdp}
+def pipeline(
+    world: World,
+    *,
+    world_size: PositiveInt | Auto = "auto",
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b",
+    split: list[PositiveInt] | None = None,
+    balance: Literal["memory", "time"] = "memory",
+    chunks: PositiveInt = 2,
+    restarts: Count = 3,
+    timeout_s: Positive = 600.0,
+) -> Parallel:
+    """Give each rank some layers of the model; micro-batches flow through the ranks and back.
+
+    world_size  number of ranks; auto: one for each GPU
+    schedule    1f1b: go back as soon as possible; gpipe: all forward passes first; interleaved: chunks stages on a rank
+    split       number of layers of each stage; null: by balance
+    balance     memory: even shares of the devices' memory; time: the slowest stage as fast as can be
+    chunks      stages on each rank with schedule=interleaved
+    restarts    how often a run goes on, on the ranks that are left, when a rank is killed
+    timeout_s   seconds after which a rank that does not answer is taken for lost
+    Source: torch.distributed.pipelining; Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021.
+    """
+    if world.world_size == 1:
+        return Parallel(world)
+    return Pipelined(world, schedule=schedule, split=split, balance=balance, chunks=chunks)
+
+
+PARALLELISMS: Mapping[str, Callable[..., Parallel]] = {
+    "single": single,
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "pipeline": pipeline,
+}

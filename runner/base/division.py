@@ -16,12 +16,14 @@ class Batch:
     micro_batch_size  most samples that a rank passes through the model at once
     shares            samples of an update for each rank
     in_one_pass       each rank passes its whole share at once, also where shares change on the way
+    stages            ranks through which every micro-batch goes; 1: each rank has micro-batches of its own
     """
 
     global_batch_size: int
     micro_batch_size: int
     shares: tuple[int, ...]
     in_one_pass: bool = False
+    stages: int = 1
 
     @property
     def world_size(self) -> int:
@@ -39,6 +41,11 @@ class Batch:
         return -(-max(self.shares, default=0) // max(1, self.micro_batch_size))
 
     def __str__(self) -> str:
+        if self.stages > 1:
+            parts = [f"{self.accumulation_steps} micro-batches of {self.micro_batch_size}"]
+            whole, rest = divmod(self.global_batch_size, self.micro_batch_size)
+            parts = [f"{whole} micro-batches of {self.micro_batch_size}", f"one of {rest}"] if rest else parts
+            return f"{self.global_batch_size} samples per update = {' and '.join(parts)}, through {self.stages} stages"
         product = self.micro_batch_size * self.accumulation_steps * self.world_size
         if product == self.global_batch_size:
             ranks = f"{self.world_size} rank" + ("s" if self.world_size > 1 else "")

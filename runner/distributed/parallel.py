@@ -48,10 +48,12 @@ class Parallel:
 
     in_step       every rank must make the same number of passes in each update, for there are collectives inside them
     splits_batch  each rank gets its share of an update; False: every rank reads all of it
+    places_model  `wrap` moves to the device what this rank keeps; the whole model may be too large for it
     """
 
     in_step = False
     splits_batch = True
+    places_model = False
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -76,6 +78,10 @@ class Parallel:
         blocks  the repeated blocks of the model
         """
         return model
+
+    def described(self) -> list[str]:
+        """Return lines for the start report on what is where, once the model is wrapped."""
+        return []
 
     def owned(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return those of the parameters that this rank updates."""
@@ -125,6 +131,10 @@ class Parallel:
     def overflow(self, found: Tensor) -> Tensor:
         """Return whether a gradient of any rank overflowed, from whether one of this rank did; 0 or 1."""
         return found
+
+    def idle(self) -> Mapping[str, float]:
+        """Return how idle devices were in the last update, by the name of a metric; all ranks must ask."""
+        return {}
 
     # ------------------------------------------------------------ between updates
 

@@ -64,6 +64,7 @@ class Pipelined(Parallel):
 
     in_step = True
     splits_batch = False
+    places_model = True
 
     def __init__(
         self,
@@ -126,6 +127,9 @@ class Pipelined(Parallel):
             stage.to(self.world.device)
         model.forward = self._answered
         return model
+
+    def described(self) -> list[str]:
+        return str(self.placement).splitlines()
 
     def owned(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return this rank's parameters; one that is always 0 where it has none, for optimizers want at least one."""
@@ -257,6 +261,10 @@ class Pipelined(Parallel):
             simulated += partition.simulated_seconds(self.schedule, forward, backward, count, self.chunks)
         work = busy / self.world.world_size
         return partition.Bubble(1 - work / spent, 1 - work / ideal, 1 - work / simulated)
+
+    def idle(self) -> Mapping[str, float]:
+        found = self.bubble()
+        return {} if found is None else {f"pipeline/{name}": value for name, value in found._asdict().items()}
 
     def _by_stage(self, seconds: Sequence[float]) -> list[float]:
         """Return the seconds of each stage; the stages of a rank are taken for equal."""

@@ -96,8 +96,9 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     seed_everything(plan.settings.seed)
     task = load_task(plan)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
+    parallel = _made(PARALLELISMS, choices["parallelism"], world)
     with explained(source, f"moving the model to {world.device}"):
-        bare = task.model.to(world.device)
+        bare = task.model if parallel.places_model else task.model.to(world.device)
     if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
         bare = synchronized(bare, world)
     blocks = list(task.blocks())
@@ -109,9 +110,10 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
         _made(COMPILES, choices["compile"], bare, blocks, world.device)
     notes += [str(warning.message) for warning in said if str(warning.message) not in notes]
     notes += odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
-    parallel = _made(PARALLELISMS, choices["parallelism"], world)
     prefetch = _made(PREFETCHES, choices["prefetch"], world.device)
+    parallel.expect(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
     model = parallel.wrap(bare, task.layers, blocks)
+    notes += parallel.described()
     if not world.is_first:  # every rank drew the same weights; what it draws from now on is its own
         seed_everything(seed_of_rank(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))

@@ -26,6 +26,7 @@ from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
 from runner.base.order import Order
 from runner.base.schema import did_you_mean
 from runner.base.task import Fit, State
+from runner.distributed.pipelined import PLACEHOLDER
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.faults import place_of
@@ -146,7 +147,9 @@ class Gradients(Work):
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         tensors, numbers = export_state(self.training.optimizer)
         of_ranks = self.parts.world.gather(numbers["numbers"])  # ranks may own different parameters
-        numbers["numbers"] = {name: value for there in of_ranks for name, value in there.items()}
+        numbers["numbers"] = {
+            name: value for there in of_ranks for name, value in there.items() if not is_under(name, PLACEHOLDER)
+        }
         whole = {"optimizer": self.parts.parallel.whole(tensors)}
         return whole, {"optimizer": numbers, "schedule": self.training.schedule.state()}
 
@@ -221,9 +224,9 @@ class Statistics(Work):
                     self.gathered, count = _checked(added, self.fit, self.parts.source)
                     items, bad = items + count, bad + skipped
             self.position.update += 1
-            of_all = (
-                items if self.parts.world.world_size == 1 else self.parts.world.sum(self.parts.world.zeros() + items)
-            )
+            world = self.parts.world
+            is_dealt = world.world_size > 1 and self.parts.parallel.splits_batch
+            of_all = world.sum(world.zeros() + items) if is_dealt else items
             yield StepInfo(self.position.update, None, of_all, None, None, bad)
 
     def close(self) -> Mapping[str, float]:

@@ -297,6 +297,7 @@ class Phase:
         self.is_first = True
         self.closed = False  # the result of the phase is in the model
         self._on_disk: int | None = None
+        self.idle: Mapping[str, float] = {}
         self.parts_of_ranks: list[tuple[Mapping[str, float], ...]] = []  # seconds by part, since the last row
         self.save_is_late = False  # rank 0 says so, and all ranks know it
         self.record = run.records.setdefault(self.name, PhaseRecord(planned.kind))
@@ -413,7 +414,7 @@ class Phase:
             save=self.policy.is_late(),
             num_bad=len(step.bad),
             seconds=lap.seconds if lap else None,
-            samples=self.shares.made(lap.update)[world.rank] if lap and world.world_size > 1 else 0,
+            samples=self.shares.made(lap.update)[self.order.rank] if lap and world.world_size > 1 else 0,
         )
         self.save_is_late = word is not None and word.save
         if word is None:
@@ -428,6 +429,10 @@ class Phase:
         """Name who holds the others up, and deal the next updates as it is fastest, where that was asked for."""
         self.parts_of_ranks.append(seconds)
         self.clock.ranks += seconds[self.run_.parts.world.rank]["wait"]
+        if update % self.run_.plan.settings.log_every == 0:
+            self.idle = self.run_.parts.parallel.idle()
+        if not self.order.shares:  # stages of a pipeline have unlike work
+            return
         found = self.slow.observe(seconds, samples)
         if found:
             self.observers.screen.warn(str(found))
@@ -498,7 +503,7 @@ class Phase:
         """Return what belongs into a row besides the loss: loss scale, memory of torch, what the monitor saw."""
         parts = self.run_.parts
         found: dict[str, Any] = {**parts.precision.values(), **self.observers.monitor.latest()}
-        found |= _mean_ms(self.parts_of_ranks)
+        found |= {**_mean_ms(self.parts_of_ranks), **self.idle}
         self.parts_of_ranks.clear()
         device = parts.world.device
         if device.type == "cuda":

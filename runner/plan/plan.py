@@ -126,7 +126,7 @@ class Plan:
             "micro_batch_size": self.batch.micro_batch_size,
             "accumulation_steps": self.batch.accumulation_steps,
         }
-        found |= {"shares": list(self.batch.shares)} if self.world_size > 1 else {}
+        found |= {"shares": list(self.batch.shares)} if len(self.batch.shares) > 1 else {}
         for group, choice in self.choices.items():
             found[group] = choice.name
             found |= {f"{group}.{key}": value for key, value in choice.options.items()}
@@ -264,6 +264,12 @@ def _devices_here(chosen: Device | None, inventory: Inventory) -> list[RankDevic
 
 def rank_table(plan: Plan) -> list[str]:
     """Return the ranks as lines of text: device, memory, share of an update, and how it is passed."""
+    if plan.batch.stages > 1:
+        sizes = [f", {rank.memory_bytes / 2**30:.1f} GiB" if rank.memory_bytes else "" for rank in plan.ranks]
+        return [
+            f"rank {number}: {rank.device}: {rank.name}{size}"
+            for number, (rank, size) in enumerate(zip(plan.ranks, sizes, strict=True))
+        ]
     return lines(
         table(
             plan.batch.shares,
@@ -464,14 +470,7 @@ class _Planner:
         )
 
     def _divided(self, global_batch_size: int, micro_batch_size: int | Literal["auto"], lead: str) -> Batch:
-        wanted = self.choices["parallelism"].options.get("shares", "equal")
-        shares, why = shares_of(wanted, global_batch_size, self.ranks)
-        ragged = self.choices["parallelism"].function != "single"
-        batch = (
-            shares
-            if isinstance(shares, Problem)
-            else divide(global_batch_size, micro_batch_size, shares, ragged=ragged)
-        )
+        batch, why = self._shared(global_batch_size, micro_batch_size)
         if isinstance(batch, Problem):
             where = f"{lead}{batch.where}" if lead else batch.where
             problem = dataclasses.replace(batch, where=where)
@@ -482,13 +481,32 @@ class _Planner:
             self.own_keys[f"{lead}micro_batch_size"] = batch.micro_batch_size
             self.own_keys[f"{lead}accumulation_steps"] = batch.accumulation_steps
         if micro_batch_size == "auto":
-            self.reasons[f"{lead}micro_batch_size"] = "auto: the whole share of an update in one pass"
+            reason = f"auto: {PASSES_PER_STAGE} micro-batches for each of {batch.stages} stages"
+            whole = "auto: the whole share of an update in one pass"
+            self.reasons[f"{lead}micro_batch_size"] = reason if batch.stages > 1 else whole
         self.reasons[f"{lead}shares"] = why
         is_even = len(set(batch.shares)) == 1
         of_rank = f"({batch.micro_batch_size} x {batch.world_size})" if is_even else f"{batch.micro_batch_size}"
         samples = batch.global_batch_size if is_even else max(batch.shares)
         self.reasons[f"{lead}accumulation_steps"] = f"{samples} / {of_rank}"
         return batch
+
+    def _shared(self, total: int, micro: int | Literal["auto"]) -> tuple[Batch | Problem, str]:
+        """Return an update's samples dealt to the ranks and cut into micro-batches, and why so."""
+        function, count = self.choices["parallelism"].function, len(self.ranks)
+        if function == "pipeline" and count > 1:
+            micro = max(1, -(-total // (PASSES_PER_STAGE * count))) if micro == "auto" else micro
+            batch = divide(total, micro, (total,), ragged=True)
+            why = "every rank sees all samples, with some layers"
+            return (batch if isinstance(batch, Problem) else dataclasses.replace(batch, stages=count)), why
+        wanted = self.choices["parallelism"].options.get("shares", "equal")
+        shares, why = shares_of(wanted, total, self.ranks)
+        if isinstance(shares, Problem):
+            return shares, why
+        return divide(total, micro, shares, ragged=function != "single"), why
+
+
+PASSES_PER_STAGE = 4  # micro-batches for each stage of a pipeline: with 2 stages 1 / 9 of the time is idle
 
 
 # ---------------------------------------------------------------- rules: one group each; gpu is None on a CPU
