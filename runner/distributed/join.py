@@ -30,6 +30,8 @@ def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S
     """
     is_watched = member.store.startswith("file:")  # our own launcher's; others end all when one leaves
     world = World(device, member.rank, member.local_rank, member.world_size, member.num_local_ranks, is_watched)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what does not name a device must not start the first GPU
     if member.world_size == 1:
         yield world
         return

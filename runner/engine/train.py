@@ -355,6 +355,8 @@ class Phase:
             if self.must_stop or self.is_over:
                 break
         self.council.close()
+        if self.run_.parts.world.world_size > 1:  # of the last update nobody has heard
+            self._list_bad_samples(self.position.update)
         if self.stopping.is_due and not was_over:
             settings = self.planned.early_stopping
             self.observers.screen.say(

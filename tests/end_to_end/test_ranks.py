@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,22 +25,26 @@ from runner import Task
 
 class Seen(torch.utils.data.Dataset):
     """Samples that are written down when they are read."""
-    def __init__(self):
+    def __init__(self, bad=False):
         g = torch.Generator().manual_seed(0)
         self.x, self.y = torch.randn(90, 6, generator=g), torch.randint(3, (90,), generator=g)
+        self.bad = {3, 40, 77} if bad else ()
     def __len__(self): return 90
-    def __getitem__(self, index): return self.x[index], self.y[index], index
+    def __getitem__(self, index):
+        if index in self.bad: raise ValueError("unreadable")
+        return self.x[index], self.y[index], index
 
 def rank():
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 class Small(Task):
     item = "sample"
-    def __init__(self, dropout, fault, at, rank):
+    def __init__(self, dropout, fault, at, rank, bad):
+        self.bad = bad
         self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
         self.fault, self.at, self.rank, self.update = fault, at, rank, 0
     def begin_update(self, progress): self.update = progress.update
-    def dataset(self, split): return Seen()
+    def dataset(self, split): return Seen(self.bad and split == "train")
     def loss(self, model, batch):
         x, y, index = batch
         if model.training and "SEEN" in os.environ:
@@ -53,11 +59,12 @@ class Small(Task):
                 if self.fault == "raise": raise ValueError("no such thing")
                 if self.fault == "exit": os._exit(0)
                 if self.fault == "infinite": return F.cross_entropy(model(x), y, reduction="sum") * float("nan"), len(y)
+        if model.training and self.fault == "slow": time.sleep(0.001 * len(y) * (3 if rank() == self.rank else 1))
         if model.training and "SLEEP" in os.environ: time.sleep(float(os.environ["SLEEP"]))
         return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
-def build(*, dropout: float = 0.0, fault: str = "", at: int = 5, rank: int = 1) -> Task:
-    return Small(dropout, fault, at, rank)
+def build(*, dropout: float = 0.0, fault: str = "", at: int = 5, rank: int = 1, bad: bool = False) -> Task:
+    return Small(dropout, fault, at, rank, bad)
 '''
 BASE = (
     "train --task task.py run=r updates=12 global_batch_size=32 log_every=1 evaluate.every=6 monitor=off"
@@ -86,30 +93,69 @@ def well(ended: Ended) -> Ended:
     return ended
 
 
-def test_one_rank_two_equal_and_two_unequal_make_the_same_curve(server: ForkServer, folder: Path) -> None:
+def test_one_rank_and_two_by_any_strategy_make_the_same_curve(server: ForkServer, folder: Path) -> None:
     well(server.run(BASE, folder))
     expected, held_out = losses(folder), rows(folder)[-1]["val/loss"]
     assert len(expected) == 12
     unequal = f"{TWO} parallelism.shares=[19,13] micro_batch_size=5"
     sharded = TWO.replace("ddp", "fsdp")
+    piped = TWO.replace("ddp", "pipeline")
     for number, words in enumerate(
-        (TWO, unequal, f"{TWO} parallelism.shares=speed", sharded, f"{sharded} micro_batch_size=3")
-    ):
+        (
+            TWO, unequal, f"{TWO} parallelism.shares=speed", f"{TWO} dataloader.num_workers=1",
+            sharded, f"{sharded} micro_batch_size=3",
+            piped, f"{piped} parallelism.schedule=gpipe micro_batch_size=5", f"{piped} parallelism.split=[1,3]",
+        )
+    ):  # fmt: skip
         well(server.run(f"{BASE} {words}".replace("run=r", f"run=r{number}"), folder))
         assert losses(folder, f"r{number}") == pytest.approx(expected, rel=1e-5)
         assert rows(folder, f"r{number}")[-1]["val/loss"] == pytest.approx(held_out, rel=1e-5)
 
 
-def test_two_ranks_go_on_as_one_as_two_shards_and_as_two_again(server: ForkServer, folder: Path) -> None:
+def test_two_ranks_go_on_as_one_as_shards_as_stages_and_as_two_again(server: ForkServer, folder: Path) -> None:
     well(server.run(BASE, folder))
     expected = losses(folder)
     again = BASE.replace("run=r", "run=again")
     well(server.run(f"{again} {TWO}".replace("updates=12", "updates=4"), folder))
     well(server.run(f"{again} resume_allow=[updates]".replace("updates=12", "updates=8"), folder))
     sharded = TWO.replace("ddp", "fsdp")
-    well(server.run(f"{again} {sharded} resume_allow=[updates]".replace("updates=12", "updates=10"), folder))
+    piped = TWO.replace("ddp", "pipeline")
+    well(server.run(f"{again} {sharded} resume_allow=[updates]".replace("updates=12", "updates=9"), folder))
+    well(server.run(f"{again} {piped} resume_allow=[updates]".replace("updates=12", "updates=10"), folder))
     well(server.run(f"{again} {TWO} parallelism.shares=[20,12] resume_allow=[updates]", folder))
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "parallelism=ddp", "parallelism=ddp parallelism.shares=[19,13]", "parallelism=ddp parallelism.shares=speed",
+        "parallelism=fsdp", "parallelism=pipeline", "parallelism=pipeline parallelism.schedule=interleaved",
+    ],
+)  # fmt: skip
+def test_fifty_updates_of_gpt_make_the_same_curve(
+    words: str, server: ForkServer, gpt_curve: dict[int, float], tmp_path: Path
+) -> None:
+    well(server.run(f"{GPT} {words}", tmp_path))
+    assert losses(tmp_path) == pytest.approx(gpt_curve, rel=1e-5)
+
+
+# A learning rate at which training is stable: where it is not, rounding grows until nothing is left of equality, with
+# one process and another number of threads as well.
+GPT = (
+    "train task=gpt task.size=tiny run=r updates=50 global_batch_size=32 optimizer.lr=0.0003 log_every=1"
+    " evaluate.every=0 evaluate.samples=32 monitor=off"
+)
+
+
+@pytest.fixture(scope="module")
+def gpt_curve(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one process."""
+    folder = tmp_path_factory.mktemp("gpt")
+    well(server.run(GPT, folder))
+    found = losses(folder)
+    assert len(found) == 50
+    return found
 
 
 def test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit(server: ForkServer, folder: Path) -> None:
@@ -194,6 +240,67 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(server: ForkServer,
     assert stopped_at < 12
     well(server.run(again, folder))
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
+
+
+def test_ranks_started_by_torchrun_make_the_same_run(server: ForkServer, folder: Path) -> None:
+    well(server.run(BASE, folder))
+    expected = losses(folder)
+    words = f"{BASE} parallelism=ddp".replace("run=r", "run=again").split()
+    code, out, err = torchrun(words, folder)
+    assert code == 0, err
+    assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
+    assert out.count("12 of 12 updates") == 1, "one rank speaks"
+    code, _, err = torchrun([*words, "optimizer.lrr=1"], folder)
+    assert code != 0
+    assert err.count("optimizer.lrr=1: unknown key") == 1, "one rank speaks"
+
+
+def torchrun(words: list[str], folder: Path) -> tuple[int, str, str]:
+    start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *start, *words],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_what_ranks_trained_is_used_by_one_process(server: ForkServer, folder: Path) -> None:
+    words = f"{GPT} {TWO} inference.samples=1 inference.tokens=8".replace("updates=50", "updates=2")
+    ended = well(server.run(words.replace("train", "both", 1), folder))
+    assert "predictions" in ended.out
+    assert (folder / "outputs/r/predictions/summary.json").is_file()
+
+
+def test_the_rank_that_holds_the_others_up_is_named(server: ForkServer, folder: Path) -> None:
+    words = f"{BASE} {TWO} task.fault=slow".replace("updates=12", "updates=60")
+    ended = well(server.run(words, folder))
+    assert "rank 1 holds the others up: its forward takes" in ended.err
+    assert any("rank1/forward_ms" in row for row in rows(folder))
+    ended = well(server.run(f"{words} parallelism.shares=speed".replace("run=r", "run=again"), folder))
+    assert "times as long per sample: shares 16+16 ->" in ended.out
+
+
+def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) -> None:
+    words = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip".replace("updates=12", "epochs=1")
+    well(server.run(words, folder))
+    events = [json.loads(line) for line in (folder / "outputs/r/events.jsonl").read_text().splitlines()]
+    assert sorted(event["index"] for event in events if event["kind"] == "bad sample") == [3, 40, 77]
+
+
+def test_phases_of_statistics_are_merged_over_ranks(server: ForkServer, tmp_path: Path) -> None:
+    """The task of tests/end_to_end/test_phases_as_data.py: a fit, and phases with parameters of their own."""
+    task = Path(__file__).parent / "task_of_phases.py"
+    found = []
+    for run, words in (("one", ""), ("two", TWO), ("shards", TWO.replace("ddp", "fsdp"))):
+        well(server.run(f"train --task {task} run={run} monitor=off {words}", tmp_path))
+        record = json.loads((tmp_path / "outputs" / run / "run.json").read_text())
+        found.append({name: phase["metrics"] for name, phase in record["phases"].items()})
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, metrics in found[0].items():
+            close = {key: value for key, value in metrics.items() if key != "val/noise"}
+            assert {key: other[name][key] for key in close} == pytest.approx(close, rel=1e-4), name
 
 
 def test_nobody_is_left_when_the_launcher_is_killed(server: ForkServer, folder: Path) -> None:
