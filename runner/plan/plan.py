@@ -201,6 +201,7 @@ def make_plan(
     Raises ConfigError with every problem, DeviceMissing if a device asked for by name is not in the inventory.
     """
     planner = _Planner(configuration, inventory)
+    planner.footprint = footprint
     chosen = planner.gpu()
     planner.choose_strategy(chosen, ranks, footprint)
     gpu = planner.gather(chosen, ranks)
@@ -249,9 +250,11 @@ def allow_for(configuration: Configuration) -> None:
 
 
 def wants_footprint(configuration: Configuration, inventory: Inventory) -> bool:
-    """Tell whether the plan depends on what the model takes: parallelism=auto with several devices."""
-    is_auto = configuration.choices["parallelism"].function == "auto"
-    return is_auto and configuration.settings.device in ("auto", "cuda") and len(inventory.usable) > 1
+    """Tell whether the plan depends on what the model takes: several GPUs, and a strategy or shares to be found."""
+    parallelism, settings = configuration.choices["parallelism"], configuration.settings
+    follows_speed = parallelism.options.get("shares") == "speed" and settings.micro_batch_size == "auto"
+    is_open = parallelism.function == "auto" or follows_speed
+    return is_open and settings.device in ("auto", "cuda") and len(inventory.usable) > 1
 
 
 def _devices_here(chosen: Device | None, inventory: Inventory) -> list[RankDevice]:
@@ -297,6 +300,7 @@ class _Planner:
         self.configuration = configuration
         self.inventory = inventory
         self.ranks: tuple[RankDevice, ...] = ()
+        self.footprint: Footprint | None = None
         self.choices = dict(configuration.choices)
         self.reasons = {key: source for key, source in configuration.sources.items() if key != "hardware"}
         self.notes: list[str] = []
@@ -483,6 +487,8 @@ class _Planner:
         if micro_batch_size == "auto":
             reason = f"auto: {PASSES_PER_STAGE} micro-batches for each of {batch.stages} stages"
             whole = "auto: the whole share of an update in one pass"
+            if not batch.in_one_pass:
+                whole = "auto: what the smallest device holds, so that shares are free to follow speed"
             self.reasons[f"{lead}micro_batch_size"] = reason if batch.stages > 1 else whole
         self.reasons[f"{lead}shares"] = why
         is_even = len(set(batch.shares)) == 1
@@ -503,6 +509,8 @@ class _Planner:
         shares, why = shares_of(wanted, total, self.ranks)
         if isinstance(shares, Problem):
             return shares, why
+        if wanted == "speed" and micro == "auto" and self.footprint is not None:
+            micro = min(self.footprint.samples_on(min(rank.memory_bytes for rank in self.ranks)), max(shares))
         return divide(total, micro, shares, ragged=function != "single"), why
 
 

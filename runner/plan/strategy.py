@@ -38,6 +38,10 @@ class Footprint:
         """Return what does not depend on the number of samples."""
         return self.weights + self.gradients + self.state
 
+    def samples_on(self, memory_bytes: int) -> int:
+        """Return how many samples a device passes at once beside the whole model; at least 1."""
+        return max(1, int((memory_bytes * HEADROOM - self.model) / max(1, self.activations)))
+
     def __str__(self) -> str:
         parts = f"weights {_gib(self.weights)}, gradients {_gib(self.gradients)}, optimizer {_gib(self.state)}"
         return f"{parts}, activations {_gib(self.activations)} a sample"

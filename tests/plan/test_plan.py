@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from runner.base.configuration import Configuration, Request, compose, selected_by_profile, shipped_options
 from runner.base.division import Batch, divide
-from runner.base.shares import equal
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
+from runner.base.shares import equal
 from runner.plan.inventory import GIB, Cpu, Device, Inventory, inventory_of_profile
 from runner.plan.plan import Plan, inventory_for, make_plan
 
@@ -403,13 +403,15 @@ def test_ranks_need_no_sizes_that_divide(total: int, micro: Any, world_size: int
     assert max(shares) <= found.accumulation_steps * found.micro_batch_size
 
 
+AT_MOST, LARGEST = "must be at most", "the largest share of a rank"
+
+
 @pytest.mark.parametrize(
     ("total", "micro", "shares", "said"),
     [
         (64, 12, (64,), "must be a multiple of micro_batch_size (12), but is 64 | nearest: 60, 72"),
-        (4, 8, (4,), "must be at most global_batch_size (4), but is 8 | say micro_batch_size=4, or global_batch_size=8"),
-        (8, 8, (5, 3), "must be at most the largest share of a rank (5 of 8), but is 8"
-         " | say micro_batch_size=5, or global_batch_size=16"),
+        (4, 8, (4,), f"{AT_MOST} global_batch_size (4), but is 8 | say micro_batch_size=4, or global_batch_size=8"),
+        (8, 8, (5, 3), f"{AT_MOST} {LARGEST} (5 of 8), but is 8 | say micro_batch_size=5, or global_batch_size=16"),
     ],
 )  # fmt: skip
 def test_a_batch_that_does_not_divide_is_said_with_those_that_do(

@@ -50,3 +50,11 @@ def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
     assert "11 GiB + 8 GiB" in found.what
     assert "memory=checkpoint" in found.fix
     assert "layers()" in found.fix
+
+
+def test_shares_that_follow_speed_pass_what_the_smallest_device_holds() -> None:
+    """Whatever the shares become, no pass is larger than that."""
+    need = model(4, activations=0.3)
+    fits = need.samples_on(8 * GIB)
+    assert need.model + fits * need.activations <= 8 * GIB * 0.9 < need.model + (fits + 1) * need.activations
+    assert model(20).samples_on(8 * GIB) == 1
