@@ -74,8 +74,8 @@ class Order:
         epoch, window = divmod(update, self.updates_per_epoch)
         start = window * self.global_batch_size
         whole = permutation(self.seed, epoch, self.num_samples)[start : start + self.global_batch_size].tolist()
-        dealt_as = shares or self.shares or (self.global_batch_size,)
-        parts = [whole[first:stop] for first, stop in slices(len(whole), dealt_as)]
+        dealt_as = shares or self.shares
+        parts = [whole[first:stop] for first, stop in slices(len(whole), dealt_as)] if dealt_as else [whole]
         mine = parts[self.rank]
         passes = [mine[first : first + self.micro_batch_size] for first in range(0, len(mine), self.micro_batch_size)]
         wanted = max(-(-len(part) // self.micro_batch_size) for part in parts) if self.in_step else max(1, len(passes))

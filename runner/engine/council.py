@@ -31,10 +31,7 @@ class Word:
 
 
 class Council:
-    """Sends one small vector after each update and reads the one before it, so that nobody waits.
-
-    A rank alone hears itself at once.
-    """
+    """Sends one small vector after each update and reads the one before it, so that nobody waits."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -44,8 +41,6 @@ class Council:
         self, *, stop: bool, save: bool, num_bad: int, seconds: Mapping[str, float] | None, samples: int
     ) -> Word | None:
         """Say how it stands after an update; return what all said of the one before, None after the first."""
-        if self.world.world_size == 1:
-            return Word(stop, save, num_bad, (seconds,), (samples,))
         mine = [samples, seconds is not None, *((seconds[part] for part in PARTS) if seconds else [0.0] * len(PARTS))]
         others = [0.0] * _WIDTH
         rows = [mine if rank == self.world.rank else others for rank in range(self.world.world_size)]

@@ -247,14 +247,16 @@ class Phase:
         self.observers, self.clock = run.observers, run.clock
         parts.task.begin_phase(self.name)
         fetcher = parts.fetcher("train")
+        self.is_alone = parts.world.world_size == 1
+        is_dealt = parts.parallel.splits_batch and not self.is_alone
         self.order = Order(
             num_samples=len(fetcher),
             global_batch_size=planned.batch.global_batch_size,
             micro_batch_size=planned.batch.largest_pass,
             seed=plan.settings.seed,
             drop_last=planned.kind == "train" and bool(plan.choices["dataloader"].options["drop_last"]),
-            shares=planned.batch.shares if parts.parallel.splits_batch else (),
-            rank=parts.world.rank if parts.parallel.splits_batch else 0,
+            shares=planned.batch.shares if is_dealt else (),
+            rank=parts.world.rank if is_dealt else 0,
             in_step=parts.parallel.in_step,
         )
         self.council = Council(parts.world)
@@ -355,7 +357,7 @@ class Phase:
             if self.must_stop or self.is_over:
                 break
         self.council.close()
-        if self.run_.parts.world.world_size > 1:  # of the last update nobody has heard
+        if not self.is_alone:  # of the last update nobody has heard
             self._list_bad_samples(self.position.update)
         if self.stopping.is_due and not was_over:
             settings = self.planned.early_stopping
@@ -409,14 +411,21 @@ class Phase:
 
     def _heed(self, step: StepInfo) -> None:
         """Tell the other ranks how it stands, and learn how they do: what follows is the same on all of them."""
-        world, lap = self.run_.parts.world, self.run_.parts.parallel.watch.last
+        if self.is_alone:
+            self.must_stop = self.must_stop or self.run_.stop.requested is not None
+            self.save_is_late = self.policy.is_late()
+            if step.bad:
+                self.bad += step.bad
+                self._list_bad_samples(step.update)
+            return
+        lap = self.run_.parts.parallel.watch.last
         self.bad += step.bad
         word = self.council.hear(
             stop=self.run_.stop.requested is not None,
             save=self.policy.is_late(),
             num_bad=len(step.bad),
             seconds=lap.seconds if lap else None,
-            samples=self.shares.made(lap.update)[self.order.rank] if lap and world.world_size > 1 else 0,
+            samples=self.shares.made(lap.update)[self.order.rank] if lap else 0,
         )
         self.save_is_late = word is not None and word.save
         if word is None:
@@ -424,7 +433,7 @@ class Phase:
         self.must_stop = self.must_stop or word.stop
         if word.num_bad:
             self._list_bad_samples(step.update)
-        if world.world_size > 1 and all(word.seconds):
+        if all(word.seconds):
             self._compare_ranks(step.update, tuple(there for there in word.seconds if there), word.samples)
 
     def _compare_ranks(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: tuple[int, ...]) -> None:
