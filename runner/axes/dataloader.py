@@ -35,6 +35,9 @@ class Fetcher:
         self.many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
         self.num_samples = len(dataset) if num_samples is None else min(num_samples, len(dataset))
+        self.may_be_empty = (
+            False  # a micro-batch whose samples are all bad is no error: another rank may have good ones
+        )
         self._epoch = -1
 
     def __len__(self) -> int:
@@ -44,7 +47,7 @@ class Fetcher:
         if not key.indices:  # this rank has no part in the update
             return MicroBatch(None, key.last, counts=False)
         read = self._read(key)
-        return read if key.counts else read._replace(counts=False)
+        return read if key.counts else read._replace(counts=False, bad=())
 
     def _read(self, key: Micro) -> MicroBatch:
         if self.set_epoch is not None and key.epoch != self._epoch:
@@ -66,6 +69,8 @@ class Fetcher:
                 if not self.skip_bad:
                     raise self._named(error, [index]) from error
                 bad.append((index, f"{type(error).__name__}: {error}"))
+        if not samples and self.may_be_empty:
+            return MicroBatch(None, key.last, tuple(bad), counts=False)
         if not samples:
             raise DataError(f"every sample of a batch is bad: {[index for index, _ in bad]}; the first: {bad[0][1]}")
         return MicroBatch(self._together(samples), key.last, tuple(bad))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runner.base.errors import TaskFault
 from runner.base.task import State
 from runner.base.world import World
 
@@ -16,7 +17,7 @@ def start_alike(model: nn.Module) -> None:
     """Parameters and buffers of every rank are those of rank 0."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            dist.broadcast(tensor, 0)
+            _take_from_first(tensor)
 
 
 def settle_buffers(model: nn.Module, world: World) -> None:
@@ -24,18 +25,30 @@ def settle_buffers(model: nn.Module, world: World) -> None:
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     statistics = {id(buffer): buffer for module in norms for buffer in module.buffers()}
     for buffer in statistics.values():
+        summed = buffer.contiguous().clone()
         if buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer.div_(world.world_size)
+            dist.all_reduce(summed)
+            buffer.copy_(summed / world.world_size)
         else:
-            dist.all_reduce(buffer, dist.ReduceOp.MAX)
+            dist.all_reduce(summed, dist.ReduceOp.MAX)
+            buffer.copy_(summed)
     for buffer in model.buffers():
         if id(buffer) not in statistics:
-            dist.broadcast(buffer, 0)
+            _take_from_first(buffer)
 
 
 def merge_states(merge: Callable[[State, State], State], state: State, world: World) -> State:
-    """Return the state of the data of all ranks, merged in the order of the ranks, on every rank alike."""
+    """Return the state of the data of all ranks, merged in the order of the ranks, on every rank alike.
+
+    Raises TaskFault, on every rank, where their states differ in names, shapes or types.
+    """
+    kinds = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in state.items()}
+    of_ranks = world.gather(kinds)
+    if any(there != of_ranks[0] for there in of_ranks):
+        raise TaskFault(
+            f"the state of a fit must have the same names, shapes and types with and without data, but is {of_ranks}",
+            fix="let add return tensors of the types that start returns",
+        )
     result: State | None = None
     for rank in range(world.world_size):
         theirs = {name: _of_rank(tensor, rank) for name, tensor in state.items()}
@@ -45,6 +58,15 @@ def merge_states(merge: Callable[[State, State], State], state: State, world: Wo
 
 
 def _of_rank(tensor: Tensor, rank: int) -> Tensor:
-    received = tensor.contiguous().clone()
-    dist.broadcast(received, rank)
+    """Return the tensor of a rank. Travels as bytes: not every type can, and not every tensor lies densely."""
+    received = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if received.numel():
+        dist.broadcast(received.view(-1).view(torch.uint8), rank)
     return received
+
+
+def _take_from_first(tensor: Tensor) -> None:
+    theirs = _of_rank(tensor, 0)
+    mine = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if mine.numel() and not torch.equal(mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
+        tensor.copy_(theirs)

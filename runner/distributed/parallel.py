@@ -57,7 +57,7 @@ class Parallel:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.watch: Stopwatch = stopwatch(world.device)
+        self.watch: Stopwatch = stopwatch(world.device) if world.world_size > 1 else Stopwatch()
 
     # ------------------------------------------------------------ the model
 

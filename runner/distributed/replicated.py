@@ -59,6 +59,7 @@ class Replicated(Parallel):
         while not last:
             batch, last, skipped, counts = next(batches)
             watch.lap("data")
+            bad += skipped
             if counts:
                 with passes.forward():
                     loss, count = passes.loss(passes.model, batch)
@@ -70,7 +71,6 @@ class Replicated(Parallel):
                 watch.lap("backward")
                 loss_sum += loss.detach()
                 items += count if isinstance(count, int) else count.to(device)
-                bad += skipped
             elif self.in_step:
                 pass_in_vain(passes, batch, self._reducer.parameters)
                 watch.lap("wait")
@@ -111,7 +111,7 @@ class _Bucket:
                 self.flat[start : start + weight.numel()].as_strided(weight.shape, _strides(weight), start)
             )
             start += weight.numel()
-        self.num_ready = 0
+        self.ready: set[int] = set()
         self.work: Any = None
 
     def launch(self) -> None:
@@ -128,7 +128,8 @@ class _Bucket:
     def finish(self) -> None:
         """The sums are there, in the place of the gradients."""
         self.work.wait()
-        self.work, self.num_ready = None, 0
+        self.work = None
+        self.ready.clear()
         for weight, view in zip(self.parameters, self.views, strict=True):
             weight.grad = view
 
@@ -178,9 +179,11 @@ class Reducer:
         return numbers[: len(sums)]
 
     def _ready_in(self, bucket: _Bucket) -> Callable[[Tensor], None]:
-        def ready(_: Tensor) -> None:
+        def ready(weight: Tensor) -> None:
             if self.is_last:
-                bucket.num_ready += 1
+                if bucket.work is not None:
+                    raise _too_late(weight)
+                bucket.ready.add(id(weight))
                 while self._next < len(self.buckets) and self._is_full(self.buckets[self._next]):
                     self._launch()
 
@@ -188,11 +191,19 @@ class Reducer:
 
     @staticmethod
     def _is_full(bucket: _Bucket) -> bool:
-        return bucket.num_ready >= len(bucket.parameters)
+        return len(bucket.ready) >= len(bucket.parameters)
 
     def _launch(self) -> None:
         self.buckets[self._next].launch()
         self._next += 1
+
+
+def _too_late(weight: Tensor) -> TaskFault:
+    return TaskFault(
+        "a gradient came in several parts, after the first of them had left for the other ranks",
+        where=f"a parameter of shape {tuple(weight.shape)}",
+        fix="say use_reentrant=False where torch.utils.checkpoint is called, and call no backward inside of loss",
+    )
 
 
 def _grouped(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:

@@ -15,6 +15,7 @@ from runner.base.choice import make
 from runner.base.configuration import Choice, Configuration
 from runner.base.order import Micro
 from runner.engine.assemble import assemble
+from runner.engine.tasks import explained
 from runner.plan.inventory import Inventory
 from runner.plan.plan import make_plan
 from runner.plan.strategy import Footprint
@@ -59,7 +60,11 @@ def footprint(configuration: Configuration, inventory: Inventory) -> Footprint:
             return tensor
 
         loss = parts.task.losses.get(phase.name, parts.task.loss)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), parts.precision.forward():
+        with (
+            explained(parts.source, "finding out what the model takes"),
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            parts.precision.forward(),
+        ):
             total, _ = loss(parts.model, batch)
         del total
         try:

@@ -212,20 +212,23 @@ class Statistics(Work):
         self.gathered: State = {name: value.to(parts.world.device) for name, value in fit.start().items()}
 
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
+        world, parallel, model = self.parts.world, self.parts.parallel, self.parts.model
+        is_dealt = world.world_size > 1 and parallel.splits_batch
         while self.position.update < self.total:
             items: Tensor | int = 0
             bad: tuple[tuple[int, str], ...] = ()
             last = False
-            while not last:
-                batch, last, skipped, counts = next(batches)
-                if counts:
-                    with torch.no_grad(), self.parts.precision.forward():
-                        added = self.fit.add(self.parts.model, self.gathered, batch)
-                    self.gathered, count = _checked(added, self.fit, self.parts.source)
-                    items, bad = items + count, bad + skipped
+            # Gathered: ranks need not make the same passes, and `add` may call the model in its own way.
+            with parallel.gathered(model), torch.no_grad():
+                while not last:
+                    batch, last, skipped, counts = next(batches)
+                    bad += skipped if is_dealt or world.is_first else ()
+                    if counts:
+                        with self.parts.precision.forward():
+                            added = self.fit.add(model, self.gathered, batch)
+                        self.gathered, count = _checked(added, self.fit, self.parts.source)
+                        items = items + count
             self.position.update += 1
-            world = self.parts.world
-            is_dealt = world.world_size > 1 and self.parts.parallel.splits_batch
             of_all = world.sum(world.zeros() + items) if is_dealt else items
             yield StepInfo(self.position.update, None, of_all, None, None, bad)
 

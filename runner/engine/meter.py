@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.base.errors import NumericError
+from runner.base.errors import NumericError, TaskFault
 from runner.base.world import World
 from runner.engine.loop import StepInfo
 
@@ -103,6 +103,8 @@ class Meter:
         self.flush()
         losses = [float(loss) for loss in self._losses]
         last = self._last
+        if last is not None and losses:
+            self._check_items([float(count) for count in self._items], last.update)
         if last is not None and not self.overflow_is_skipped:
             self._check(losses, last.update)
         return {
@@ -167,6 +169,8 @@ class Meter:
         numbers = pending.numbers.tolist()
         losses, items, norm = numbers[: timing["losses"]], numbers[timing["losses"] : -1], numbers[-1]
         count = len(items)
+        if losses:
+            self._check_items(items, pending.row["update"])
         fine = [index for index, loss in enumerate(losses) if math.isfinite(loss)]
         total = sum(items)
         self.items_seen += total
@@ -184,6 +188,16 @@ class Meter:
         self.write(row)
         if not self.overflow_is_skipped:
             self._check(losses, row["update"])
+
+    @staticmethod
+    def _check_items(items: list[float], update: int) -> None:
+        """Raise TaskFault with the number of the first update without items; `update` is the last."""
+        for number, count in enumerate(items, update - len(items) + 1):
+            if count == 0:
+                raise TaskFault(
+                    f"the losses of a whole update count no items (update {number})",
+                    fix="return (the sum, the number of items)",
+                )
 
     def _check(self, losses: list[float], update: int) -> None:
         """Raise NumericError with the number of the first update whose loss is not finite; `update` is the last."""

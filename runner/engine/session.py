@@ -28,6 +28,7 @@ from runner.durable.files import read_object
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, make_plan
 from runner.plan.ranks import RankDevice
+from runner.plan.strategy import Footprint
 
 if TYPE_CHECKING:
     from runner.base.world import World
@@ -45,6 +46,7 @@ class Job:
     plan: Plan
     inventory: Inventory
     name: str
+    footprint: Footprint | None = None
 
     @property
     def folder(self) -> Path:
@@ -153,7 +155,7 @@ def record_failure(job: Job, error: AccelRunError, began: float) -> None:
         return
     with suppress(AccelRunError), RunDirectory.create_or_open(job.folder.parent, job.name) as directory:
         record = read_object(directory.run_json)
-        if record and datetime.fromisoformat(record["started"]).timestamp() >= began:
+        if record and datetime.fromisoformat(record["started"]).timestamp() >= began - 0.001:
             _end_badly(error, directory, record, began)
 
 

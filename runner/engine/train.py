@@ -247,6 +247,7 @@ class Phase:
         self.observers, self.clock = run.observers, run.clock
         parts.task.begin_phase(self.name)
         fetcher = parts.fetcher("train")
+        fetcher.may_be_empty = parts.world.world_size > 1 and not parts.parallel.in_step
         self.is_alone = parts.world.world_size == 1
         is_dealt = parts.parallel.splits_batch and not self.is_alone
         self.order = Order(
@@ -370,7 +371,10 @@ class Phase:
         self.clock.hooks += time.perf_counter() - began
         if self.record.finished:
             return None
-        return self.run_.stop.requested or ("fewer ranks" if self.run_.dropped else "a signal to another rank")
+        if self.run_.dropped:
+            return "to go on with fewer ranks"
+        name = self.run_.stop.requested
+        return "as asked" if name is None or self.run_.parts.world.is_watched else name  # ranks hear of it second-hand
 
     def updates(self) -> Iterator[int]:
         """Make one update after the other, with all that happens between them, and yield their numbers."""
@@ -422,17 +426,18 @@ class Phase:
         self.bad += step.bad
         word = self.council.hear(
             stop=self.run_.stop.requested is not None,
-            save=self.policy.is_late(),
+            save=self.run_.parts.world.is_first and self.policy.is_late(),
             num_bad=len(step.bad),
             seconds=lap.seconds if lap else None,
             samples=self.shares.made(lap.update)[self.order.rank] if lap else 0,
         )
-        self.save_is_late = word is not None and word.save
+        # What is heard is of the update before: it was late then, and may have been saved since.
+        self.save_is_late = word is not None and word.save and step.update - 1 > self.saved_at
         if word is None:
             return
         self.must_stop = self.must_stop or word.stop
         if word.num_bad:
-            self._list_bad_samples(step.update)
+            self._list_bad_samples(step.update - 1)
         if all(word.seconds):
             self._compare_ranks(step.update, tuple(there for there in word.seconds if there), word.samples)
 
@@ -460,7 +465,7 @@ class Phase:
         row = {"shares": list(decision.shares), "old_ms": 1e3 * decision.old_s, "new_ms": 1e3 * decision.new_s}
         self.observers.write({"update": update, "phase": self.name, **{f"balance/{key}": row[key] for key in row}})
         self.observers.screen.event("shares", update=update, reason=decision.reason, **row)
-        if decision.drop and self.run_.parts.world.is_watched:
+        if decision.drop and self.run_.parts.world.is_watched and not self.is_over:
             self.run_.dropped = decision.drop
             self.must_stop = True
 
@@ -476,7 +481,10 @@ class Phase:
 
     def _after_the_first_of_the_phase(self) -> None:
         self.is_first = False
-        missed = self.work.missed()
+        of_ranks = self.run_.parts.world.gather(self.work.missed())
+        missed = of_ranks[0]
+        if self.run_.parts.parallel.splits_batch:  # what one rank's samples do not reach those of another may
+            missed = [name for name in missed if all(name in there for there in of_ranks)]
         if missed and self.position.update == 1:  # after a resumption the first update may have other samples
             shown = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if missed[4:] else "")
             self.observers.screen.warn(f"no gradient reached {shown} in the first update of {self.name}")

@@ -104,8 +104,12 @@ def as_error(ending: Ending) -> AccelRunError:
     cause = ending.cause
     assert cause is not None, "nothing failed"
     if cause.problems:
+        is_of_one = cause.rank != 0 and not any(
+            other.problems == cause.problems for other in ending.failures if other is not cause
+        )
+        lead = f"rank {cause.rank}: " if is_of_one else ""  # what all ranks find is said as by one process
         named = [
-            Problem(problem.what, f"rank {cause.rank}: {problem.where}".removesuffix(": "), problem.fix)
+            Problem(problem.what, f"{lead}{problem.where}".removesuffix(": "), problem.fix)
             for problem in cause.problems
         ]
         return remake(AccelRunError, tuple(named), Exit(cause.exit_code))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from runner.base.configuration import Configuration, Request, compose, merge_overrides
+from runner.base.configuration import Configuration, Request, compose, merge_overrides, task_source, to_yaml
 from runner.base.errors import ConfigError, Exit, Problem
 from runner.base.phases import INFERENCE
 from runner.base.ranks import Member, member_of
+from runner.durable.files import read_object
 from runner.engine.session import Ended, Job, name_of, record_failure, take_part
 from runner.launch.launcher import launched
 from runner.plan.inventory import Inventory, take_inventory
@@ -38,9 +42,10 @@ def train(request: Request, *, then_infer: bool = False) -> Exit:
     try:
         return _train(request, member, then_infer=then_infer)
     except ConfigError as error:
-        if member.rank == 0:
+        # Before they have met, ranks know nothing of each other: the first of each machine says what it found there.
+        if member.rank == 0 or (member.local_rank == 0 and not isinstance(error, _OfAll)):
             raise
-        return Exit(error.exit_code)  # rank 0 has the same problems, and says them
+        return Exit(error.exit_code)
 
 
 def _train(request: Request, member: Member | None, *, then_infer: bool) -> Exit:
@@ -85,7 +90,7 @@ def _from_here(request: Request, configuration: Configuration, name: str) -> tup
     alone = configuration.choices["parallelism"].function == "single"
     inventory = _inventory(configuration, apart=not alone)
     need = _footprint(configuration, inventory) if wants_footprint(configuration, inventory) else None
-    job = Job(request, configuration, make_plan(configuration, inventory, footprint=need), inventory, name)
+    job = Job(request, configuration, make_plan(configuration, inventory, footprint=need), inventory, name, need)
     if job.plan.world_size == 1:
         return _taken_part(job, Member()), job
     return _launched(job)
@@ -136,21 +141,29 @@ def _launched(job: Job) -> tuple[Ended, Job]:
     restarts = int(job.plan.choices["parallelism"].options.get("restarts", 0))
     attempt, began = 0, time.time()
     while True:
-        ending = run_ranks(partial(_main, job), job.plan.world_size, attempt=attempt)
+        ending = run_ranks(partial(_main, job), job.plan.world_size, attempt=attempt, say=_say_of_signals)
         attempt += 1
         if ending.cause is None:
-            ended = Ended(Exit(ending.code), bool(ending.stop) or any(stopped for stopped, _ in ending.results))
-            dropped = tuple(ending.results[0][1])
-            if not dropped or ending.stop:
-                return ended, job
-            job = _without(job, dropped)
-        elif restarts and _can_go_on(ending):
-            restarts -= 1
-            job = _without(job, (ending.cause.rank,))
-        else:
-            error = as_error(ending)
-            record_failure(job, error, began)
+            told = [result for result in ending.results if result is not None]  # none of ranks that were killed
+            dropped = tuple(told[0][1]) if told else ()
+            if not dropped or ending.stop or ending.code != Exit.PREEMPTED:
+                return Ended(Exit(ending.code), bool(ending.stop) or any(stopped for stopped, _ in told)), job
+            job = _without(job, dropped, began)
+            continue
+        error = as_error(ending)
+        record_failure(job, error, began)
+        if not restarts or not _can_go_on(ending):
             raise error
+        restarts -= 1
+        job = _without(job, (ending.cause.rank,), began)
+
+
+def _say_of_signals(text: str) -> None:
+    """Say at once that a rank was killed; what a rank says itself is said when all have ended."""
+    from runner.observe.events import Console
+
+    if " was ended by " in text or "does not die" in text:
+        Console().warning(text)
 
 
 def _main(job: Job, member: Member) -> tuple[int, Any]:
@@ -164,21 +177,35 @@ def _can_go_on(ending: Ending) -> bool:
     return ending.stop is None and ending.cause is not None and ending.cause.signal == "SIGKILL"
 
 
-def _without(job: Job, lost: tuple[int, ...]) -> Job:
-    """Return the job without these ranks; the last rank is started again as it was."""
+def _without(job: Job, lost: tuple[int, ...], began: float) -> Job:
+    """Return the job without these ranks; the last rank is started again as it was. What was begun anew goes on."""
     from runner.observe.events import Console
 
     kept = [rank for rank in range(job.plan.world_size) if rank not in lost] or [0]
     left = [job.plan.ranks[rank] for rank in kept]
-    choices = dict(job.configuration.choices)
-    shares = choices["parallelism"].options.get("shares")
-    if isinstance(shares, list) and len(shares) == job.plan.world_size:
-        fewer = {**choices["parallelism"].options, "shares": [shares[rank] for rank in kept]}
-        choices["parallelism"] = dataclasses.replace(choices["parallelism"], options=fewer)
-    configuration = dataclasses.replace(job.configuration, choices=choices)
-    plan = make_plan(configuration, job.inventory, left)
+    parallelism = job.configuration.choices["parallelism"]
+    options = dict(parallelism.options)
+    if isinstance(options.get("shares"), list) and len(options["shares"]) == job.plan.world_size:
+        options["shares"] = [options["shares"][rank] for rank in kept]
+    if options.get("split"):
+        options["split"] = None  # of another number of stages
+    choices = {**job.configuration.choices, "parallelism": dataclasses.replace(parallelism, options=options)}
+    settings = job.configuration.settings
+    if _has_begun(job, began):
+        settings = dataclasses.replace(settings, resume="auto")
+    configuration = dataclasses.replace(job.configuration, choices=choices, settings=settings)
+    plan = make_plan(configuration, job.inventory, left, job.footprint)
     Console().info(f"goes on from the last checkpoint with {len(left)} rank{'s' * (len(left) > 1)}: {plan.batch}")
     return dataclasses.replace(job, configuration=configuration, plan=plan)
+
+
+def _has_begun(job: Job, began: float) -> bool:
+    """Tell whether the run has a checkpoint of this start, also where it was told to start anew or from another one."""
+    from runner.durable.checkpoint import newest_valid
+
+    started = read_object(job.folder / "run.json").get("started")
+    is_ours = started is not None and datetime.fromisoformat(started).timestamp() >= began - 0.001  # to milliseconds
+    return is_ours and newest_valid(job.folder / "checkpoints") is not None
 
 
 # ---------------------------------------------------------------- a rank that somebody else has started
@@ -196,14 +223,45 @@ def _as_member(request: Request, configuration: Configuration, name: str, member
     gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"]
     wants_gpu = gpus and configuration.settings.device != "cpu"
     mine = RankDevice.of(gpus[member.local_rank % len(gpus)] if wants_gpu else None, inventory)
-    with joined(member, torch.device(mine.device)) as world:
-        facts = {"accel-run": __version__, "torch": torch.__version__, "task": configuration.choices["task"].name}
-        _must_agree(world.gather(facts))
+    timeout_s = float(configuration.choices["parallelism"].options.get("timeout_s", 600.0))
+    is_open = wants_footprint(configuration, inventory, member.world_size)
+    need = _footprint(configuration, inventory) if is_open and member.rank == 0 else None
+    with joined(member, torch.device(mine.device), timeout_s=timeout_s) as world:
+        source = task_source(configuration.choices["task"].name, request.task_file).read_bytes()
+        _must_agree(
+            world.gather(
+                {
+                    "accel-run": __version__,
+                    "torch": torch.__version__,
+                    "task": configuration.choices["task"].name,
+                    "the task's file": hashlib.sha256(source).hexdigest()[:12],
+                    "settings": hashlib.sha256(to_yaml(configuration).encode()).hexdigest()[:12],
+                }
+            )
+        )
         ranks = [RankDevice(**fields) for fields in world.gather(dataclasses.asdict(mine))]
-        plan = make_plan(configuration, inventory, ranks)
+        told = world.from_first(dataclasses.asdict(need) if need else None)
+        try:
+            plan = make_plan(configuration, inventory, ranks, Footprint(**told) if told else None)
+        except ConfigError as error:
+            raise _OfAll(error.problems) from error
         plan = Plan.from_json(world.from_first(plan.to_json()))
+        if member.attempt and world.from_first(_is_started_again(configuration, name)):
+            plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, resume="auto"))
         job = Job(request, configuration, plan, inventory, world.from_first(name))
         return take_part(job, world), job
+
+
+class _OfAll(ConfigError):
+    """Problems that every rank has found: one of them says so."""
+
+
+def _is_started_again(configuration: Configuration, name: str) -> bool:
+    """Tell whether an earlier attempt of the run has left a checkpoint, and did not end as it should."""
+    from runner.durable.checkpoint import newest_valid
+
+    folder = Path(configuration.settings.output_root) / name
+    return read_object(folder / "run.json").get("state") != "done" and newest_valid(folder / "checkpoints") is not None
 
 
 def _must_agree(facts: list[dict[str, str]]) -> None:
@@ -215,4 +273,4 @@ def _must_agree(facts: list[dict[str, str]]) -> None:
             what = f"must be the same on every rank, but is {first} on rank 0 and {', '.join(others[:3])}"
             problems.append(Problem(what, key, "install the same software everywhere, then start all ranks again"))
     if problems:
-        raise ConfigError(problems)
+        raise _OfAll(problems)

@@ -249,12 +249,16 @@ def allow_for(configuration: Configuration) -> None:
         os.environ.update(allocator_environment(allocator))
 
 
-def wants_footprint(configuration: Configuration, inventory: Inventory) -> bool:
-    """Tell whether the plan depends on what the model takes: several GPUs, and a strategy or shares to be found."""
+def wants_footprint(configuration: Configuration, inventory: Inventory, world_size: int | None = None) -> bool:
+    """Tell whether the plan depends on what the model takes: several GPUs, and a strategy or shares to be found.
+
+    world_size  of ranks that somebody else has started
+    """
     parallelism, settings = configuration.choices["parallelism"], configuration.settings
     follows_speed = parallelism.options.get("shares") == "speed" and settings.micro_batch_size == "auto"
     is_open = parallelism.function == "auto" or follows_speed
-    return is_open and settings.device in ("auto", "cuda") and len(inventory.usable) > 1
+    num_gpus = len(inventory.usable)
+    return is_open and settings.device in ("auto", "cuda") and num_gpus > 0 and (world_size or num_gpus) > 1
 
 
 def _devices_here(chosen: Device | None, inventory: Inventory) -> list[RankDevice]:
