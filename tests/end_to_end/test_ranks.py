@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,15 @@ def rank():
 
 class Small(Task):
     item = "sample"
-    def __init__(self, dropout, fault, at, rank, bad):
-        self.bad = bad
+    def __init__(self, dropout, fault, at, rank, bad, odd):
+        self.bad, self.odd = bad, odd
         self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
         self.fault, self.at, self.rank, self.update = fault, at, rank, 0
+        if odd:
+            self.model.register_buffer("expanded", torch.ones(4).expand(512, 4))
+            self.model.register_buffer("sliced", torch.arange(20.0).view(4, 5)[:, ::2])
+            self.model.register_buffer("small", torch.arange(3, dtype=torch.int16))
+            self.model.register_buffer("empty", torch.zeros(0))
     def begin_update(self, progress): self.update = progress.update
     def dataset(self, split): return Seen(self.bad and split == "train")
     def loss(self, model, batch):
@@ -59,12 +65,14 @@ class Small(Task):
                 if self.fault == "raise": raise ValueError("no such thing")
                 if self.fault == "exit": os._exit(0)
                 if self.fault == "infinite": return F.cross_entropy(model(x), y, reduction="sum") * float("nan"), len(y)
+        if model.training and self.fault == "nothing" and self.update == self.at: return model(x).sum() * 0.0, 0
         if model.training and self.fault == "slow": time.sleep(0.001 * len(y) * (3 if rank() == self.rank else 1))
         if model.training and "SLEEP" in os.environ: time.sleep(float(os.environ["SLEEP"]))
         return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
-def build(*, dropout: float = 0.0, fault: str = "", at: int = 5, rank: int = 1, bad: bool = False) -> Task:
-    return Small(dropout, fault, at, rank, bad)
+def build(*, dropout: float = 0.0, fault: str = "", at: int = 5, rank: int = 1, bad: bool = False,
+          odd: bool = False) -> Task:
+    return Small(dropout, fault, at, rank, bad, odd)
 '''
 BASE = (
     "train --task task.py run=r updates=12 global_batch_size=32 log_every=1 evaluate.every=6 monitor=off"
@@ -300,6 +308,104 @@ def test_phases_of_statistics_are_merged_over_ranks(server: ForkServer, tmp_path
         assert other.keys() == found[0].keys()  # the later phases have dropout, and each rank its own
         assert other["statistics"]["fit/mean"] == pytest.approx(found[0]["statistics"]["fit/mean"], rel=1e-12)
         assert other["statistics"]["val/loss"] == pytest.approx(found[0]["statistics"]["val/loss"], rel=1e-5)
+
+
+def test_a_second_signal_leaves_at_once_with_130(server: ForkServer, folder: Path) -> None:
+    pid = server.start(f"{BASE} {TWO}".replace("updates=12", "updates=200").split(), folder, {"SLEEP": "0.3"})
+    wait_until(lambda: (folder / "outputs/r/metrics.jsonl").exists() and len(losses(folder)) > 1)
+    os.kill(pid, signal.SIGINT)
+    time.sleep(0.05)
+    os.kill(pid, signal.SIGINT)
+    ended = server.wait()
+    assert ended.code == 130, ended.err
+    assert "fault of accel-run" not in ended.err
+    assert not of_run("run=r")
+
+
+def test_a_fresh_run_that_loses_a_rank_goes_on_and_does_not_begin_again(server: ForkServer, folder: Path) -> None:
+    well(server.run(BASE, folder))
+    expected = losses(folder)
+    words = f"{BASE} {TWO} resume=fresh task.fault=kill task.at=9 checkpoint.every=3updates"
+    ended = well(server.run(words.split(), folder, {"ONCE": str(folder / "once")}))
+    assert ended.out.count("were put aside") == 1, "those of the run before, and no others"
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_pipeline_with_a_split_of_its_own_goes_on_with_fewer_stages(server: ForkServer, folder: Path) -> None:
+    well(server.run(BASE, folder))
+    expected = losses(folder)
+    three = "parallelism=pipeline parallelism.world_size=3 parallelism.split=[1,1,2]"
+    words = f"{BASE} {three} task.fault=kill task.rank=2 task.at=7 checkpoint.every=3updates".replace(
+        "run=r", "run=again"
+    )
+    ended = well(server.run(words.split(), folder, {"ONCE": str(folder / "once")}))
+    assert "with 2 ranks" in ended.out
+    assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
+
+
+def test_time_is_up_for_one_checkpoint_and_not_for_two_in_a_row(server: ForkServer, folder: Path) -> None:
+    words = f"{BASE} {TWO} checkpoint.every=0.01min checkpoint.keep=100".replace("updates=12", "updates=40")
+    well(server.run(words.replace("evaluate.every=6", "evaluate.every=0").split(), folder, {"SLEEP": "0.05"}))
+    kept = sorted(int(path.name[-10:]) for path in (folder / "outputs/r/checkpoints").glob("update-*"))
+    assert len(kept) >= 3
+    assert all(later - earlier > 2 for earlier, later in pairwise(kept[:-1])), kept
+
+
+def test_a_rank_whose_samples_are_all_bad_leaves_them_to_the_others(server: ForkServer, folder: Path) -> None:
+    words = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip parallelism.shares=[31,1]"
+    well(server.run(words.replace("updates=12", "epochs=30"), folder))
+    events = [json.loads(line) for line in (folder / "outputs/r/events.jsonl").read_text().splitlines()]
+    assert len([event for event in events if event["kind"] == "bad sample"]) == 90
+
+
+def test_an_update_without_items_ends_the_run_before_it_is_saved(server: ForkServer, folder: Path) -> None:
+    ended = server.run(f"{BASE} {TWO} task.fault=nothing task.at=3 checkpoint.every=2updates log_every=100", folder)
+    assert ended.code == 70
+    assert "the losses of a whole update count no items (update 4)" in ended.err
+    names = [path.name for path in (folder / "outputs/r/checkpoints").glob("update-*")]
+    assert names == ["update-0000000002"]
+
+
+def test_buffers_of_any_type_and_layout_start_alike(server: ForkServer, folder: Path) -> None:
+    well(server.run(BASE, folder))
+    expected = losses(folder)
+    well(server.run(f"{BASE} {TWO} task.odd=true".replace("run=r", "run=again"), folder))
+    assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_a_fit_may_call_the_model(strategy: str, server: ForkServer, folder: Path) -> None:
+    """In the last update one rank has nothing to do: it must not be waited for."""
+    (folder / "fit.py").write_text(FIT)
+    found = []
+    for run, words in (("one", ""), ("two", TWO.replace("ddp", strategy))):
+        well(server.run(f"train --task fit.py run={run} global_batch_size=8 monitor=off {words}", folder))
+        found.append(json.loads((folder / "outputs" / run / "run.json").read_text())["phases"]["fit"]["metrics"])
+    assert found[1]["fit/mean"] == pytest.approx(found[0]["fit/mean"], rel=1e-6)
+
+
+FIT = """
+import torch
+from torch import nn
+from runner import Fit, Task
+PHASES = {"fit": {"kind": "fit"}}
+class Mean(Fit):
+    def start(self): return {"sum": torch.zeros((), dtype=torch.float64), "count": torch.zeros((), dtype=torch.float64)}
+    def add(self, model, state, batch):
+        x = batch[0]
+        return {"sum": state["sum"] + model(x).double().sum(), "count": state["count"] + len(x)}, len(x)
+    def merge(self, one, other): return {name: one[name] + other[name] for name in one}
+    def finish(self, model, state): return {"mean": float(state["sum"] / state["count"])}
+class Small(Task):
+    def __init__(self): self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 3))
+    @property
+    def fits(self): return {"fit": Mean()}
+    def blocks(self): return list(self.model)[::2]
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.randn(33, 6, generator=torch.Generator().manual_seed(0)))
+    def evaluate(self, model, batch): return {"mean": (model(batch[0]).double().sum(), len(batch[0]))}
+def build() -> Task: return Small()
+"""
 
 
 def test_nobody_is_left_when_the_launcher_is_killed(server: ForkServer, folder: Path) -> None:

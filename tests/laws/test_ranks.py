@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,18 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from runner.axes.optimizer import adamw
 from runner.axes.parallelism import ddp
 from runner.axes.precision import bf16, fp16, fp32
 from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
+from runner.base.errors import TaskFault
 from runner.base.order import Order
 from runner.base.world import World
-from runner.distributed.parallel import Parallel
+from runner.distributed.parallel import Parallel, Passes
+from runner.distributed.replicated import Replicated
 from runner.engine.loop import Position, StepInfo, Training, train_updates
 from tests.distributed.ranks import CPU, run_ranks
 
@@ -92,7 +96,7 @@ def trained(
     )  # fmt: skip
     run = training(make_model(dtype), parallel, loss, precision)
     steps: list[StepInfo] = list(train_updates(run, batches_of(order, dtype), updates))
-    weights = parallel.whole(run.model.state_dict())
+    weights = parallel.whole(run.model.state_dict()) or run.model.state_dict()  # of a rank that does not save
     return {
         "losses": [float(step.loss_sum) / float(step.items) for step in steps if step.loss_sum is not None],
         "items": [float(step.items) for step in steps],
@@ -114,7 +118,7 @@ SPLITS = [((16, 16), 16), ((19, 13), 19), ((19, 13), 4), ((31, 1), 8), ((11, 8, 
 
 
 @pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["fp64", "fp32"])
 def test_shares_and_ranks_do_not_change_the_updates(
     shares: tuple[int, ...], micro: int, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -124,10 +128,8 @@ def test_shares_and_ranks_do_not_change_the_updates(
         run_ranks(lambda world: trained(world, ddp, shares=shares, micro=micro, dtype=dtype), len(shares))
     ):
         assert result["items"] == alone["items"]
-        for key in ("losses", "norms"):
+        for key in ("losses", "norms", "weights"):
             assert distance(alone, result, key) < tolerance, (rank, key)
-        if rank == 0:
-            assert distance(alone, result, "weights") < tolerance
 
 
 @given(
@@ -147,7 +149,7 @@ def test_any_split_is_one_process(parts: list[int], micro: int, num_samples: int
         assert result["items"] == alone["items"]
         assert distance(alone, result, "losses") < 1e-12
         assert distance(alone, result, "norms") < 1e-12
-    assert distance(alone, results[0], "weights") < 1e-12
+        assert distance(alone, result, "weights") < 1e-12
 
 
 def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
@@ -188,14 +190,10 @@ def test_a_parameter_that_no_rank_used_has_no_gradient_and_one_that_some_used_ha
         parallel = ddp(world)
         run = training(model, parallel)
         x, y = samples(torch.float64)
-        mine = slice(None) if world.world_size == 1 else slice(world.rank * 10, world.rank * 10 + 10)
         picked = x[:20].clone()
         picked[:10, 0, 0], picked[10:, 0, 0] = 0.0015, 0.0025  # rank 0 uses one layer, rank 1 the other
         parts = [MicroBatch((picked[:10], y[:10]), False), MicroBatch((picked[10:], y[10:20]), True)]
         given = parts if world.world_size == 1 else [parts[world.rank]._replace(last=True)]
-        assert mine is not None
-        from runner.distributed.parallel import Passes
-
         passes = Passes(run.model, run.loss, run.precision.forward, run.precision.backward)
         parallel.reduce(parallel.accumulate(passes, iter(given)))
         return [None if weight.grad is None else weight.grad.flatten().tolist() for weight in run.parameters]
@@ -206,3 +204,37 @@ def test_a_parameter_that_no_rank_used_has_no_gradient_and_one_that_some_used_ha
         assert [gradient is None for gradient in found] == [gradient is None for gradient in alone]
         for one, other in zip(alone[:4], found[:4], strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_gradient_that_comes_in_parts_is_whole_or_refused(reentrant: bool) -> None:
+    """A block applied three times, recomputed each time: reentrant checkpoints give its gradient in three parts."""
+
+    def gradient(world: World) -> list[float] | str:
+        torch.manual_seed(0)
+        block = nn.Linear(WIDTH, WIDTH).double()
+        parallel = Replicated(world, bucket_bytes=1) if world.world_size > 1 else Parallel(world)
+        parallel.begin(list(block.parameters()))
+
+        def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+            x = batch.requires_grad_()
+            for _ in range(3):
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return (x**2).sum(), len(batch)
+
+        x = samples(torch.float64)[0][:8].reshape(-1, WIDTH)
+        given = x if world.world_size == 1 else x[world.rank :: 2]
+        passes = Passes(block, loss, nullcontext, lambda total: total.backward())
+        try:
+            parallel.reduce(parallel.accumulate(passes, iter([MicroBatch(given, last=True)])))
+        except TaskFault as fault:
+            return str(fault)
+        assert block.weight.grad is not None
+        return block.weight.grad.flatten().tolist()
+
+    alone = gradient(ALONE)
+    for found in run_ranks(gradient, 2):
+        if reentrant:
+            assert "use_reentrant=False" in found
+        else:
+            np.testing.assert_allclose(found, alone, rtol=1e-12)
