@@ -6,6 +6,7 @@ Both are for one process. `accel-run train parallelism=...` does the same for on
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ def auto_parallelize(
     has room for all of it; the copies average their gradients, as DistributedDataParallel does. pipeline: one process
     has devices that are too small for it, or unequal; its layers are split over them.
 
-    devices              None: all GPUs, or the CPU
+    devices              None: all GPUs, or the CPU; of a process that has joined others (torch.distributed is initialized)
+                         its own GPU: the one its group is bound to, that of torch.cuda.set_device, or LOCAL_RANK's
     layers               modules whose composition is the model; None: the children of an nn.Sequential
     example              inputs of one call: by it activations are counted too
     capacities           bytes that each device may hold; None: what it has
@@ -69,12 +71,13 @@ def auto_parallelize(
     headroom             share of each device's memory that is left free
     Raises ConfigError where the model fits nowhere, with what it needs and what there is.
     """
-    places = _places(devices)
+    has_joined = dist.is_available() and dist.is_initialized()
+    places = _places(_own_device() if devices is None and has_joined else devices)
     limits = [int(size * (1 - headroom)) for size in _capacities(places, capacities)]
     parts = _layers(model, layers)
     need = _needed_bytes(model, example, bytes_per_parameter)
     largest = limits.index(max(limits))
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if has_joined and dist.get_world_size() > 1:
         chosen = _replicated(model, places[largest], need, limits[largest])
     elif need <= max(limits) and (parts is None or max(limits) <= 1.1 * min(limits)):
         reason = f"the model needs {_size(need)}, and {places[largest]} has room for {_size(limits[largest])}"
@@ -102,7 +105,7 @@ class PipelineParallel(nn.Module):
     split      number of layers on each device; None: by `balance`
     balance    memory: even shares of the devices' memory; time: the slowest device is fast, which needs an example
     example    inputs of one call with a whole batch: by it layers are measured
-    Raises ConfigError where there are fewer layers than devices, or where they do not fit.
+    Raises ConfigError where there are fewer layers than devices, where they do not fit, or for time without an example.
     Source: Huang et al., GPipe, NeurIPS 2019.
     """
 
@@ -126,6 +129,9 @@ class PipelineParallel(nn.Module):
         self.num_microbatches = num_microbatches
         self.devices = _places(devices)
         self.bytes_per_parameter = bytes_per_parameter
+        if balance == "time" and split is None and example is None:
+            what = "must be the inputs of one call, by which layers are timed for balance='time', but is None"
+            raise ConfigError(Problem(what, "example", "say example=(x,) with a whole batch, or balance='memory'"))
         parts = _layers(model, layers)
         if parts is None:
             raise ConfigError(_without_layers(model))
@@ -142,7 +148,10 @@ class PipelineParallel(nn.Module):
         self._clock = _Clock(self.devices)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return what the model would; raises ConfigError where the batch has fewer samples than parts."""
+        """Return what the model would.
+
+        Raises ConfigError where the batch has fewer samples than parts, or a tensor of the output has no dimension.
+        """
         calls = self._parts(inputs, named)
         values: list[Any] = [None] * len(calls)
         self._clock.start()
@@ -331,18 +340,38 @@ class _Lap:
         self.clock._marks.append((self.stage, self.begun, self.clock._mark(self.stage)))
 
 
-def _joined(values: Sequence[Any]) -> Any:
-    """Return the batch of all parts' outputs."""
+def _joined(values: Sequence[Any], name: str = "the output") -> Any:
+    """Return the batch of all parts' outputs; raises ConfigError, with its name, for a tensor without dimensions."""
     first = values[0]
     if isinstance(first, Tensor):
+        if not first.dim():
+            what = f"{name} must have the samples along its first dimension, but is a single number"
+            fix = (
+                "let the last layer return a value for each sample, and sum or average those of the whole batch outside"
+            )
+            raise ConfigError(Problem(what, "PipelineParallel", fix))
         return torch.cat(list(values))
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(_joined(column) for column in zip(*values, strict=True)))
     if isinstance(first, (tuple, list)):
-        return type(first)(_joined(column) for column in zip(*values, strict=True))
+        fields = getattr(first, "_fields", None)
+        names = [f"{name}.{field}" for field in fields] if fields else [f"{name}[{at}]" for at in range(len(first))]
+        joined = [_joined(column, names[at]) for at, column in enumerate(zip(*values, strict=True))]
+        return type(first)(*joined) if fields else type(first)(joined)
     if isinstance(first, dict):
-        return {key: _joined([value[key] for value in values]) for key in first}
+        return {key: _joined([value[key] for value in values], f"{name}[{key!r}]") for key in first}
     return first
+
+
+def _own_device() -> list[torch.device]:
+    """Return the GPU of this process among those that have joined, or the CPU."""
+    count = torch.cuda.device_count()
+    if not count:
+        return [torch.device("cpu")]
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None and bound.type == "cuda":
+        return [bound]
+    # 0 is also what a process has that has set none: then it would be the same GPU for all.
+    number = torch.cuda.current_device() or int(os.environ.get("LOCAL_RANK", "0")) % count
+    return [torch.device("cuda", number)]
 
 
 def _places(devices: Sequence[Place] | None) -> list[torch.device]:

@@ -7,10 +7,12 @@ import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist  # noqa: TID251 - played
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,6 +164,21 @@ def test_the_bubble_is_told_beside_the_theory() -> None:
     assert 0 < simulated < 1
 
 
+class Summed(nn.Module):
+    """A last layer that returns whatever is asked for."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+    @classmethod
+    def piped(cls, function: Any) -> PipelineParallel:
+        return PipelineParallel(nn.Sequential(nn.Linear(8, 8), cls(function)), 2, ["cpu"] * 2)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -175,6 +192,16 @@ def test_the_bubble_is_told_beside_the_theory() -> None:
         (lambda: PipelineParallel(ten_layers(), 2, ["cpu"] * 2, [10]), "one size for each of the 2 devices"),
         (lambda: PipelineParallel(ten_layers(), 2, ["cpu"] * 2, split=[5, 6]), "add up to the model's 10"),
         (lambda: PipelineParallel(Tied(), 2, ["cpu"] * 2), "layers of a Tied are not known"),
+        (
+            lambda: PipelineParallel(ten_layers(), 2, ["cpu"] * 2, balance="time"),
+            "example: must be the inputs of one call",
+        ),
+        (
+            lambda: Summed.piped(lambda x: x.sum())(torch.zeros(4, 8)),
+            "the output must have the samples along its first",
+        ),
+        (lambda: Summed.piped(lambda x: (x, {"loss": x.sum()}))(torch.zeros(4, 8)), "the output[1]['loss'] must have"),
+        (lambda: Summed.piped(lambda x: Parts(x.sum(), []))(torch.zeros(4, 8)), "the output.logits must have"),
     ],
 )
 def test_what_cannot_be_split_is_told(make: Any, text: str) -> None:
@@ -182,6 +209,12 @@ def test_what_cannot_be_split_is_told(make: Any, text: str) -> None:
         make()
     assert text in str(raised.value)
     assert raised.value.exit_code == 78
+
+
+def test_layers_are_balanced_by_time_with_an_example_and_a_split_that_is_given_needs_none() -> None:
+    example = (torch.randn(4, 8, dtype=torch.float64),)
+    assert len(PipelineParallel(ten_layers(), 2, ["cpu"] * 2, balance="time", example=example).split.sizes) == 2
+    assert str(PipelineParallel(ten_layers(), 2, ["cpu"] * 2, balance="time", split=[3, 7]).split) == "3 : 7"
 
 
 def test_layers_that_are_not_the_models_are_refused() -> None:
@@ -256,6 +289,66 @@ def test_each_of_several_processes_trains_a_copy() -> None:
     assert strategy == "replicated"
     assert "2 processes; the model needs" in reason
     assert one == other
+
+
+class Placed(nn.Sequential):
+    """A model that only notes where it was put."""
+
+    place: Any = None
+
+    def to(self, place: Any) -> Placed:  # type: ignore[override]
+        self.place = place
+        return self
+
+
+@pytest.mark.parametrize(
+    ("bound", "current", "local_rank", "num_gpus", "expected"),
+    [
+        (None, 0, 3, 4, "cuda:3"),  # nothing was set: torchrun's number
+        (None, 2, 1, 4, "cuda:2"),  # torch.cuda.set_device
+        (0, 2, 1, 4, "cuda:0"),  # init_process_group(device_id=...)
+        (None, 0, 3, 1, "cuda:0"),  # each process sees its own GPU only
+        (None, 0, None, 4, "cuda:0"),
+        (None, 0, 3, 0, "cpu"),
+    ],
+)
+def test_each_of_several_processes_takes_its_own_gpu(
+    bound: int | None,
+    current: int,
+    local_rank: int | None,
+    num_gpus: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = SimpleNamespace(bound_device_id=None if bound is None else torch.device("cuda", bound))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(type(dist.group), "WORLD", group)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, GIB))
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model: model)
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    model = Placed(nn.Linear(8, 8))
+    made, said = chosen(model)
+    assert made.strategy == "replicated"
+    assert str(model.place) == expected
+    assert f"{expected} has room for" in said[0]
+    chosen(model, ["cuda:1"])
+    assert str(model.place) == "cuda:1", "what is named is taken"
+
+
+def test_a_process_alone_has_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, GIB))
+    made, _ = chosen(model := Placed(nn.Linear(8, 8)))
+    assert made.strategy == "single"
+    assert str(model.place) == "cuda:0"
+    assert "2 processes, one for each device" in made.reason
 
 
 def test_both_are_names_of_the_package_and_cost_nothing_until_asked_for() -> None:

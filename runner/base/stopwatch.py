@@ -33,6 +33,10 @@ class Stopwatch:
         self._since = time.perf_counter()
         self.last: Lap | None = None
 
+    def forget(self) -> None:
+        """Another phase begins: what is known is of the one before."""
+        self.last = None
+
     def start(self) -> None:
         """An update begins."""
         self._seconds = dict.fromkeys(PARTS, 0.0)
@@ -57,6 +61,10 @@ class DeviceStopwatch(Stopwatch):
         self.device = device
         self._marks: list[tuple[str, torch.Event]] = []
         self._under_way: deque[tuple[int, list[tuple[str, torch.Event]]]] = deque()
+
+    def forget(self) -> None:
+        super().forget()
+        self._under_way.clear()
 
     def start(self) -> None:
         self._marks = [("", self._mark())]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.base.errors import TaskFault
+from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.world import World
 from runner.distributed.vain import Counted
 
@@ -25,10 +25,13 @@ def synchronized(model: nn.Module, world: World) -> nn.Module:
 
     Changes the norms in place, by their class: names, parameters, buffers and hooks remain. On a GPU it is
     torch's nn.SyncBatchNorm. To be called before the model is wrapped or compiled. Returns the model.
+    Raises ConfigError, on every rank alike, where another kind of batch norm trains, such as a subclass with a forward
+    pass of its own: it would go on alone. The model is then as it was.
     Source: Ioffe and Szegedy, Batch Normalization, ICML 2015; the counts after Chan, Golub and LeVeque, Updating
     Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
     """
     if world.world_size > 1:
+        _must_be_known(model)
         for module in model.modules():
             if type(module) in _PLAIN:
                 if world.device.type == "cuda":
@@ -37,6 +40,37 @@ def synchronized(model: nn.Module, world: World) -> nn.Module:
                 else:
                     module.__class__ = _PLAIN[type(module)]
     return model
+
+
+def _must_be_known(model: nn.Module) -> None:
+    others = {
+        name: type(module).__name__
+        for name, module in _training(model)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and type(module) not in _PLAIN
+        and not isinstance(module, Counted)
+    }
+    if others:
+        named = ", ".join(f"{name or 'the model'} ({kind})" for name, kind in list(others.items())[:_NUM_NAMED])
+        more = f" and {len(others) - _NUM_NAMED} more" if len(others) > _NUM_NAMED else ""
+        what = (
+            f"must be per_rank where batch norms are not torch's own BatchNorm1d, 2d or 3d, but is sync: {named}{more}"
+        )
+        fix = (
+            "say parallelism.batch_norm=per_rank, or use nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d in the model"
+        )
+        raise ConfigError(Problem(what, "parallelism.batch_norm", fix))
+
+
+def _training(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules, with names, that train when the model does: its own `train` may keep some from it."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        return [(name, module) for name, module in model.named_modules() if module.training]
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 class _OverRanks(Counted, nn.modules.batchnorm._BatchNorm):
@@ -173,3 +207,6 @@ _PLAIN: dict[type[nn.Module], type[_OverRanks]] = {
     nn.BatchNorm2d: _BatchNorm2d,
     nn.BatchNorm3d: _BatchNorm3d,
 }
+
+_NUM_NAMED = 5
+"""Modules that an error names; a ResNet-50 has 53 batch norms."""

@@ -260,6 +260,7 @@ class Phase:
             rank=parts.world.rank if is_dealt else 0,
             in_step=parts.parallel.in_step,
         )
+        parts.parallel.watch.forget()
         self.council = Council(parts.world)
         self.shares = shares_by(plan.choices["parallelism"].options.get("shares"), self.order)
         self.slow = Watch()

@@ -187,15 +187,15 @@ def _leave_nothing(folder: Path) -> None:
 
 
 def _refused(error: Exception) -> ConfigError | SystemLimit:
-    """Return sbatch's own words as an error of ours."""
-    said = [
-        line.removeprefix("sbatch: ").removeprefix("error: ").removeprefix("fatal: ")
-        for line in str(error).splitlines()
-        if line.startswith("sbatch: error")
-    ]
-    what = f"SLURM does not take the job: {'; '.join(said) or str(error).strip()}"
-    if any(words in what for words in _NO_ANSWER):
-        return SystemLimit(what, where="sbatch", fix="try again when the controller answers: scontrol ping")
+    """Return sbatch's own words as an error of ours, the fatal ones first: they ended it."""
+    lines = [line.removeprefix("sbatch: ") for line in str(error).splitlines() if line.startswith("sbatch: ")]
+    fatal = [line.removeprefix("fatal: ") for line in lines if line.startswith("fatal: ")]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    said = "; ".join([*fatal, *errors]) or str(error).strip()
+    for words, fix in ((_NO_CLUSTER, _WHERE_TO_SUBMIT), (_NO_ANSWER, _WHEN_TO_SUBMIT)):
+        if any(word in said for word in words):
+            return SystemLimit(f"SLURM cannot be reached: {said}", where="sbatch", fix=fix)
+    what = f"SLURM does not take the job: {said}"
     return ConfigError(Problem(what, "sbatch", "sinfo shows the partitions, their nodes and limits"))
 
 
@@ -204,7 +204,13 @@ _NO_ANSWER: Sequence[str] = (
     "Socket timed out",
     "Connection refused",
     "Zero Bytes",
-    "configuration source",
+)
+_WHEN_TO_SUBMIT = "try again when the controller answers: scontrol ping"
+
+_NO_CLUSTER: Sequence[str] = ("configuration source", "process configuration file", "failed to fetch config")
+"""What sbatch says that finds neither a slurm.conf it can use nor a controller that would give it one: SLURM 22.05."""
+_WHERE_TO_SUBMIT = (
+    "submit from a login node of the cluster, or name the cluster's slurm.conf: SLURM_CONF=/etc/slurm/slurm.conf"
 )
 
 

@@ -76,3 +76,19 @@ def test_a_device_is_read_when_it_is_there_and_never_waited_for(device: DeviceSt
     device.start()
     device.stop(4)
     assert device.last.update == 4
+
+
+def test_another_phase_begins_with_nothing(device: DeviceStopwatch) -> None:
+    device.start()
+    FakeEvent.now = FakeEvent.reached = 1.0
+    device.stop(7)
+    assert device.last is not None
+    device.start()
+    FakeEvent.now = 2.0
+    device.stop(8)
+    device.forget()
+    FakeEvent.reached = 10.0
+    device.start()
+    device.stop(1)
+    assert device.last is not None
+    assert device.last.update == 1, "update 8 was of the phase before"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runner.base.errors import ConfigError
 from runner.base.world import World
 from runner.distributed.batch_norm import synchronized
 from runner.distributed.vain import pass_in_vain, unnoticed
@@ -155,6 +156,86 @@ def test_names_types_and_one_process_stay_as_they_are() -> None:
         return list(model.state_dict())
 
     assert run_ranks(named, 2) == [list(plain.state_dict())] * 2
+
+
+class Activated(nn.BatchNorm2d):
+    """A norm with a forward pass of its own, as models of other packages have them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Frozen(nn.Sequential):
+    """Norms that stay as they were learned."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
+def refused(model: nn.Module) -> list[list[str]]:
+    """Return what each rank was told, the types of all modules, and which of them train."""
+
+    def told(world: World) -> list[Any]:
+        said = ""
+        try:
+            synchronized(model, world)
+        except ConfigError as error:
+            said = str(error)
+        modules = list(model.modules())
+        return [said, [type(module).__name__ for module in modules], [module.training for module in modules]]
+
+    return run_ranks(told, 2)
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind"),
+    [
+        (lambda: Activated(3), "Activated"),
+        (lambda: nn.LazyBatchNorm2d(), "LazyBatchNorm2d"),
+        (lambda: nn.SyncBatchNorm(3), "SyncBatchNorm"),
+    ],
+    ids=["subclass", "lazy", "torch's own"],
+)
+@pytest.mark.parametrize("mode", [True, False])
+def test_norms_of_other_kinds_are_refused_on_all_ranks(norm: Any, kind: str, mode: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.Tanh(), norm())).train(mode)
+    before = [type(module).__name__ for module in model.modules()]
+    for said, types, training in refused(model):
+        assert said == (
+            "parallelism.batch_norm: must be per_rank where batch norms are not torch's own BatchNorm1d, 2d or 3d,"
+            f" but is sync: 1.1 ({kind})\n"
+            "    say parallelism.batch_norm=per_rank, or use nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d in the model"
+        )
+        assert types == before
+        assert training == [mode] * len(before)
+
+
+def test_of_many_norms_some_are_named() -> None:
+    for said, _, _ in refused(nn.Sequential(*(Activated(3) for _ in range(7)))):
+        assert "sync: 0 (Activated), 1 (Activated)," in said
+        assert "4 (Activated) and 2 more\n" in said
+    assert "sync: the model (Activated)\n" in refused(Activated(3))[0][0]
+
+
+def test_norms_that_never_train_may_be_of_any_kind() -> None:
+    for said, types, training in refused(Frozen(Activated(3), nn.BatchNorm1d(3))):
+        assert said == ""
+        assert types == ["Frozen", "Activated", "_BatchNorm1d"]
+        assert training == [True] * 3
+
+
+def test_once_is_as_good_as_twice_and_one_process_has_norms_of_any_kind() -> None:
+    def named(world: World) -> list[str]:
+        return [
+            type(module).__name__ for module in synchronized(synchronized(make_model(2, torch.float32), world), world)
+        ]  # type: ignore[arg-type, union-attr, attr-defined]
+
+    assert run_ranks(named, 2)[0].count("_BatchNorm2d") == 2
+    assert type(synchronized(Activated(3), World(CPU))) is Activated
 
 
 def test_one_value_over_all_ranks_is_refused_everywhere() -> None:

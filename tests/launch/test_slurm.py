@@ -208,6 +208,45 @@ def test_what_sbatch_says_is_handed_on_once_and_nothing_is_left(
     assert not list((cluster / "outputs").iterdir())
 
 
+# Said by sbatch of SLURM 22.05.
+NO_CONFIGURATION = """sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+sbatch: error: fetch_config: DNS SRV lookup failed
+sbatch: error: _establish_config_source: failed to fetch config
+sbatch: fatal: Could not establish a configuration source
+"""
+NO_CLUSTER_NAME = """sbatch: error: ClusterName needs to be specified
+sbatch: fatal: Unable to process configuration file
+"""
+NO_ANSWER = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)\n"
+
+
+@pytest.mark.parametrize(
+    ("says", "begins", "way_out"),
+    [
+        (NO_CONFIGURATION, "Could not establish a configuration source; resolve_ctls", "SLURM_CONF="),
+        (NO_CONFIGURATION.splitlines()[-1], "Could not establish a configuration source", "from a login node"),
+        (NO_CLUSTER_NAME, "Unable to process configuration file; ClusterName", "SLURM_CONF="),
+        (NO_ANSWER, "Batch job submission failed: Unable to contact", "scontrol ping"),
+    ],
+)
+def test_a_controller_out_of_reach_is_no_fault_of_the_configuration(
+    says: str, begins: str, way_out: str, cluster: Path
+) -> None:
+    (cluster / "says").write_text(says)
+    with pytest.raises(SystemLimit) as unreachable:
+        launch("launcher=slurm", "run=a")
+    assert unreachable.value.exit_code == Exit.SYSTEM
+    (problem,) = unreachable.value.problems
+    assert problem.what.startswith(f"SLURM cannot be reached: {begins}")
+    assert way_out in problem.fix
+
+
+def test_a_fatal_word_about_the_job_is_of_the_configuration(cluster: Path) -> None:
+    (cluster / "says").write_text("sbatch: fatal: Invalid --gpus-per-node specification\n")
+    with pytest.raises(ConfigError, match="does not take the job: Invalid --gpus-per-node specification\n"):
+        launch("launcher=slurm", "run=a")
+
+
 def test_a_refused_job_leaves_the_run_and_its_other_jobs_alone(cluster: Path) -> None:
     launch("launcher=slurm", "run=a")
     before = sorted((cluster / "outputs").rglob("*"))
