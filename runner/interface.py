@@ -62,8 +62,8 @@ def auto_parallelize(
     has room for all of it; the copies average their gradients, as DistributedDataParallel does. pipeline: one process
     has devices that are too small for it, or unequal; its layers are split over them.
 
-    devices              None: all GPUs, or the CPU; of a process that has joined others (torch.distributed is initialized)
-                         its own GPU: the one its group is bound to, that of torch.cuda.set_device, or LOCAL_RANK's
+    devices              None: all GPUs, or the CPU; where torch.distributed is initialized, this process's
+                         own GPU: the one its group is bound to, that of torch.cuda.set_device, or LOCAL_RANK's
     layers               modules whose composition is the model; None: the children of an nn.Sequential
     example              inputs of one call: by it activations are counted too
     capacities           bytes that each device may hold; None: what it has

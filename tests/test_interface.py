@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist  # noqa: TID251 - played
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st

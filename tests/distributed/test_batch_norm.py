@@ -195,7 +195,7 @@ def refused(model: nn.Module) -> list[list[str]]:
     ("norm", "kind"),
     [
         (lambda: Activated(3), "Activated"),
-        (lambda: nn.LazyBatchNorm2d(), "LazyBatchNorm2d"),
+        (nn.LazyBatchNorm2d, "LazyBatchNorm2d"),
         (lambda: nn.SyncBatchNorm(3), "SyncBatchNorm"),
     ],
     ids=["subclass", "lazy", "torch's own"],
@@ -208,7 +208,8 @@ def test_norms_of_other_kinds_are_refused_on_all_ranks(norm: Any, kind: str, mod
         assert said == (
             "parallelism.batch_norm: must be per_rank where batch norms are not torch's own BatchNorm1d, 2d or 3d,"
             f" but is sync: 1.1 ({kind})\n"
-            "    say parallelism.batch_norm=per_rank, or use nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d in the model"
+            "    say parallelism.batch_norm=per_rank, or use nn.BatchNorm1d, nn.BatchNorm2d or "
+            "nn.BatchNorm3d in the model"
         )
         assert types == before
         assert training == [mode] * len(before)
