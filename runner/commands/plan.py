@@ -34,6 +34,10 @@ def run(words: list[str]) -> int:
     print("\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch), end="\n\n")
     if plan.world_size > 1:
         print("\n".join(rank_table(plan)), end="\n\n")
+    if plan.batch.stages > 1:
+        from runner.engine.footprint import layout
+
+        print(layout(configuration, inventory, plan), end="\n\n")
     print(table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()]))
     for note in plan.notes:
         print(f"note: {note}")

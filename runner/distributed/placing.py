@@ -86,12 +86,19 @@ def placed(
         )
         for rank, of_rank in enumerate(of_ranks)
     ] * wanted.chunks
+    return placement(costs, devices, wanted, world.world_size)
+
+
+def placement(
+    costs: Sequence[LayerCost], devices: Sequence[partition.Device], wanted: Wanted, world_size: int
+) -> Placement:
+    """Return the placement of layers with these costs on the devices of all stages. Raises ConfigError for none."""
     given: dict[str, Any] = {
         "costs": [cost.seconds for cost in costs],
         "memory_bytes": [cost.state_bytes(wanted.bytes_per_parameter) for cost in costs],
         "devices": devices,
         "activation_bytes": [cost.activation_bytes for cost in costs],
-        "in_flight": partition.in_flight_of(wanted.schedule, world.world_size, wanted.num_microbatches, wanted.chunks),
+        "in_flight": partition.in_flight_of(wanted.schedule, world_size, wanted.num_microbatches, wanted.chunks),
     }
     if wanted.split is not None:
         split = partition.given(wanted.split, **given)

@@ -1,0 +1,55 @@
+"""`plan` tells how a model and its updates would be shared, also on machines that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.forkserver import ForkServer
+
+PAIR = "plan +hardware=pair_11gb_8gb global_batch_size=32"
+
+
+def test_an_unequal_pair_shares_an_update_by_memory(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run(f"{PAIR} parallelism=ddp parallelism.shares=memory", tmp_path)
+    assert ended.code == 0, ended.err
+    assert "32 samples per update = 19 (rank 0: 1 x 19) + 13 (rank 1: 1 x 13)" in ended.out
+    assert "cuda:0: NVIDIA GeForce RTX 2080 Ti  11.0 GiB     19   59.4 %" in ended.out
+    assert "all ranks compute in one format: NVIDIA GeForce RTX 2080 Ti decides which" in ended.out
+
+
+def test_a_pipeline_is_split_layer_by_layer_with_bytes(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run(f"{PAIR} parallelism=pipeline task.size=tiny", tmp_path)
+    assert ended.code == 0, ended.err
+    assert "32 samples per update = 8 micro-batches of 4, through 2 stages" in ended.out
+    rows = [line for line in ended.out.splitlines() if "rank " in line and "MiB" in line]
+    names = ["embedding+positions", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm+embedding"]
+    assert [row.split()[0] for row in rows] == names, "each layer once, in order"
+
+
+def test_auto_says_what_the_model_takes_and_the_devices_hold(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run(f"{PAIR} parallelism=auto task.size=tiny", tmp_path)
+    assert ended.code == 0, ended.err
+    assert "the model fits each of 2 unequal devices; even shares fit, so speed decides (weights 3.18 MiB" in ended.out
+    one = server.run("plan +hardware=t4 parallelism=auto", tmp_path)
+    assert "parallelism                 single      auto: one device (Tesla T4)" in one.out
+
+
+def test_the_fault_of_a_task_is_the_tasks(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "import torch\nfrom torch import nn\nfrom runner import Task\n"
+        "class Broken(Task):\n"
+        "    def __init__(self): self.model = nn.Linear(2, 2)\n"
+        "    def dataset(self, split): return [(torch.zeros(2), 0)] * 4\n"
+        "    def loss(self, model, batch): raise ValueError('my mistake')\n"
+        "def build() -> Task: return Broken()\n"
+    )
+    ended = server.run(f"{PAIR} parallelism=auto --task broken.py", tmp_path)
+    assert ended.code == 70
+    assert "raised ValueError: my mistake" in ended.err
+    assert "fault of accel-run" not in ended.err
+
+
+def test_a_task_without_layers_is_told_what_to_define(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run(f"{PAIR} parallelism=pipeline task=dynamo", tmp_path)
+    assert ended.code == 70
+    assert "must define layers()" in ended.err
