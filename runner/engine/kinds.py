@@ -26,7 +26,6 @@ from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
 from runner.base.order import Order
 from runner.base.schema import did_you_mean
 from runner.base.task import Fit, State
-from runner.distributed.pipelined import PLACEHOLDER
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.faults import place_of
@@ -148,7 +147,10 @@ class Gradients(Work):
         tensors, numbers = export_state(self.training.optimizer)
         of_ranks = self.parts.world.gather(numbers["numbers"])  # ranks may own different parameters
         numbers["numbers"] = {
-            name: value for there in of_ranks for name, value in there.items() if not is_under(name, PLACEHOLDER)
+            name: value
+            for there in of_ranks
+            for name, value in there.items()
+            if not self.trained.keys().isdisjoint(prefixes([name]))
         }
         whole = {"optimizer": self.parts.parallel.whole(tensors)}
         return whole, {"optimizer": numbers, "schedule": self.training.schedule.state()}
