@@ -625,7 +625,10 @@ def _compile(planner: _Planner, gpu: Device | None) -> None:
 
 
 def _parallelism(planner: _Planner, gpu: Device | None) -> None:
-    choice = planner.choices["parallelism"]
+    choice, compiled = planner.choices["parallelism"], planner.choices["compile"]
+    if choice.function == "pipeline" and compiled.function not in ("off", "regional"):
+        what = "compiles the model as a whole, of which a rank of a pipeline has only some layers"
+        planner.problems.append(Problem(what, f"compile={compiled.name}", "say compile=regional, or compile=off"))
     if choice.function != "fsdp":
         return
     travels = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))

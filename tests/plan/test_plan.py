@@ -466,6 +466,27 @@ def test_shares_that_cannot_be_are_refused(words: tuple[str, ...], said: str) ->
     assert refused(*PAIR_WORDS, *words, on=machine(*PAIR))[0].startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("parallelism=pipeline", "compile=default"),
+            "compile=default: compiles the model as a whole, of which a rank",
+        ),
+        (("parallelism=fsdp", "parallelism.communicate=bfloat16"), "parallelism.communicate=bfloat16: parameters can"),
+        (("parallelism=fsdp", "optimizer=sgd", "optimizer.kernel=fused"), "optimizer.kernel=fused: torch has no fused"),
+    ],
+)
+def test_what_a_strategy_cannot_do_is_refused(words: tuple[str, ...], said: str) -> None:
+    assert refused("global_batch_size=32", "precision=fp32", *words, on=machine(*PAIR))[0].startswith(said)
+
+
+def test_what_a_strategy_does_in_its_own_way_is_chosen_for_it() -> None:
+    made = plan("parallelism=fsdp", "optimizer=sgd", on=machine(*PAIR))
+    assert made.choices["optimizer"].options["kernel"] == "foreach"
+    assert made.choices["memory"].options["channels_last"] is False
+
+
 def test_more_ranks_than_gpus_are_a_missing_device() -> None:
     with pytest.raises(DeviceMissing, match="3 ranks need as many GPUs, but 2 can be used"):
         plan("parallelism=ddp", "parallelism.world_size=3", on=machine(*PAIR))
