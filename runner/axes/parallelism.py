@@ -8,9 +8,7 @@ from typing import Literal
 from runner.base.values import Auto, Count, Positive, PositiveInt
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
-from runner.distributed.pipelined import Pipelined
 from runner.distributed.replicated import Replicated
-from runner.distributed.sharded import Sharded
 
 
 def single(world: World) -> Parallel:
@@ -62,6 +60,8 @@ def fsdp(
     """
     if world.world_size == 1:
         return Parallel(world)
+    from runner.distributed.sharded import Sharded  # imports torch's compiler, which others must not wait for
+
     return Sharded(world, reshard_after_forward=reshard_after_forward, communicate=communicate)
 
 
@@ -89,6 +89,8 @@ def pipeline(
     """
     if world.world_size == 1:
         return Parallel(world)
+    from runner.distributed.pipelined import Pipelined  # imports torch's compiler, which others must not wait for
+
     return Pipelined(world, schedule=schedule, split=split, balance=balance, chunks=chunks)
 
 

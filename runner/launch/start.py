@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -138,6 +139,8 @@ def _launched(job: Job) -> tuple[Ended, Job]:
     import runner.engine.train  # noqa: F401 - what every rank needs is imported once, before they are forked
     from runner.launch.local import as_error, run_ranks
 
+    strategy = {"fsdp": "sharded", "pipeline": "pipelined"}.get(job.plan.choices["parallelism"].function, "replicated")
+    import_module(f"runner.distributed.{strategy}")
     restarts = int(job.plan.choices["parallelism"].options.get("restarts", 0))
     attempt, began = 0, time.time()
     while True:
