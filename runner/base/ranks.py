@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ def member_of(environment: Mapping[str, str]) -> Member | None:
     if _is_in_a_step(environment):
         return _of_srun(_Variables(environment))
     return None
+
+
+def starter() -> str:
+    """Return who starts this process, and starts it again: the job of SLURM, or the parent."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"job {job}" if job else f"process {os.getppid()}"
 
 
 def hosts_of(nodelist: str) -> list[str]:

@@ -51,7 +51,7 @@ def merge_states(merge: Callable[[State, State], State], state: State, world: Wo
         )
     result: State | None = None
     for rank in range(world.world_size):
-        theirs = {name: _of_rank(tensor, rank) for name, tensor in state.items()}
+        theirs = {name: _of_rank(state[name], rank) for name in sorted(state)}  # each rank has an order of its own
         result = theirs if result is None else merge(result, theirs)
     assert result is not None
     return result

@@ -196,7 +196,7 @@ class Meter:
             if count == 0:
                 raise TaskFault(
                     f"the losses of a whole update count no items (update {number})",
-                    fix="return (the sum, the number of items)",
+                    fix="return (the sum, the number of items); or are all its samples bad? events.jsonl lists them",
                 )
 
     def _check(self, losses: list[float], update: int) -> None:

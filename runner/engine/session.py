@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from runner import __version__
 from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
 from runner.base.errors import AccelRunError, Exit, InputMissing, StorageError
+from runner.base.ranks import starter
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.durable.files import read_object
 from runner.plan.inventory import Inventory, take_inventory
@@ -100,6 +101,7 @@ def _lead(job: Job, world: World) -> Ended:
             "command": shlex.join(["accel-run", *sys.argv[1:]]),
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            "started_by": starter(),
             "started": _now(),
         }
         previous = read_object(directory.run_json)

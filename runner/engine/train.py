@@ -264,7 +264,7 @@ class Phase:
         self.council = Council(parts.world)
         self.shares = shares_by(plan.choices["parallelism"].options.get("shares"), self.order)
         self.slow = Watch()
-        self.bad: list[tuple[int, str]] = []  # samples this rank left out and has not told the others of
+        self.bad: list[tuple[int, int, str]] = []  # update, index, reason of samples left out and not told of yet
         self.must_stop = False  # all ranks know it
         if self.order.updates_per_epoch == 0:
             raise DataError(
@@ -360,7 +360,7 @@ class Phase:
                 break
         self.council.close()
         if not self.is_alone:  # of the last update nobody has heard
-            self._list_bad_samples(self.position.update)
+            self._list_bad_samples()
         if self.stopping.is_due and not was_over:
             settings = self.planned.early_stopping
             self.observers.screen.say(
@@ -420,11 +420,11 @@ class Phase:
             self.must_stop = self.must_stop or self.run_.stop.requested is not None
             self.save_is_late = self.policy.is_late()
             if step.bad:
-                self.bad += step.bad
-                self._list_bad_samples(step.update)
+                self.bad += [(step.update, *pair) for pair in step.bad]
+                self._list_bad_samples()
             return
         lap = self.run_.parts.parallel.watch.last
-        self.bad += step.bad
+        self.bad += [(step.update, *pair) for pair in step.bad]
         word = self.council.hear(
             stop=self.run_.stop.requested is not None,
             save=self.run_.parts.world.is_first and self.policy.is_late(),
@@ -438,7 +438,7 @@ class Phase:
             return
         self.must_stop = self.must_stop or word.stop
         if word.num_bad:
-            self._list_bad_samples(step.update - 1)
+            self._list_bad_samples()
         if all(word.seconds):
             self._compare_ranks(step.update, tuple(there for there in word.seconds if there), word.samples)
 
@@ -470,9 +470,9 @@ class Phase:
             self.run_.dropped = decision.drop
             self.must_stop = True
 
-    def _list_bad_samples(self, update: int) -> None:
+    def _list_bad_samples(self) -> None:
         told, self.bad = self.run_.parts.world.gather(self.bad), []
-        for index, reason in (pair for there in told for pair in there):
+        for update, index, reason in sorted(row for there in told for row in there):
             self.observers.screen.event("bad sample", index=index, reason=reason, update=update)
 
     def _tell_progress(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from runner.base.configuration import Configuration, Request, compose, merge_overrides, task_source, to_yaml
 from runner.base.errors import ConfigError, Exit, Problem
 from runner.base.phases import INFERENCE
-from runner.base.ranks import Member, member_of
+from runner.base.ranks import Member, member_of, starter
 from runner.durable.files import read_object
 from runner.engine.session import Ended, Job, name_of, record_failure, take_part
 from runner.launch.launcher import launched
@@ -249,7 +249,7 @@ def _as_member(request: Request, configuration: Configuration, name: str, member
         except ConfigError as error:
             raise _OfAll(error.problems) from error
         plan = Plan.from_json(world.from_first(plan.to_json()))
-        if member.attempt and world.from_first(_is_started_again(configuration, name)):
+        if world.from_first(member.attempt > 0 and _is_started_again(configuration, name)):
             plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, resume="auto"))
         job = Job(request, configuration, plan, inventory, world.from_first(name))
         return take_part(job, world), job
@@ -260,11 +260,12 @@ class _OfAll(ConfigError):
 
 
 def _is_started_again(configuration: Configuration, name: str) -> bool:
-    """Tell whether an earlier attempt of the run has left a checkpoint, and did not end as it should."""
+    """Tell whether an earlier attempt of the same starter has left a checkpoint."""
     from runner.durable.checkpoint import newest_valid
 
     folder = Path(configuration.settings.output_root) / name
-    return read_object(folder / "run.json").get("state") != "done" and newest_valid(folder / "checkpoints") is not None
+    is_ours = read_object(folder / "run.json").get("started_by") == starter()
+    return is_ours and newest_valid(folder / "checkpoints") is not None
 
 
 def _must_agree(facts: list[dict[str, str]]) -> None:

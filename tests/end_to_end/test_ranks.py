@@ -293,7 +293,12 @@ def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) ->
     words = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip".replace("updates=12", "epochs=1")
     well(server.run(words, folder))
     events = [json.loads(line) for line in (folder / "outputs/r/events.jsonl").read_text().splitlines()]
-    assert sorted(event["index"] for event in events if event["kind"] == "bad sample") == [3, 40, 77]
+    listed = [(event["update"], event["index"]) for event in events if event["kind"] == "bad sample"]
+    assert sorted(index for _, index in listed) == [3, 40, 77]
+    well(server.run(words.replace(TWO, "").replace("run=r", "run=one"), folder))
+    events = [json.loads(line) for line in (folder / "outputs/one/events.jsonl").read_text().splitlines()]
+    alone = [(event["update"], event["index"]) for event in events if event["kind"] == "bad sample"]
+    assert listed == alone, "with the update that they belong to"
 
 
 def test_phases_of_statistics_are_merged_over_ranks(server: ForkServer, tmp_path: Path) -> None:
@@ -373,13 +378,15 @@ def test_buffers_of_any_type_and_layout_start_alike(server: ForkServer, folder: 
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("size", [33, 1])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
-def test_a_fit_may_call_the_model(strategy: str, server: ForkServer, folder: Path) -> None:
+def test_a_fit_may_call_the_model(strategy: str, size: int, server: ForkServer, folder: Path) -> None:
     """In the last update one rank has nothing to do: it must not be waited for."""
     (folder / "fit.py").write_text(FIT)
     found = []
     for run, words in (("one", ""), ("two", TWO.replace("ddp", strategy))):
-        well(server.run(f"train --task fit.py run={run} global_batch_size=8 monitor=off {words}", folder))
+        line = f"train --task fit.py run={run} task.samples={size} global_batch_size=8 monitor=off {words}"
+        well(server.run(line, folder))
         found.append(json.loads((folder / "outputs" / run / "run.json").read_text())["phases"]["fit"]["metrics"])
     assert found[1]["fit/mean"] == pytest.approx(found[0]["fit/mean"], rel=1e-6)
 
@@ -393,18 +400,20 @@ class Mean(Fit):
     def start(self): return {"sum": torch.zeros((), dtype=torch.float64), "count": torch.zeros((), dtype=torch.float64)}
     def add(self, model, state, batch):
         x = batch[0]
-        return {"sum": state["sum"] + model(x).double().sum(), "count": state["count"] + len(x)}, len(x)
+        return {"count": state["count"] + len(x), "sum": state["sum"] + model(x).double().sum()}, len(x)
     def merge(self, one, other): return {name: one[name] + other[name] for name in one}
     def finish(self, model, state): return {"mean": float(state["sum"] / state["count"])}
 class Small(Task):
-    def __init__(self): self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 3))
+    def __init__(self, size):
+        self.size = size
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 3))
     @property
     def fits(self): return {"fit": Mean()}
     def blocks(self): return list(self.model)[::2]
     def dataset(self, split):
-        return torch.utils.data.TensorDataset(torch.randn(33, 6, generator=torch.Generator().manual_seed(0)))
+        return torch.utils.data.TensorDataset(torch.randn(self.size, 6, generator=torch.Generator().manual_seed(0)))
     def evaluate(self, model, batch): return {"mean": (model(batch[0]).double().sum(), len(batch[0]))}
-def build() -> Task: return Small()
+def build(*, samples: int = 33) -> Task: return Small(samples)
 """
 
 
