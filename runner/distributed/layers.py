@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ def weighed(model: nn.Module, layers: Sequence[nn.Module]) -> list[LayerCost]:
         trained = sum(weight.numel() for weight in weights if weight.requires_grad)
         constant = [*layer.buffers(), *(weight for weight in weights if not weight.requires_grad)]
         count = sum(weight.numel() for weight in weights)
-        costs.append(LayerCost(name, trained, sum(map(_bytes, constant)), seconds=float(count)))
+        costs.append(LayerCost(name, trained, sum(tensor.nbytes for tensor in constant), seconds=float(count)))
     return costs
 
 
@@ -109,20 +109,27 @@ def parameter_names(model: nn.Module, layer: nn.Module) -> Mapping[str, nn.Param
     return {name: weight for name, weight in model.named_parameters() if weight in mine}
 
 
+@contextmanager
+def noting_kept(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
+    """Give memory -> bytes of what passes inside keep for the backward pass, each memory once, without `lasting`."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in lasting}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield kept
+
+
 def _kept(
     layer: nn.Module, call: Callable[[Any], Any], value: Any, forward: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[int, Any]:
     """Return the bytes that the layer keeps for its backward pass, each memory once, and its detached output."""
-    lasting = {tensor.untyped_storage().data_ptr() for tensor in [*layer.parameters(), *layer.buffers()]}
-    storages: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in lasting:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), forward():
+    with noting_kept([*layer.parameters(), *layer.buffers()]) as storages, forward():
         output = call(value)
     return sum(storages.values()), map_tensors(lambda tensor: tensor.detach(), output)
 
@@ -170,7 +177,3 @@ class _as_it_was:  # noqa: N801 - a context
         with torch.no_grad():
             for buffer, before in self._kept.items():
                 buffer.copy_(before)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

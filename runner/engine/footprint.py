@@ -6,7 +6,6 @@ import dataclasses
 import warnings
 from contextlib import ExitStack, suppress
 
-import torch
 from torch import Tensor
 
 from runner.axes.optimizer import OPTIMIZERS, expected_state_bytes, is_under
@@ -15,7 +14,7 @@ from runner.base.batch import map_tensors
 from runner.base.choice import make
 from runner.base.configuration import Choice, Configuration
 from runner.base.order import Micro
-from runner.distributed.layers import measured, weighed
+from runner.distributed.layers import measured, noting_kept, weighed
 from runner.distributed.placing import Placement, Wanted, placement
 from runner.engine.assemble import assemble
 from runner.engine.tasks import explained
@@ -37,7 +36,7 @@ def footprint(configuration: Configuration, inventory: Inventory) -> Footprint:
         parts = assemble(plan, stack)
         phase = next((phase for phase in plan.selected if phase.kind == "train"), None)
         model = parts.bare
-        weights = sum(_size(tensor) for tensor in [*model.parameters(), *model.buffers()])
+        weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
         if phase is None:
             return Footprint(weights, 0, 0, 0)
         parts.task.begin_phase(phase.name)
@@ -48,20 +47,12 @@ def footprint(configuration: Configuration, inventory: Inventory) -> Footprint:
         fetcher = parts.fetcher("train")
         count = min(SAMPLES, len(fetcher))
         batch = fetcher[Micro(0, list(range(count)), last=True)].batch
-        known = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *model.buffers()]}
-        map_tensors(lambda tensor: known.add(tensor.untyped_storage().data_ptr()), batch)
-        kept: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
+        lasting: list[Tensor] = [*model.parameters(), *model.buffers()]
+        map_tensors(lasting.append, batch)
         loss = parts.task.losses.get(phase.name, parts.task.loss)
         with (
             explained(parts.source, "finding out what the model takes"),
-            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            noting_kept(lasting) as kept,
             parts.precision.forward(),
         ):
             total, _ = loss(parts.model, batch)
@@ -70,10 +61,10 @@ def footprint(configuration: Configuration, inventory: Inventory) -> Footprint:
             num_layers: int | None = len(parts.task.layers())
         except NotImplementedError:
             num_layers = None
-        blocks = [sum(_size(weight) for weight in block.parameters()) for block in parts.task.blocks()]
+        blocks = [sum(weight.nbytes for weight in block.parameters()) for block in parts.task.blocks()]
         return Footprint(
             weights=weights,
-            gradients=sum(_size(weight) for _, weight in trained),
+            gradients=sum(weight.nbytes for _, weight in trained),
             state=expected_state_bytes(optimizer),
             activations=sum(kept.values()) // count,
             largest=max(blocks, default=weights),
@@ -114,7 +105,3 @@ def _alone(configuration: Configuration) -> Configuration:
     choices = {**configuration.choices, "parallelism": Choice("single", "single", {})}
     settings = dataclasses.replace(configuration.settings, device="cpu", micro_batch_size="auto")
     return dataclasses.replace(configuration, choices=choices, settings=settings, sources={})
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

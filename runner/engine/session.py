@@ -126,26 +126,31 @@ def _lead(job: Job, world: World) -> Ended:
 
 def _follow(job: Job, world: World) -> Ended:
     """Train as any other rank: in step with rank 0, and in silence."""
+    with ExitStack() as stack:
+        run, start = _open_silently(job, world, stack)
+        try:
+            outcome = run.train(start)
+        except SystemExit as left:
+            raise _left(left, job.plan) from left
+        return Ended(outcome.exit_code, run.stop.requested is not None, run.dropped)
+
+
+def _open_silently(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
+    """Build what `_open` builds, for a rank that neither writes nor speaks; rank 0 tells where it goes on."""
     from runner.durable.checkpoint import load
     from runner.durable.signals import StopRequest
     from runner.engine.assemble import assemble
     from runner.engine.screen import Screen
     from runner.engine.train import TrainingRun, silent
 
-    with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
-        found = world.from_first(None)
-        start = load(Path(found)) if found else None
-        directory = RunDirectory.join(job.folder)
-        screen = stack.enter_context(Screen(directory, speaks=False))
-        stack.enter_context(_warnings_on(screen))
-        parts = assemble(job.plan, stack, world)
-        try:
-            run = TrainingRun(job.plan, parts, directory, silent(screen), stop)
-            outcome = run.train(start)
-        except SystemExit as left:
-            raise _left(left, job.plan) from left
-        return Ended(outcome.exit_code, stop.requested is not None, run.dropped)
+    stop = stack.enter_context(StopRequest())
+    found = world.from_first(None)
+    start = load(Path(found)) if found else None
+    directory = RunDirectory.join(job.folder)
+    screen = stack.enter_context(Screen(directory, speaks=False))
+    stack.enter_context(_warnings_on(screen))
+    parts = assemble(job.plan, stack, world)
+    return TrainingRun(job.plan, parts, directory, silent(screen), stop), start
 
 
 def record_failure(job: Job, error: AccelRunError, began: float) -> None:
@@ -259,10 +264,7 @@ def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[Tr
     import torch
 
     from runner.base.world import World
-    from runner.durable.signals import StopRequest
-    from runner.engine.assemble import assemble
     from runner.engine.screen import Screen
-    from runner.engine.train import TrainingRun, silent
 
     configuration, inventory = compose(request), take_inventory()
     ranks = [RankDevice.of(None, inventory)] * world.world_size if world else None
@@ -272,11 +274,7 @@ def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[Tr
         directory = stack.enter_context(RunDirectory.create_or_open(job.folder.parent, job.name))
         screen = stack.enter_context(Screen(directory))
         return _open(job.plan, world, directory, screen, {"tracker_id": None}, stack, lambda: None)
-    world.from_first(None)
-    directory = RunDirectory.join(job.folder)
-    screen = stack.enter_context(Screen(directory, speaks=False))
-    stop = stack.enter_context(StopRequest())
-    return TrainingRun(job.plan, assemble(job.plan, stack, world), directory, silent(screen), stop), None
+    return _open_silently(job, world, stack)
 
 
 def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics: Any) -> Any:

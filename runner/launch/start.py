@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import signal
 import time
-from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from runner.base.configuration import Configuration, Request, compose, merge_overrides, task_source, to_yaml
 from runner.base.errors import ConfigError, Exit, Problem
@@ -28,8 +26,6 @@ from runner.plan.strategy import Footprint
 
 if TYPE_CHECKING:
     from runner.launch.local import Ending
-
-Answer = TypeVar("Answer")
 
 
 def train(request: Request, *, then_infer: bool = False) -> Exit:
@@ -89,7 +85,7 @@ def _infer(request: Request, name: str | None) -> Exit:
 def _from_here(request: Request, configuration: Configuration, name: str) -> tuple[Ended, Job]:
     """Train in this process, or start the ranks that the plan wants and watch over them."""
     alone = configuration.choices["parallelism"].function == "single"
-    inventory = _inventory(configuration, apart=not alone)
+    inventory = _inventory(configuration, is_forked=not alone)
     need = _footprint(configuration, inventory) if wants_footprint(configuration, inventory) else None
     job = Job(request, configuration, make_plan(configuration, inventory, footprint=need), inventory, name, need)
     if job.plan.world_size == 1:
@@ -97,30 +93,23 @@ def _from_here(request: Request, configuration: Configuration, name: str) -> tup
     return _launched(job)
 
 
-def _inventory(configuration: Configuration, *, apart: bool) -> Inventory:
-    """Take the inventory; `apart`: in a process of its own, so that this one can be forked without CUDA in it."""
+def _inventory(configuration: Configuration, *, is_forked: bool) -> Inventory:
+    """Take the inventory; where this process will be forked, in one of its own, so that this one has no CUDA in it."""
     allow_for(configuration)
-    if not apart:
+    if not is_forked:
         return take_inventory()
     import torch  # noqa: F401 - once, before the forks
 
-    return _apart(take_inventory)
+    from runner.launch.apart import apart
+
+    return apart(take_inventory)
 
 
 def _footprint(configuration: Configuration, inventory: Inventory) -> Footprint:
     import runner.engine.footprint  # once, before the forks
+    from runner.launch.apart import apart
 
-    return _apart(runner.engine.footprint.footprint, configuration, inventory)
-
-
-def _apart(function: Callable[..., Answer], *given: Any) -> Answer:
-    """Call a function in a process of its own, which leaves neither CUDA nor threads in this one."""
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
-    ignoring = (signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to both, and one answer is enough
-    with ProcessPoolExecutor(1, get_context("fork"), initializer=signal.signal, initargs=ignoring) as process:
-        return process.submit(function, *given).result()
+    return apart(runner.engine.footprint.footprint, configuration, inventory)
 
 
 def _taken_part(job: Job, member: Member) -> Ended:

@@ -7,10 +7,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 from runner.base.configuration import Configuration, Request, compose, expand_sweep, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
 from runner.durable.directory import check_name, default_name
+from runner.launch.apart import apart
 from runner.observe.events import Console
 from runner.plan.inventory import take_inventory
 from runner.plan.plan import make_plan
@@ -110,11 +109,8 @@ def _composed(requests: Sequence[Request]) -> tuple[list[Configuration], list[Ac
 
 def _not_plannable(configurations: list[Configuration]) -> list[AccelRunError]:
     """Return what this machine cannot do, found in a process of its own: this one must not hold a GPU meanwhile."""
-    ignoring = (signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to both, and one answer is enough
-    fork = get_context("fork")
     try:
-        with ProcessPoolExecutor(1, fork, initializer=signal.signal, initargs=ignoring) as process:
-            return process.submit(_plan_all, configurations).result()
+        return apart(_plan_all, configurations)
     except BrokenProcessPool:
         return []  # the trials will tell
 
