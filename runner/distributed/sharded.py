@@ -411,27 +411,34 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
 
 def _groups(model: nn.Module, units: Sequence[nn.Module]) -> dict[str, list[str]]:
     """Return the names of the parameters that travel together, by block; the rest under "the rest of the model"."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    blocks = sorted((paths[id(unit)] for unit in units), key=len, reverse=True)
+    block_of = _blocks(model, units)
     groups: dict[str, list[str]] = {}
     for name in dict(model.named_parameters()):
-        place = next((block for block in blocks if name.startswith(f"{block}.")), "the rest of the model")
-        groups.setdefault(place, []).append(name)
+        groups.setdefault(block_of(name), []).append(name)
     return groups
 
 
 def _shared(model: nn.Module, units: Sequence[nn.Module]) -> list[str]:
     """Return the names of parameters that more than one group holds."""
+    block_of = _blocks(model, units)
     holders: dict[int, set[str]] = {}
     names: dict[int, str] = {}
-    paths = {id(module): path for path, module in model.named_modules()}
-    blocks = sorted((paths[id(unit)] for unit in units), key=len, reverse=True)
     for name, weight in model.named_parameters(remove_duplicate=False):
         if weight.dim():
             names.setdefault(id(weight), name)
-            place = next((block for block in blocks if name.startswith(f"{block}.")), "")
-            holders.setdefault(id(weight), set()).add(place)
+            holders.setdefault(id(weight), set()).add(block_of(name))
     return [names[key] for key, places in holders.items() if len(places) > 1]
+
+
+def _blocks(model: nn.Module, units: Sequence[nn.Module]) -> Callable[[str], str]:
+    """Return what tells the innermost block that a parameter's name is in, or "the rest of the model"."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    blocks = sorted((paths[id(unit)] for unit in units), key=len, reverse=True)
+
+    def block_of(name: str) -> str:
+        return next((block for block in blocks if name.startswith(f"{block}.")), "the rest of the model")
+
+    return block_of
 
 
 def _few(names: Sequence[str], shown: int = 3) -> str:
