@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Context",
     "Fit",
+    "GPUStats",
     "PipelineParallel",
     "Prediction",
     "Progress",
@@ -24,6 +25,7 @@ __all__ = [
 if TYPE_CHECKING:
     from runner.base.task import Context, Fit, Prediction, Progress, Task, sample_rng
     from runner.interface import PipelineParallel, auto_parallelize
+    from runner.observe.gpu_stats import GPUStats
 
 # A wheel carries conf/ and tasks/ inside this package; in a checkout they lie beside it. Either way they are
 # runner.conf and runner.tasks, so a person's own folder named `tasks` can never be taken for ours.
@@ -40,4 +42,8 @@ def __getattr__(name: str) -> Any:
         from runner import interface
 
         return getattr(interface, name)
+    if name == "GPUStats":
+        from runner.observe.gpu_stats import GPUStats
+
+        return GPUStats
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 
 from runner import __version__
-from runner.base.errors import AccelRunError, Exit, Problem, UsageError
+from runner.base.errors import AccelRunError, Exit, UsageError, as_told
+from runner.base.secret import fit_to_show, refuse_secrets
+from runner.base.words import first_line, message_of, words_of
 from runner.commands import COMMANDS
 
 
@@ -37,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             _say("accel-run: interrupted")
             code = int(Exit.INTERRUPTED)
+        except MemoryError:
+            _say("accel-run: the machine's memory is used up\n           free some, or raise the limit with ulimit -v")
+            code = int(Exit.HOST_MEMORY)
         except Exception as error:
             code = _fault(error)
         return _flushed(code)
@@ -44,12 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def print_problems(error: AccelRunError) -> None:
     """Print every problem on stderr, one paragraph each, numbered when there are several."""
-    many = len(error.problems) > 1
-    lines = [f"accel-run: {len(error.problems)} problems"] if many else []
-    for number, problem in enumerate(error.problems, 1):
-        lead = f"  {number}. " if many else "accel-run: "
-        lines.append(lead + _on_one_screen(problem, " " * len(lead)))
-    _say("\n".join(lines))
+    _say(as_told(error))
 
 
 def overview() -> str:
@@ -85,7 +85,11 @@ def _dispatch(words: list[str]) -> int:
         print(f"accel-run {__version__}")
         return int(Exit.DONE)
     if first not in COMMANDS:
+        refuse_secrets(words)
         raise _unknown(first)
+    refuse_secrets(words[1:] if first != "complete" else ())  # that one prints nothing of what it is given
+    if first != "new":  # which writes a file of the user's own
+        os.umask(0o077)  # the one place: libraries that write into the run directory know no modes
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
     ours = words[1 : words.index("--")] if "--" in words else words[1:]  # after -- stand words of another line
     if {"--help", "-h"} & set(ours):
@@ -108,11 +112,6 @@ def _unknown(word: str) -> AccelRunError:
     error = UsageError("unknown command", where=word, fix=fix)
     error.exit_code = Exit.CONFIG
     return error
-
-
-def _on_one_screen(problem: Problem, indent: str) -> str:
-    where = f"{problem.where}: " if problem.where else ""
-    return f"{where}{problem.what}" + (f"\n{indent}{problem.fix}" if problem.fix else "")
 
 
 # ---------------------------------------------------------------- ends that nobody asked for
@@ -150,24 +149,46 @@ def _fault(error: Exception) -> int:
     """Print the cause in a line, and the traceback below one that says whose fault it is."""
     import traceback
 
-    cause = f"{type(error).__name__}: {error}".splitlines()[0]
-    _say(f"accel-run: {cause}\n           this is a fault of accel-run, not yours; please report it with what follows")
+    whose = "this is a fault of accel-run, not yours; please report it with what follows"
+    _say(f"accel-run: {words_of(error)}\n           {whose}")
     _say("".join(traceback.format_exception(error)))
     return int(Exit.SOFTWARE)
 
 
 def _told_where(error: OSError) -> int:
     """Print what the system refused: an error of writing that names no file is that of standard output."""
-    if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        _say(f"accel-run: standard output cannot be written: {error.strerror}")
+        return int(Exit.INPUT_OUTPUT)
+    code = _REFUSED.get(error.errno or 0)
+    if code is None or (error.filename is None and code != Exit.SYSTEM):
         return _fault(error)
-    _say(f"accel-run: standard output cannot be written: {error.strerror}")
-    return int(Exit.INPUT_OUTPUT)
+    where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+    _say(f"accel-run: {where}the system refuses: {error.strerror or first_line(message_of(error))}")
+    return int(code)
+
+
+_REFUSED = {
+    errno.EACCES: Exit.PERMISSION,
+    errno.EPERM: Exit.PERMISSION,
+    errno.EROFS: Exit.INPUT_OUTPUT,
+    errno.ENOSPC: Exit.INPUT_OUTPUT,
+    errno.EDQUOT: Exit.INPUT_OUTPUT,
+    errno.EIO: Exit.INPUT_OUTPUT,
+    errno.ESTALE: Exit.INPUT_OUTPUT,
+    errno.ENAMETOOLONG: Exit.NO_INPUT,
+    errno.ENOTDIR: Exit.NO_INPUT,
+    errno.EMFILE: Exit.SYSTEM,
+    errno.ENFILE: Exit.SYSTEM,
+    errno.EAGAIN: Exit.SYSTEM,
+    errno.ENOMEM: Exit.HOST_MEMORY,
+}
 
 
 def _say(text: str) -> None:
     with suppress(OSError, ValueError):  # nobody reads it, or the stream is closed
         if sys.stderr is not None:  # print would take standard output instead
-            print(text, file=sys.stderr, flush=True)
+            print(fit_to_show(text), file=sys.stderr, flush=True)
 
 
 def _flushed(code: int) -> int:

@@ -4,7 +4,7 @@ set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 
-modes=(train inference both plan explain status export new completion)
+modes=(train inference both plan explain status monitor profile advise doctor export import new completion)
 declare -A meaning=(
     [train]="train a task; the same command with the same run=NAME resumes"
     [inference]="predict with the newest checkpoint of a run (short: infer)"
@@ -12,7 +12,12 @@ declare -A meaning=(
     [plan]="show every derived value with its reason, and stop"
     [explain]="tell which file, profile or override set a value"
     [status]="show a run: progress, checkpoints, last error"
+    [monitor]="watch GPUs, CPU, RAM and who uses them, live or of a run"
+    [profile]="show what an update is made of: operators, modules, memory, waits"
+    [advise]="find what would make a run faster, and try it before saying so"
+    [doctor]="try what training needs on this machine, and say what to change"
     [export]="write the model of a run as safetensors, torch.export program and ONNX, each checked"
+    [import]="make a safetensors file of somebody's .pt, without running what it holds"
     [completion]="print what makes the shell complete accel-run's words"
     [new]="write a one-file task of your own"
 )

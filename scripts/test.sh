@@ -1,9 +1,19 @@
 #!/usr/bin/env bash
-# Run the tests; arguments go to pytest (paths are relative to the checkout). Without a GPU, those marked gpu are reported as skipped.
+# Run the tests: all of them two at a time, for most wait more than they compute, and then alone those that measure time.
+# Arguments go to pytest, which then runs what they say in one process (paths are relative to the checkout).
+# Without a GPU, those marked gpu are reported as skipped.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 set_up --quiet dev
 cd -- "$root"
 
-exec "$venv/bin/python" -m pytest -q --durations=10 -rs "$@"
+pytest=("$venv/bin/python" -m pytest -q --durations=10 -rs)
+if (($#)); then
+    exec "${pytest[@]}" "$@"
+fi
+status=0
+# One thread each: threads that outnumber the cores wait for each other by spinning.
+OMP_NUM_THREADS=1 "${pytest[@]}" -n 2 --dist loadfile -m "not alone" || status=$?
+"${pytest[@]}" -m alone || status=$?
+exit "$status"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tests.faults import tallies
 from tests.forkserver import ForkServer
 
 
@@ -26,3 +28,22 @@ def server() -> Iterator[ForkServer]:
     made = ForkServer()
     yield made
     made.close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the counts of a process that has run a part of the tests."""
+    tallies.unpack(getattr(node, "workeroutput", {}).get("tallies", []))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the counts of this process on, where it runs only a part of the tests."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["tallies"] = tallies.packed()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what the fault suites have tried."""
+    if tallies.TALLIES:
+        terminalreporter.section("faults injected")
+        tallies.show(terminalreporter.write_line)

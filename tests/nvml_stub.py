@@ -64,7 +64,7 @@ def build_stub(folder: Path) -> NvmlStub:
     for driver, options in {"new": [], "old": ["-DOLD_DRIVER"]}.items():
         target = folder / driver / "libnvidia-ml.so.1"
         target.parent.mkdir()
-        shared = ["-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
+        shared = ["-shared", "-fPIC", "-O1", "-D_GNU_SOURCE", "-pthread", "-Wl,-soname,libnvidia-ml.so.1"]
         subprocess.run([compiler, *shared, *options, "-o", target, SOURCE], check=True, capture_output=True)
     (folder / "none").mkdir()
     (folder / "none" / "libnvidia-ml.so.1").touch()  # cannot be loaded, and hides the driver of a real GPU machine
@@ -86,7 +86,9 @@ DRIVER: State = {"driver": "580.159.03", "cuda": 13000}
 T4: State = DRIVER | {"count": 1} | gpu(
     0, name="Tesla T4", uuid="GPU-7447a4c6-0000-4000-8000-000000000000", cc="7.5", bus="00000000:00:04.0",
     memory_total=15360 * MIB, memory_used=8 * GIB, memory_reserved=400 * MIB, util=85, temperature=61, power=54321,
-    sm_clock=1590, throttle=4, energy=1234000, processes="4242:1073741824,77:-",
+    sm_clock=1590, throttle=4, energy=1234000, processes="4242:1073741824,77:-", memory_util=40, temperature_limit=93,
+    power_limit=70000, memory_clock=5000, pcie_generation=3, pcie_width=16, pcie_rx=120000, pcie_tx=30000,
+    ecc_corrected=0, ecc_uncorrected=0,
 )  # fmt: skip
 
 PAIR: State = DRIVER | {"count": 2} | gpu(

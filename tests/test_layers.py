@@ -15,9 +15,11 @@ FLOORS = {
     "axes": 2, "observe": 2, "durable": 2, "interface": 2,
     "plan": 3,
     "engine": 4,
+    "doctor": 5,
     "launch": 5,
-    "commands": 6,
-    "cli": 7, "__main__": 8,
+    "measure": 6,
+    "commands": 7,
+    "cli": 8, "__main__": 9,
 }  # fmt: skip
 
 

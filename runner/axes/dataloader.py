@@ -5,21 +5,32 @@ A loader is handed keys (epoch, indices, last) in the order of base/order.py and
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.data._utils import signal_handling
 
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import AccelRunError, DataError
 from runner.base.order import Micro
+from runner.base.parent import die_with_parent
+from runner.base.scratch import shared_folder
+from runner.base.stacks import answer_in
 from runner.base.task import Dataset, Task
 from runner.base.values import Count, PositiveInt
+from runner.base.words import Raised, RaisedElsewhere, message_of, raised, shortened, words_of
 
 Collate = Callable[[Sequence[Any]], Any]
 Keys = Iterable[Micro]
@@ -56,19 +67,21 @@ class Fetcher:
         if self.many is not None and not self.skip_bad:
             try:
                 samples = self.many(key.indices)
-            except AccelRunError:
+            except (AccelRunError, SystemExit):
                 raise
-            except Exception as error:
+            except BaseException as error:  # torch ends a worker without a word for what is no Exception
                 raise self._named(error, key.indices) from error
             return MicroBatch(self._together(samples) if isinstance(samples, list) else samples, key.last)
         samples, bad = [], []
         for index in key.indices:
             try:
                 samples.append(self.dataset[index])
-            except Exception as error:
-                if not self.skip_bad:
+            except SystemExit:
+                raise
+            except BaseException as error:
+                if not (self.skip_bad and isinstance(error, Exception)):
                     raise self._named(error, [index]) from error
-                bad.append((index, f"{type(error).__name__}: {error}"))
+                bad.append((index, words_of(error)))
         if not samples and self.may_be_empty:
             return MicroBatch(None, key.last, tuple(bad), counts=False)
         if not samples:
@@ -81,26 +94,32 @@ class Fetcher:
         try:
             return self.collate(samples)
         except (RuntimeError, TypeError, KeyError) as error:
-            reason = str(error).splitlines()[0]
+            if "shared memory" in message_of(error) or "allocate memory" in message_of(error):  # not the samples' fault
+                raise
             raise DataError(
-                f"the samples of a batch cannot be put together: {reason}",
+                f"the samples of a batch cannot be put together: {words_of(error).partition(': ')[2]}",
                 fix="let them have one shape, or write collate(samples) in the task",
             ) from error
 
-    def _named(self, error: Exception, indices: list[int]) -> AccelRunError:
+    def _named(self, error: BaseException, indices: list[int]) -> AccelRunError:
         if isinstance(error, AccelRunError):
             return error
-        which = f"sample {indices[0]}" if len(indices) == 1 else f"one of the samples {_shortened(indices)}"
-        return DataError(
-            f"{which} cannot be read: {type(error).__name__}: {error}",
+        which = f"sample {indices[0]}" if len(indices) == 1 else f"one of the samples {shortened(indices)}"
+        told = raised(error)
+        named = DataError(
+            f"{which} cannot be read: {told}",
+            where=_line_of(told),
             fix="mend it, or go on without it: dataloader.bad_samples=skip",
         )
+        named.place = {"samples": indices}
+        return named
 
 
 class Loader:
     """Reads in this process, when asked: nothing to start, nothing to wait for."""
 
     num_workers = 0
+    ahead = 0  # batches that are read before they are asked for, at most
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
@@ -114,16 +133,21 @@ class Loader:
 
 
 class WorkerLoader(Loader):
-    """Reads ahead in worker processes, which live as long as one call of `batches` is iterated."""
+    """Reads ahead in worker processes, which live as long as one call of `batches` is iterated.
+
+    They hear no request to stop, which a terminal or a scheduler sends to every process of the run: they are wanted
+    until the update that is under way is done, and end when they are closed, or with this process.
+    """
 
     def __init__(
-        self, fetcher: Fetcher, *, num_workers: int, pin_memory: bool, prefetch_factor: int, start_method: str | None
+        self, fetcher: Fetcher, *, num_workers: int, pin_memory: bool, prefetch_factor: int, start_method: str
     ) -> None:
         super().__init__(fetcher)
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self.prefetch_factor = prefetch_factor
         self.start_method = start_method
+        self.ahead = num_workers * prefetch_factor
         self._open: list[Any] = []
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
@@ -138,25 +162,33 @@ class WorkerLoader(Loader):
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
                 multiprocessing_context=self.start_method,
-                worker_init_fn=_leave_signals_to_the_parent,
+                worker_init_fn=partial(_settle_in, os.getpid()),
                 # A private generator: a new iterator draws from it, and must not draw from the model's.
                 generator=torch.Generator(),
             )
-        iterator = iter(loader)
+        with _no_request_to_stop(self.start_method):  # workers have this from their first instruction on
+            iterator = iter(loader)
         self._open.append(iterator)
         return self._raising(iterator)
 
-    def _raising(self, iterator: Iterator[MicroBatch | AccelRunError]) -> Iterator[MicroBatch]:
+    def _raising(self, iterator: Iterator[MicroBatch | AccelRunError | RaisedElsewhere]) -> Iterator[MicroBatch]:
         for item in iterator:
-            if isinstance(item, AccelRunError):
+            if isinstance(item, (AccelRunError, RaisedElsewhere)):
                 raise item
             yield item
 
     def close(self) -> None:
         for iterator in self._open:
-            stop = getattr(iterator, "_shutdown_workers", None)
-            if stop is not None:
-                stop()
+            if iterator._worker_pids_set:  # else torch raises for one that is killed here
+                signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+                iterator._worker_pids_set = False
+            impatience = threading.Timer(_PATIENCE_S, _kill, [iterator._workers])
+            impatience.start()
+            try:
+                iterator._shutdown_workers()
+            finally:
+                impatience.cancel()
+                _kill(iterator._workers)
         self._open.clear()
 
 
@@ -166,6 +198,7 @@ class ThreadLoader(Loader):
     def __init__(self, fetcher: Fetcher, *, depth: int, pin_memory: bool) -> None:
         super().__init__(fetcher)
         self.depth = depth
+        self.ahead = depth + 1  # one is held until there is room
         self.pin_memory = pin_memory
         self._threads: list[tuple[threading.Thread, threading.Event]] = []
 
@@ -218,7 +251,7 @@ def default(
     num_workers: Count | Literal["auto"] = "auto",
     pin_memory: bool | Literal["auto"] = "auto",
     prefetch_factor: PositiveInt = 2,
-    start_method: Literal["auto", "fork", "spawn", "forkserver"] = "auto",
+    start_method: Literal["fork", "spawn"] = "fork",
     drop_last: bool = False,
     cache: Literal["none", "memory", "device"] = "none",
     bad_samples: Literal["stop", "skip"] = "stop",
@@ -228,7 +261,8 @@ def default(
     num_workers      worker processes; 0 reads in this process; auto: by device and cores
     pin_memory       copy batches to page-locked memory, from which copies to a GPU can overlap; auto: with a GPU
     prefetch_factor  batches each worker reads ahead
-    start_method     how workers start; auto: the platform's own
+    start_method     how workers start; fork: at once, and they share the data set's memory; spawn: each imports all
+                     anew in seconds and gets its own copy, for libraries that do not survive a fork
     drop_last        leave out the last, smaller update of each epoch (training only)
     cache            memory: read every sample once and keep it; device: keep it on the device
     bad_samples      stop: end the run at a sample that cannot be read; skip: leave it out and list it
@@ -243,7 +277,7 @@ def default(
         num_workers=num_workers,
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor,
-        start_method=None if start_method == "auto" else start_method,
+        start_method=start_method,
     )
 
 
@@ -306,7 +340,11 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
 
 
 class _InWorker:
-    """A fetcher that hands an explained error over as a value: torch would wrap it in a traceback."""
+    """A fetcher that hands an error over as a value: torch would wrap it in a traceback.
+
+    Batches are moved to shared memory here: where that is full, the thread of torch that does it otherwise prints a
+    traceback and drops the batch, and the run waits for it for ever.
+    """
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
@@ -314,11 +352,15 @@ class _InWorker:
     def __len__(self) -> int:
         return len(self.fetcher)
 
-    def __getitem__(self, key: Micro) -> MicroBatch | AccelRunError:
+    def __getitem__(self, key: Micro) -> MicroBatch | AccelRunError | RaisedElsewhere:
         try:
-            return self.fetcher[key]
+            read = self.fetcher[key]
+            map_tensors(_share, read.batch)
+            return read
         except AccelRunError as error:
             return error.with_traceback(None)
+        except Exception as error:
+            return RaisedElsewhere(raised(error))
 
 
 class _Kept:
@@ -372,18 +414,63 @@ def _is_default(collate: Collate) -> bool:
     return getattr(collate, "__func__", None) is Task.collate
 
 
+def _share(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes():
+        tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return tensor
+
+
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _leave_signals_to_the_parent(worker: int) -> None:
-    """A stop reaches the whole process group; workers must outlive it until the checkpoint is written."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _kill(workers: Sequence[BaseProcess]) -> None:
+    """The workers are gone, also those that hang: a SIGTERM of torch they do not hear."""
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
 
 
-def _shortened(indices: list[int]) -> str:
-    return ", ".join(map(str, indices[:4])) + (f", ... ({len(indices)} in all)" if len(indices) > 4 else "")
+@contextmanager
+def _no_request_to_stop(start_method: str) -> Iterator[None]:
+    """Processes that are started inside do not hear the signals; for this one they come when it is over."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    if start_method == "spawn":
+        # multiprocessing's own helper lets two of the signals through when it starts: it must be there before.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _settle_in(starter: int, worker: int) -> None:
+    """A worker outlives a stop, which reaches the whole group, until the checkpoint is written; but not its parent.
+
+    torch's workers look for their parent every 5 s, and one that starts while its parent dies finds another there.
+    """
+    die_with_parent(starter)
+    for number in _BLOCKED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+    folder = shared_folder()
+    if folder is not None:  # there it says where it is, when something hangs
+        with suppress(OSError):
+            answer_in(folder)
+
+
+def _line_of(told: Raised) -> str:
+    """Return file:line of the data set's own code: the last line that is not of an installed package, nor of Python."""
+    python = str(Path(os.__file__).parent)
+    own = [
+        frame
+        for frame in told.frames
+        if frame.file != __file__ and not frame.file.startswith(("<", python)) and "site-packages/" not in frame.file
+    ]
+    return f"{own[-1].file}:{own[-1].line}" if own else ""
+
+
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # those of durable/signals.py
+_PATIENCE_S = 2.0  # for a worker to leave by itself; nothing it does is wanted any more
 DATALOADERS: Mapping[str, Callable[..., Loader]] = {"default": default, "thread": thread}

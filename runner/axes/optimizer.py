@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from runner.base.errors import ConfigError, IncompatibleResume, Problem
 from runner.base.schema import did_you_mean
 from runner.base.values import Factor, NonNegative, Positive
+from runner.base.words import shortened
 
 Parameters = Sequence[tuple[str, nn.Parameter]]  # as from model.named_parameters(), only those that are trained
 
@@ -105,7 +106,11 @@ def sgd(
         raise ConfigError(Problem("must be above 0 with nesterov, but is 0", "optimizer.momentum"))
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
     flags = _kernel_flags(parameters, kernel)
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **flags)
+    made = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **flags)
+    # The fused kernel takes whatever lies in memory for the momentum where the first update is skipped for an overflow.
+    for place in _places(made) if momentum else ():
+        made.state[place.parameter] = _new_sgd_state(made, place)
+    return made
 
 
 def adamw8bit(
@@ -240,7 +245,7 @@ def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapp
     problems += [f"{full_name} belongs to no parameter of this optimizer" for full_name in sorted(unused)]
     if problems:
         raise IncompatibleResume(
-            f"the checkpoint's optimizer state does not fit: {_few(problems)}",
+            f"the checkpoint's optimizer state does not fit: {shortened(problems, 3, '; ')}",
             where="optimizer",
             fix="resume with the model and optimizer it was saved with, or say resume=fresh",
         )
@@ -433,11 +438,6 @@ def _copy(part: Tensor, saved: Tensor) -> None:
 
             saved = distribute_tensor(saved.to(part.device), mesh, part.placements, src_data_rank=None)  # type: ignore[attr-defined]
         part.copy_(saved)
-
-
-def _few(problems: Sequence[str], shown: int = 3) -> str:
-    more = len(problems) - shown
-    return "; ".join(problems[:shown]) + (f"; and {more} more" if more > 0 else "")
 
 
 # What the state of a parameter is at the beginning of its first step; the optimizer itself stays as it is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -9,12 +10,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from runner.base.arriving import Arriving, sent
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, NumericError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.tf32 import Level, float32_matmul
 from runner.base.values import Annotated, Factor, Positive, PositiveInt, Range
 from runner.base.world import World
+
+
+class NotFinite(NumericError):
+    """The loss or the gradients of an update are not finite; whoever knows the update says which and where.
+
+    late  it is of the update before, which was asked for without waiting for the device
+    """
+
+    def __init__(self, what: str, *, late: bool, fix: str = "") -> None:
+        super().__init__(what, fix=fix)
+        self.late = late
 
 
 def _as_found(found: Tensor) -> Tensor:
@@ -25,6 +38,9 @@ class Precision:
     """The verbs of a precision; this base class is float32, which does nothing special.
 
     flags  context that holds torch's global switches for the length of the run
+
+    Numbers on the host are looked at before they are applied, so that weights stay finite. Those of a device are sent
+    to the host and looked at one update later, so that nobody waits; its fused kernels are told not to apply them.
     """
 
     def __init__(self, world: World, *, dtype: torch.dtype | None = None, matmul: Level = "highest") -> None:
@@ -35,6 +51,8 @@ class Precision:
         self._forward: AbstractContextManager[Any] = (
             torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
         )
+        self._at_once = self.device.type == "cpu"
+        self._sent: Arriving | None = None
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context of a forward pass."""
@@ -54,12 +72,36 @@ class Precision:
         overflow  from whether a gradient of this rank overflowed to whether one of any rank did: all skip, or none
         """
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Apply the gradients, unless they overflowed."""
+    def step(
+        self, optimizer: torch.optim.Optimizer, loss: Tensor | None = None, grad_norm: Tensor | None = None
+    ) -> None:
+        """Apply the gradients, unless they overflowed. Raises NotFinite where a number of the update is not finite.
+
+        loss, grad_norm  of the update, over all ranks; None: not known
+        """
+        if self._at_once:
+            _refuse(loss, grad_norm)
+            optimizer.step()
+            return
+        self._look()
+        given = [number.detach().float().reshape(()) for number in (loss, grad_norm) if number is not None]
+        if given:
+            numbers = torch.stack(given)
+            self._sent = sent(numbers)  # read one update later, so nobody waits
+            if getattr(optimizer, "_step_supports_amp_scaling", False):  # fused kernels; as GradScaler tells them
+                optimizer.grad_scale = None  # type: ignore[attr-defined]
+                optimizer.found_inf = (numbers.sum() * 0.0).isnan().float()  # type: ignore[attr-defined]
+                optimizer.step()
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+                return
         optimizer.step()
 
     def num_skipped(self) -> int:
-        """Return how many updates were skipped so far; never waits longer than for the previous update."""
+        """Return how many updates were skipped so far; never waits longer than for the previous update.
+
+        Raises NotFinite where a number of that update is not finite.
+        """
+        self._look()
         return 0
 
     def values(self) -> dict[str, float]:
@@ -67,24 +109,41 @@ class Precision:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep, JSON-able."""
+        """Return what a checkpoint must keep, JSON-able. Raises NotFinite as `num_skipped` does."""
+        self._look()
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` returned."""
 
+    def _look(self) -> None:
+        """Raise NotFinite where the numbers that were sent last are not finite."""
+        if self._sent is not None:
+            numbers, self._sent = self._sent, None
+            _refuse(*numbers.read().unbind(), late=True)
+
 
 class ScaledHalf(Precision):
-    """float16 with a loss scale that halves at each overflow, which skips the update."""
+    """float16 with a loss scale that halves at each overflow, which skips the update.
 
-    def __init__(self, world: World, scaler: torch.amp.GradScaler, *, min_scale: float) -> None:
+    What batch normalization has seen of a skipped update is put back too: its statistics would stay infinite for good.
+    """
+
+    def __init__(
+        self, world: World, model: nn.Module, scaler: torch.amp.GradScaler, *, min_scale: float, max_skips: int
+    ) -> None:
         super().__init__(world, dtype=torch.float16)
         assert scaler.is_enabled(), "torch disabled the scaler: the device cannot do float16"
         scaler.scale(torch.zeros(1, device=world.device))  # a rank may have nothing to scale before it must unscale
         self.scaler = scaler
-        self.min_scale = min_scale
-        self._skipped = 0
-        self._pending: tuple[Tensor, torch.Event | None] | None = None
+        self.min_scale, self.max_skips = min_scale, max_skips
+        self._skipped = self._in_a_row = 0
+        self._pending: Arriving | None = None
+        self._statistics = _Statistics(model)
+
+    def forward(self) -> AbstractContextManager[Any]:
+        self._statistics.keep()
+        return self._forward
 
     def scaled(self, loss: Tensor) -> Tensor:
         scaled: Tensor = self.scaler.scale(loss)
@@ -95,21 +154,30 @@ class ScaledHalf(Precision):
         for found in self.scaler._found_inf_per_device(optimizer).values():
             found.copy_(overflow(found))
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(
+        self, optimizer: torch.optim.Optimizer, loss: Tensor | None = None, grad_norm: Tensor | None = None
+    ) -> None:
         self.num_skipped()  # settles the update before this one
         found = sum(self.scaler._found_inf_per_device(optimizer).values())
         assert isinstance(found, Tensor)
         self.scaler.step(optimizer)
+        self._statistics.settle(found)
         self.scaler.update()
-        self._pending = self._copy(found)
+        self._pending = sent(found)
 
     def num_skipped(self) -> int:
         if self._pending is not None:
-            found, done = self._pending
-            self._pending = None
-            if done is not None:
-                done.synchronize()
-            self._skipped += int(found.item() > 0)
+            found, self._pending = self._pending, None
+            overflowed = int(found.read().item() > 0)
+            self._skipped += overflowed
+            self._in_a_row = (self._in_a_row + 1) * overflowed
+            if self._in_a_row >= self.max_skips:
+                raise NotFinite(
+                    f"{self._in_a_row} updates in a row were skipped for float16 overflowed, the loss scale is"
+                    f" {self.scaler.get_scale():g}, and the gradients are not finite",
+                    late=True,
+                    fix="say precision=fp32 or bf16, or lower optimizer.lr; how many may be: precision.max_skips",
+                )
         return self._skipped
 
     def values(self) -> dict[str, float]:
@@ -124,22 +192,47 @@ class ScaledHalf(Precision):
         return {"precision/loss_scale": scale, "precision/skipped_updates": float(self.num_skipped())}
 
     def state(self) -> dict[str, Any]:
-        return {"scaler": self.scaler.state_dict(), "skipped": self.num_skipped()}
+        skipped = self.num_skipped()
+        return {"scaler": self.scaler.state_dict(), "skipped": skipped, "skipped_in_a_row": self._in_a_row}
 
     def load(self, state: Mapping[str, Any]) -> None:
         if state:  # empty where the checkpoint was made in another precision
             self.scaler.load_state_dict(dict(state["scaler"]))
-            self._skipped = int(state["skipped"])
+            self._skipped, self._in_a_row = int(state["skipped"]), int(state.get("skipped_in_a_row", 0))
 
-    def _copy(self, found: Tensor) -> tuple[Tensor, torch.Event | None]:
-        """Start the copy of the overflow flag to the host; it is read one update later, so nobody waits."""
-        if self.device.type == "cpu":
-            return found.clone(), None
-        on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        on_host.copy_(found, non_blocking=True)
-        done = torch.Event(self.device)
-        done.record()
-        return on_host, done
+
+class _Statistics:
+    """What the batch normalizations of a model have seen, as it was before the update under way."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffers: list[Tensor] | None = None
+        self._kept: list[Tensor] = []
+
+    def keep(self) -> None:
+        """They are kept, once in each update: evaluations change nothing."""
+        if self._kept or not torch.is_grad_enabled():
+            return
+        if self._buffers is None:  # not earlier: strategies replace modules
+            modules = [one for one in self._model.modules() if getattr(one, "running_mean", None) is not None]
+            self._buffers = [buffer for one in modules for buffer in one.buffers(recurse=False) if not buffer.is_meta]
+        self._kept = [buffer.clone() for buffer in self._buffers]
+
+    def settle(self, overflowed: Tensor) -> None:
+        """They are as they were kept where `overflowed` is above 0, which nobody waits for."""
+        if not self._kept:  # this rank had no part in the update
+            return
+        for buffer, before in zip(self._buffers or (), self._kept, strict=True):
+            buffer.copy_(torch.where(overflowed.to(buffer.device) > 0, before, buffer))
+        self._kept = []
+
+
+def _refuse(loss: Tensor | None, grad_norm: Tensor | None = None, *, late: bool = False) -> None:
+    """Raise NotFinite for the first of the numbers of an update that is not finite."""
+    if loss is not None and not math.isfinite(loss.item()):
+        raise NotFinite("the loss is not finite", late=late)
+    if grad_norm is not None and not math.isfinite(grad_norm.item()):
+        raise NotFinite("the gradients are not finite", late=late)
 
 
 def fp32(world: World, model: nn.Module) -> Precision:
@@ -174,6 +267,7 @@ def fp16(
     backoff_factor: Factor = 0.5,
     growth_interval: PositiveInt = 2000,
     min_scale: Positive = 1e-4,
+    max_skips: PositiveInt = 20,
     keep_fp32: list[str] = [],  # noqa: B006 - read as schema
 ) -> Precision:
     """Autocast to float16 and scale the loss so that small gradients survive.
@@ -183,6 +277,7 @@ def fp16(
     backoff_factor   the scale is multiplied by this at an overflow
     growth_interval  updates without overflow before the scale grows
     min_scale        a scale below this ends the run: gradients overflow whatever the scale
+    max_skips        updates skipped one after another that end the run; 20 bring the first scale down to 1/16
     keep_fp32        names of modules that compute in float32 all the same
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
     """
@@ -194,7 +289,7 @@ def fp16(
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
     )
-    return ScaledHalf(world, scaler, min_scale=min_scale)
+    return ScaledHalf(world, model, scaler, min_scale=min_scale, max_skips=max_skips)
 
 
 def _keep_float32(model: nn.Module, names: Sequence[str], device: torch.device) -> None:

@@ -11,6 +11,12 @@ from torch import Tensor
 
 from runner.base.batch import MicroBatch, map_tensors
 
+Lap = Callable[[str], object]
+
+
+def unseen(part: str) -> None:
+    """Nobody wants to know when a part ended."""
+
 
 class Prefetch:
     """Moves each batch when it is asked for. On the CPU there is nothing to move."""
@@ -18,11 +24,19 @@ class Prefetch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def __call__(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the batches on the device, in the same order."""
-        if self.device.type == "cpu":
-            return batches
-        return (item._replace(batch=map_tensors(self._move, item.batch)) for item in batches)
+    def __call__(self, batches: Iterator[MicroBatch], lap: Lap = unseen) -> Iterator[MicroBatch]:
+        """Yield the batches on the device, in the same order.
+
+        lap  is told of the end of each part, "data" and "transfer"; who asks for the batch tells of the last one
+        """
+        return batches if self.device.type == "cpu" else self._moved(batches, lap)
+
+    def _moved(self, batches: Iterator[MicroBatch], lap: Lap) -> Iterator[MicroBatch]:
+        for item in batches:
+            lap("data")
+            moved = item._replace(batch=map_tensors(self._move, item.batch))
+            lap("transfer")
+            yield moved
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -70,7 +84,7 @@ class CopyAhead(Prefetch):
         super().__init__(device)
         self.streams = streams
 
-    def __call__(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def __call__(self, batches: Iterator[MicroBatch], lap: Lap = unseen) -> Iterator[MicroBatch]:
         source: MicroBatch | None = None
 
         def start() -> MicroBatch | None:
@@ -84,8 +98,10 @@ class CopyAhead(Prefetch):
             return moved
 
         coming = start()
+        lap("data")
         while coming is not None:
             self.streams.join()
+            lap("transfer")  # what the computation waits for the copy, which began an update ago
             map_tensors(self.streams.hold, coming.batch)
             ready, done_with = coming, source
             coming = start()

@@ -31,3 +31,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: map_tensors(function, item) for key, item in value.items()}
     return value
+
+
+def first_shape(batch: Any) -> object:
+    """Return the shape of the first tensor of a batch, None where there is none; costs next to nothing."""
+    while isinstance(batch, (tuple, list)):
+        batch = batch[0] if batch else None
+    shape = getattr(batch, "shape", None)
+    return first_shape(next(iter(batch.values()), None)) if shape is None and isinstance(batch, Mapping) else shape

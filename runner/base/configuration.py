@@ -7,18 +7,24 @@ signatures of the axis functions (schema.py). All problems are found in one go, 
 from __future__ import annotations
 
 import ast
+import io
+import re
+import warnings
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.base.division import divide
-from runner.base.errors import ConfigError, InputMissing, Problem
+from runner.base.errors import ConfigError, InputMissing, Problem, readable
+from runner.base.guarded_yaml import MAX_DEPTH, read_guarded, refuse_calls, refuse_growth
 from runner.base.phases import GROUPS as PHASE_GROUPS
 from runner.base.phases import INFERENCE, LENGTHS, Declared, is_for, read_phases, values_of
 from runner.base.phases import keys_of as phase_keys
 from runner.base.places import PACKAGE, shipped
 from runner.base.schema import (
+    MAX_SHOWN,
+    REQUIRED,
     Expression,
     Key,
     Signature,
@@ -29,6 +35,7 @@ from runner.base.schema import (
     read_functions,
     settings_keys,
 )
+from runner.base.secret import refuse_secrets, secret_problems
 from runner.base.settings import EarlyStoppingSettings, EvaluateSettings, Settings
 
 if TYPE_CHECKING:
@@ -47,6 +54,7 @@ AXES: Mapping[str, str] = {
     "memory": "axes/memory.py",
     "backend": "axes/backend.py",
     "checkpoint": "engine/saving.py",
+    "watchdog": "engine/watchdog.py",
     "tracker": "observe/trackers.py",
     "monitor": "observe/monitor.py",
     "profiler": "observe/profiler.py",
@@ -54,6 +62,9 @@ AXES: Mapping[str, str] = {
     "launcher": "launch/launcher.py",
 }
 GROUPS = (*AXES, "task", "hardware")
+SHOWN_BY = "accel-run plan shows every key"
+MAX_WORD = 20_000  # characters of a word of the command line
+MAX_HINTS = 50  # unknown keys for which a near one is searched: more are another kind of mistake
 
 # Names people bring from other trainers, and what they are here.
 PRECISION_NAMES = {
@@ -84,6 +95,7 @@ FOREIGN_KEYS = {
     "persistent_workers": "nothing to set: the workers live as long as the run",
     "dataloader.persistent_workers": "nothing to set: the workers live as long as the run",
     "output_dir": "output_root, and run=NAME for the folder in it",
+    "monitor_only": "accel-run monitor seconds=30: it trains nothing",
 }
 
 
@@ -172,8 +184,11 @@ class Configuration:
 def compose(request: Request) -> Configuration:
     """Return the checked configuration of a command line.
 
-    Raises ConfigError with all problems, InputMissing if the task file or the config folder does not exist.
+    Raises ConfigError with all problems, InputMissing if the task file or the config folder does not exist, and
+    SecurityRefusal for what would call something or leave the folder. A secret is refused before all else, alone, so
+    that no other message repeats it.
     """
+    refuse_secrets(request.overrides)
     _require_paths(request)
     parsed, problems = _parse(request)
     groups, values = _split(parsed, request, problems)
@@ -232,6 +247,10 @@ def task_source(name: str, task_file: Path | None) -> Path:
     return task_file if task_file else shipped("tasks") / name / "task.py"
 
 
+def _shipped_tasks() -> list[Path]:
+    return sorted(file.parent for file in shipped("tasks").glob("*/task.py"))
+
+
 def to_yaml(configuration: Configuration) -> str:
     """Return the resolved configuration as YAML, for people and for the run directory."""
     from omegaconf import OmegaConf
@@ -275,11 +294,21 @@ def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], l
     parsed: list[Override] = []
     problems: list[Problem] = []
     for word in _joined(request.overrides, problems):
+        if len(word) > MAX_WORD or _depth(word) > MAX_DEPTH:  # the grammar would take seconds to say no
+            what = f"must have at most {MAX_WORD:,} characters and be nested at most {MAX_DEPTH} deep"
+            problems.append(Problem(f"{what}, but has {len(word):,}", word, "put long texts into a file"))
+            continue
         try:
             override = parser.parse_override(word)
-        except HydraException as error:
-            reason = str(error).splitlines()[0]
-            problems.append(Problem(f"cannot be read: {reason}", word, "quote it: 'key=\"any text\"'"))
+        except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of 5,000 digits
+            near = _nearly(word) if len(problems) < MAX_HINTS else ""
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
+            problems.append(Problem(f"cannot be read: {reason}", word, near or "quote it: 'key=\"any text\"'"))
+            continue
+        refuse_calls(override.key_or_group, None, word)
+        if "${" in word.partition("=")[2]:
+            fix = "write the value; a shell replaces $NAME outside of single quotes"
+            problems.append(Problem("${...} can stand in files only", word, fix))
             continue
         if override.is_sweep_override() and not sweeps:
             problems.append(
@@ -290,6 +319,15 @@ def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], l
     return parsed, problems
 
 
+def _depth(word: str) -> int:
+    """Return how deep brackets are nested, those of a quoted text included."""
+    depth = deepest = 0
+    for char in word:
+        depth += (char in "[{(") - (char in ")}]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _can_be_listed(override: Override) -> bool:
     from hydra.core.override_parser.types import ValueType
 
@@ -298,6 +336,10 @@ def _can_be_listed(override: Override) -> bool:
 
 def _joined(words: tuple[str, ...], problems: list[Problem]) -> Iterator[str]:
     """Yield words of the form key=value; explain `--lr 0.1`, `lr = 3` and lone words."""
+
+    def proper(key: str, value: str) -> str:
+        return _proper(key, value) if len(problems) < MAX_HINTS else SHOWN_BY
+
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -306,34 +348,47 @@ def _joined(words: tuple[str, ...], problems: list[Problem]) -> Iterator[str]:
             if not has_value and rest and "=" not in rest[0] and not rest[0].startswith("-"):
                 value = rest.pop(0)
                 word = f"{word} {value}"
-            problems.append(Problem("unknown option; settings are written key=value", word, _proper(key, value)))
+            problems.append(Problem("unknown option; settings are written key=value", word, proper(key, value)))
         elif rest and rest[0] == "=":
             value = rest[1] if len(rest) > 1 else ""
             del rest[:2]
-            problems.append(Problem("has spaces around =", f"{word} = {value}".strip(), _proper(word, value)))
+            problems.append(Problem("has spaces around =", f"{word} = {value}".strip(), proper(word, value)))
         elif word.endswith("=") and rest and "=" not in rest[0]:
             value = rest.pop(0)
-            problems.append(Problem("has a space after =", f"{word} {value}", _proper(word[:-1], value)))
+            problems.append(Problem("has a space after =", f"{word} {value}", proper(word[:-1], value)))
         elif "=" not in word and not word.startswith("~"):
-            problems.append(Problem("is not a setting; settings are written key=value", word, _proper(word, "")))
+            what = "is not a setting; settings are written key=value"
+            if word.endswith(".py"):
+                problems.append(Problem(what, word, f"say --task {readable(word, MAX_SHOWN)}"))
+                continue
+            problems.append(Problem(what, word if word.strip() else f"{word!r}", proper(word, "")))
         else:
             yield word
 
 
 def _proper(key: str, value: str) -> str:
     """Return the line to type instead of what was typed."""
-    name = key.replace("-", "_")
+    name, value = readable(key, MAX_SHOWN).replace("-", "_"), readable(value, MAX_SHOWN)
     if name in FOREIGN_KEYS:
         known = FOREIGN_KEYS[name]
         return f"say {known}={value or '...'}" if known.isidentifier() or "." in known.split()[0] else f"say {known}"
     near = name if name in GROUPS else nearest(name, [*GROUPS, *_plain_keys()], cutoff=0.7)
-    return f"say {near}={value or '...'}" if near else "accel-run plan shows every key"
+    return f"say {near}={value or '...'}" if near else SHOWN_BY
+
+
+def _nearly(word: str) -> str:
+    """Return "did you mean X?" where it is the key that cannot be read, such as a.,b for a.b."""
+    key = word.partition("=")[0]
+    if re.fullmatch(r"[+]{0,2}[\w.]*\w", key) and ".." not in key:
+        return ""
+    near = nearest(re.sub(r"\W+", ".", key).strip("."), [*GROUPS, *_plain_keys()], cutoff=0.8)
+    return f"did you mean {near}?" if near else ""
 
 
 def _plain_keys() -> list[str]:
     """Return the keys that exist whatever is chosen: settings, and the default options' keys."""
     keys = list(settings_keys(Settings))
-    for group in ("optimizer", "scheduler", "dataloader", "checkpoint"):
+    for group in AXES:
         for option in options_of(group):
             signature = function_of(group, option)
             keys += [f"{group}.{key}" for key in (signature.keys if signature else ())]
@@ -342,7 +397,7 @@ def _plain_keys() -> list[str]:
 
 def _quoted(word: str) -> str:
     key, _, value = word.partition("=")
-    return f'{key}="{value}"'
+    return f'{readable(key, MAX_SHOWN)}="{readable(value, MAX_SHOWN)}"'
 
 
 def _key_of(word: str) -> str:
@@ -361,11 +416,16 @@ def _split(
     for override in parsed:
         key, word = override.key_or_group, override.input_line or ""
         if override.is_delete():
-            problems.append(Problem("nothing is deleted here", word, f"say {_key_of(word)}=none, =off or =null"))
+            problems.append(
+                Problem(
+                    "nothing is deleted here", word, f"say {readable(_key_of(word), MAX_SHOWN)}=none, =off or =null"
+                )
+            )
         elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
             problems.append(Problem("Hydra only composes here; it starts and writes nothing", word, "leave it out"))
         elif override.package is not None:
-            problems.append(Problem("packages (@) have no meaning here", word, f"say {key}={override.value()}"))
+            fix = f"say {key}={readable(_word(override.value()), MAX_SHOWN)}"
+            problems.append(Problem("packages (@) have no meaning here", word, fix))
         elif key in GROUPS:
             known = options_of(key, request.config_dir)
             option = _option_name(key, override.value(), known)
@@ -409,21 +469,26 @@ def _compose_groups(groups: Mapping[str, str], request: Request, problems: list[
     if request.task_file:
         words.append("~task")
     profile = _file_of("hardware", groups.get("hardware", ""), request.config_dir)
-    if profile and not profile.read_text(encoding="utf-8").startswith(_GLOBAL):
+    if profile and not _text_of(profile, request.config_dir).startswith(_GLOBAL):
         raise ConfigError([*problems, Problem(f"must begin with the line {_GLOBAL}", str(profile))])
     _search_user_folder(request.config_dir)
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(shipped("conf")), **_version_base()):
+        with initialize_config_dir(str(shipped("conf")), **_version_base()), warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*missing `_self_`")
             composed = hydra_compose("config", overrides=words, return_hydra_config=True)
     except yaml.MarkedYAMLError as error:
         where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}" if error.problem_mark else "conf"
         raise ConfigError([*problems, Problem(f"is not YAML: {error.problem}", where)]) from error
+    except UserWarning as error:  # only a config.yaml in the user's folder can lack it
+        what = "must have _self_ in its defaults list, where its own values take their place"
+        fix = "begin the list with `- _self_`, as the shipped file does"
+        raise ConfigError([*problems, Problem(what, f"{request.config_dir}/config.yaml", fix)]) from error
     except RecursionError as error:
         files = ", ".join(f"{group}/{option}.yaml" for group, option in groups.items())
         raise ConfigError([*problems, Problem("a defaults list leads back to its own file", files)]) from error
-    except (HydraException, OmegaConfBaseException, OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError([*problems, Problem(_first_line(error), str(request.config_dir or "conf"))]) from error
+    except (HydraException, OmegaConfBaseException, OSError, ValueError, AssertionError, yaml.YAMLError) as error:
+        raise ConfigError([*problems, _of_composing(error, groups, request.config_dir)]) from error
     choices = OmegaConf.to_container(composed.hydra.runtime.choices)
     assert isinstance(choices, dict)
     missing = [group for group in GROUPS if not choices.get(group) and (group != "task" or not request.task_file)]
@@ -439,6 +504,20 @@ def _compose_groups(groups: Mapping[str, str], request: Request, problems: list[
     plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)
     assert isinstance(plain, dict)
     return {**plain, "hydra_choices": choices}
+
+
+def _of_composing(error: Exception, groups: Mapping[str, str], config_dir: Path | None) -> Problem:
+    """Say what Hydra says, with the user's files that it may mean and what there is to choose from."""
+    chosen = [(config_dir or Path()) / group / f"{option}.yaml" for group, option in (("", "config"), *groups.items())]
+    where = ", ".join(str(file) for file in chosen if config_dir and file.is_file()) or str(config_dir or "conf")
+    what = _first_line(error).rstrip(".")
+    if "Invalid loaded object type" in what:
+        return Problem("must be a mapping of keys to values", where)
+    missing = re.search(r"'([a-z]+)/([^']+)'$", what)
+    known = options_of(missing[1], config_dir) if missing else []
+    if missing is None or not known:
+        return Problem(what, where, "mend the file, or leave the option out")
+    return Problem(f"{what}; must be one of {', '.join(known)}", where, did_you_mean(missing[2], known))
 
 
 def _version_base() -> dict[str, Any]:
@@ -458,15 +537,35 @@ def _search_user_folder(folder: Path | None) -> None:
     _user_folder = folder.resolve() if folder else None
     if folder is None or not first:
         return
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigResult, ConfigSource
     from hydra.plugins.search_path_plugin import SearchPathPlugin
+    from omegaconf import OmegaConf
+
+    class GuardedSource(FileConfigSource):
+        """The user's files, each measured and searched before it is built."""
+
+        @staticmethod
+        def scheme() -> str:
+            return "guarded"
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            text = read_guarded(Path(self.path) / self._normalize_file_name(config_path), Path(self.path))
+            return ConfigResult(
+                config=OmegaConf.load(_Named(text, self.path, config_path)),
+                path=self.full_path(),
+                provider=self.provider,
+                header=ConfigSource._get_header_dict(text[:512]),
+            )
 
     class UserFolder(SearchPathPlugin):
         def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
             if _user_folder is not None:
-                search_path.prepend("user", f"file://{_user_folder}")
+                search_path.prepend("user", f"guarded://{_user_folder}")
 
+    Plugins.instance().register(GuardedSource)
     Plugins.instance().register(UserFolder)
 
 
@@ -481,7 +580,8 @@ class _Schema:
 
     functions      group -> the shipped option behind the chosen one
     task_settings  key -> value that the task's own file sets, for the options it was tuned with
-    folder_keys    key -> file of the user's config folder that sets it
+    folder_keys    key -> file of the user's config folder that sets it; `profile_keys` those of a hardware profile
+    said           keys and groups of the command line
     tuned          group -> option that the task's values are for
     phases         the task's phases, each with the options that it uses and its keys
     """
@@ -493,6 +593,15 @@ class _Schema:
     folder_keys: Mapping[str, Path]
     tuned: Mapping[str, str]
     phases: tuple[_Phase, ...] = ()
+    profile_keys: Mapping[str, Path] = field(default_factory=dict)
+    said: Container[str] = ()
+
+    def file_of(self, key: str) -> str:
+        """Return the user's file that sets the key, with a colon; nothing where the word alone says who did."""
+        if key in self.said:
+            return ""
+        file = self.folder_keys.get(key) or self.profile_keys.get(key)
+        return f"{file}: " if file else ""
 
     def known(self, key: str) -> str:
         """Return the key to which `key` belongs: itself, or the mapping of which it is an entry."""
@@ -541,7 +650,8 @@ def _schema(
     keys.update({f"inference.{key.name}": key for key in task.predict.values()})
     keys["inference.seed"] = Key("inference.seed", int, 0, "seed of the sampling")
     tuned = {group: str(task.settings.get(group) or option) for group, option in shipped_options().items()}
-    schema = _Schema(keys, functions, {}, {}, _folder_keys(choices, request.config_dir, keys), tuned)
+    of_files = {"": "config", **{group: option for group, option in choices.items() if group != "hardware"}}
+    schema = _Schema(keys, functions, {}, {}, _folder_keys(of_files, request.config_dir, keys), tuned)
     settings = {key: value for key, value in _flatten(task.settings, stop=keys) if key not in PHASE_GROUPS}
     for_auto = {key: value for key, value in settings.items() if _is_for_auto(key, value, schema, problems)}
     why_not = {key: _why_not_of_task(key, schema, choices) for key in settings if key not in for_auto}
@@ -550,7 +660,8 @@ def _schema(
     phases = tuple(_phase(declared, values, schema, said, problems, notes) for declared in task.phases)
     for phase in phases:
         keys.update({phase.declared.key(name): key for name, key in phase.keys.items()})
-    return replace(schema, task_settings=used, for_auto=for_auto, phases=phases)
+    of_profile = _folder_keys({"hardware": choices["hardware"]}, request.config_dir, keys)
+    return replace(schema, task_settings=used, for_auto=for_auto, phases=phases, profile_keys=of_profile, said=said)
 
 
 def _phase(
@@ -675,9 +786,9 @@ def _folder_keys(choices: Mapping[str, str], config_dir: Path | None, known: Con
     found: dict[str, Path] = {}
     if config_dir is None:
         return found
-    for group, option in (("", "config"), *choices.items()):
+    for group, option in choices.items():
         file = config_dir / group / f"{option}.yaml"
-        if file.is_file() and group != "hardware":
+        if file.is_file():
             found.update(dict.fromkeys(_file_keys(group, option, config_dir, known), file))
     return found
 
@@ -703,8 +814,16 @@ def _read_task(
     except SyntaxError as error:
         problems.append(Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source)))
         return _TaskFile(source)
+    except (RecursionError, MemoryError):  # Python's parser has no memory left: it means its stack
+        problems.append(Problem("is nested too deeply to be read", str(source)))
+        return _TaskFile(source)
     except (UnicodeDecodeError, ValueError) as error:
         problems.append(Problem(f"is not a Python file: {error}", str(source)))
+        return _TaskFile(source)
+    except OSError as error:  # an option of the user's folder for which there is no task
+        name, known = composed["hydra_choices"].get("task"), [folder.name for folder in _shipped_tasks()]
+        what = f"there is no task of that name; must be one of {', '.join(known)} ({source}: {error.strerror})"
+        problems.append(Problem(what, f"task={name}", "say --task FILE for a task of your own"))
         return _TaskFile(source)
     if "build" not in functions:
         what, fix = "must define build(*, ...) -> Task, and does not", "an example: accel-run new my_task.py"
@@ -719,6 +838,17 @@ def _read_task(
             what = f"the default of {name} must be a literal, such as 64 or 'text', but is {key.default.text}"
             problems.append(Problem(what, str(source)))
     settings, sizes, phases = (_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES", "PHASES"))
+    by_default = {
+        f"{place}.{name}": key.default
+        for place, keys in (("task", build), ("inference", predict))
+        for name, key in keys.items()
+        if key.default is not REQUIRED and not isinstance(key.default, Expression)
+    }
+    if hidden := secret_problems(by_default, source.name):  # before the defaults reach config.yaml and plan.json
+        raise ConfigError(hidden)
+    kept_in_it = [*secret_problems(settings, source.name), *secret_problems(sizes, source.name)]
+    if kept_in_it or (kept_in_it := secret_problems(phases, source.name)):
+        raise ConfigError(kept_in_it)
     settings = {**settings, **_of_size(sizes, build, composed, values)}
     of_phases = {key: value for key, value in settings.items() if key.startswith("phase.") and key.count(".") > 1}
     for short in {"phase", *(f"phase.{name}" for name in phases)} & set(settings):
@@ -741,7 +871,7 @@ def _literal(tree: ast.Module, name: str, source: Path, problems: list[Problem])
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and getattr(target, "id", "") == name and node.value:
             try:
                 settings = ast.literal_eval(node.value)
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError, MemoryError):
                 settings = None
             if isinstance(settings, dict):
                 return settings
@@ -766,14 +896,22 @@ def _set_values(
     tree = {key: value for key, value in defaults(schema.keys).items() if not key.startswith("phase.")}
     given = {key: value for key, value in composed.items() if key not in ("hydra_choices", "hardware")}
     try:
-        given = OmegaConf.to_container(OmegaConf.create(given), resolve=True)  # type: ignore[assignment]
+        if _interpolates(given):
+            refuse_growth(given)
+            given = OmegaConf.to_container(OmegaConf.create(given), resolve=True)  # type: ignore[assignment]
+    except RecursionError:
+        problems.append(Problem("one ${KEY} leads to the next too often", "the configuration", "write the value"))
+        given = {}
     except OmegaConfBaseException as error:
-        problems.append(Problem(_first_line(error), "conf"))
+        key = str(getattr(error, "full_key", None) or "conf")
+        fix = "write the value, or ${KEY} with a key that the files have"
+        problems.append(Problem(_first_line(error), f"{schema.file_of(schema.known(key))}{key}", fix))
+    if by_reference := secret_problems(given, "the configuration, each ${...} replaced"):
+        raise ConfigError(by_reference)
     for key, value in _flatten(given, stop=schema.keys):
         group, _, name = key.partition(".")
         if name != "option" or group not in AXES:
-            where = f"{schema.folder_keys[key]}: " if key in schema.folder_keys else ""
-            _place(tree, key, value, f"{where}{key}={_word(value)}", schema, problems)
+            _place(tree, key, value, f"{schema.file_of(key)}{key}={_word(value)}", schema, problems)
     for key, value in schema.task_settings.items():
         if key not in GROUPS:  # an option that it may not choose is said already
             _place(tree, key, value, f"SETTINGS[{key!r}]", schema, problems)
@@ -792,6 +930,15 @@ def _set_values(
         if key.startswith("phase."):
             _place(tree, key, value, word, schema, problems)
     return tree
+
+
+def _interpolates(value: Any) -> bool:
+    """Tell whether a value refers to another one: only then OmegaConf must build the tree, a tenth of the time."""
+    if isinstance(value, Mapping):
+        return any(_interpolates(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_interpolates(item) for item in value)
+    return isinstance(value, str) and "${" in value
 
 
 def _keep_one_length(tree: dict[str, Any], said: Container[str]) -> None:
@@ -813,7 +960,9 @@ def _place(tree: dict[str, Any], key: str, value: Any, word: str, schema: _Schem
         for name, item in value.items():
             _place(tree, f"{key}.{name}", item, word, schema, problems)
         return
-    problems.append(_unknown(key, word, schema))
+    problems.append(
+        _unknown(key, word, schema) if len(problems) < MAX_HINTS else Problem("unknown key", word, SHOWN_BY)
+    )
 
 
 def _unknown(key: str, word: str, schema: _Schema) -> Problem:
@@ -826,7 +975,7 @@ def _unknown(key: str, word: str, schema: _Schema) -> Problem:
         hint = f"it belongs to {group}={elsewhere}" if elsewhere else did_you_mean(key, names)
         option = schema.functions[group]
         return Problem(f"unknown key of {group}={option}; known: {', '.join(names) or 'none'}", word, hint)
-    return Problem("unknown key", word, did_you_mean(key, [*schema.keys, *GROUPS]) or "accel-run plan shows every key")
+    return Problem("unknown key", word, did_you_mean(key, [*schema.keys, *GROUPS]) or SHOWN_BY)
 
 
 def _option_with(group: str, key: str) -> str | None:
@@ -850,11 +999,11 @@ def _check(tree: Mapping[str, Any], schema: _Schema, already: set[str]) -> list[
         if name.startswith("phase.") and tree[name] == tree.get(name.split(".", 2)[2]):
             continue  # said of the run
         wrong = fault(key.type, tree[name])
-        where = f"{name}={_word(tree[name])}"
-        if wrong and where not in already:
-            literal = tree[name] if isinstance(tree[name], str) else ""
-            near = did_you_mean(literal, _literals(key.type)) if literal else ""
-            problems.append(Problem(wrong, where, near))
+        literal = tree[name] if isinstance(tree[name], str) else ""
+        near = did_you_mean(literal, _literals(key.type)) if wrong and literal else ""
+        problem = Problem(wrong or "", f"{schema.file_of(name)}{name}={_word(tree[name])}", near)
+        if wrong and problem.where not in already:
+            problems.append(problem)
     return problems
 
 
@@ -884,13 +1033,17 @@ def _phase_contradictions(tree: Mapping[str, Any], schema: _Schema) -> list[Prob
     wanted = tree.get("phases")
     kinds = {phase.declared.name: phase.declared.kind for phase in schema.phases} or {"train": "train"}
     known = [*kinds, INFERENCE]
-    if wanted is not None and not isinstance(wanted, list):
+    if wanted is not None and not (isinstance(wanted, list) and all(isinstance(name, str) for name in wanted)):
         return []  # said with its type
     if wanted == []:
         fix = f"say phases=[{known[0]}], or phases=null for all"
         return [Problem("names no phase", "phases=[]", fix)]
     problems = [
-        Problem(f"the task has no phase {name}; phases: {', '.join(known)}", "phases", did_you_mean(str(name), known))
+        Problem(
+            f"the task has no phase {readable(name, MAX_SHOWN)}; phases: {', '.join(known)}",
+            "phases",
+            did_you_mean(name, known),
+        )
         for name in wanted or ()
         if name not in known
     ]
@@ -1005,6 +1158,7 @@ def _sources(
     found = dict.fromkeys(schema.folder_keys, "config folder")
     found |= dict.fromkeys((*in_file, *schema.task_settings, *of_task), f"task {task}")
     found |= dict.fromkeys(selected_by_profile(str(names["hardware"]), folder), f"profile {names['hardware']}")
+    found |= dict.fromkeys(schema.profile_keys, f"profile {names['hardware']}")
     found |= dict.fromkeys(groups, "command line")
     found |= {schema.known(key): "command line" for key, _, _ in values}
     for phase in schema.phases:
@@ -1043,7 +1197,7 @@ def _file_keys(group: str, option: str, config_dir: Path | None, known: Containe
     """Return the keys that an option's file sets, as they are called on the command line."""
     content = {key: value for key, value in _load(group, option, config_dir).items() if key != "defaults"}
     file = _file_of(group, option, config_dir)
-    is_global = not group or (file is not None and _GLOBAL in file.read_text(encoding="utf-8"))
+    is_global = not group or (file is not None and _GLOBAL in _text_of(file, config_dir))
     return [key for key, _ in _flatten(content, "" if is_global else f"{group}.", known)]
 
 
@@ -1051,14 +1205,32 @@ def _load(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     file = _file_of(group, option, config_dir)
-    content = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if file else None
+    text = _text_of(file, config_dir) if file else ""
+    content = OmegaConf.to_container(OmegaConf.load(_Named(text, str(file))), resolve=False) if text else None
     return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
 
 def _file_of(group: str, option: str, config_dir: Path | None) -> Path | None:
     """Return the file of an option, the user's before ours."""
+    if Path(option).is_absolute():  # it would take the place of the folder
+        return None
     files = [folder / group / f"{option}.yaml" for folder in (config_dir, shipped("conf")) if folder]
     return next((file for file in files if file.is_file()), None)
+
+
+class _Named(io.StringIO):
+    """A text that YAML's messages call by the name of its file."""
+
+    def __init__(self, text: str, *parts: str) -> None:
+        super().__init__(text)
+        self.name = str(Path(*parts))
+
+
+def _text_of(file: Path, config_dir: Path | None) -> str:
+    """Return the text of a configuration file; one that is not ours is guarded."""
+    if config_dir is not None and file.is_relative_to(config_dir):
+        return read_guarded(file, config_dir)
+    return file.read_text(encoding="utf-8")
 
 
 def _shadows(config_dir: Path | None) -> Iterator[str]:

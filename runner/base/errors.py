@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -35,6 +35,19 @@ class Exit(IntEnum):
     INTERRUPTED = 130  # left without saving
 
 
+def readable(text: str, limit: int) -> str:
+    """Return the text in one line of at most about `limit` characters, its middle left out where it is longer.
+
+    What would move a terminal's cursor, turn the order of letters around or cannot be seen or encoded is written as an
+    escape: the text may be a stranger's.
+    """
+    if len(text) > limit:
+        text = f"{text[: limit * 2 // 3]} ... ({len(text):,} characters) ... {text[-limit // 4 :]}"
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong: what must be and what is, where, and what to do about it."""
@@ -43,30 +56,79 @@ class Problem:
     where: str = ""
     fix: str = ""
 
+    def __post_init__(self) -> None:
+        for name, text, limit in (("what", self.what, 2000), ("where", self.where, 400), ("fix", self.fix, 8000)):
+            lines = [text] if name == "where" else text.split("\n")
+            object.__setattr__(self, name, "\n".join(readable(line, limit) for line in lines))
+
     def __str__(self) -> str:
         lead = f"{self.where}: " if self.where else ""
         return f"{lead}{self.what}" + (f"\n    {self.fix}" if self.fix else "")
 
 
 class AccelRunError(Exception):
-    """An end of the run that is explained to the user in words, without a traceback."""
+    """An end of the run that is explained to the user in words, without a traceback.
+
+    place  where in the run it happened, as far as that is known: rank, phase, update, samples; goes into error.json
+    Notes, as of `add_note`, are shown below what to do.
+    """
 
     exit_code = Exit.SOFTWARE
+    place: Mapping[str, Any] = {}
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         self.problems: tuple[Problem, ...] = (Problem(what, where, fix),)
         super().__init__(str(self.problems[0]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return remake, (type(self), self.problems, self.exit_code)  # data workers hand errors over
+        return remake, (type(self), self.problems, self.exit_code, self.place)  # data workers hand errors over
 
 
-def remake(kind: type[AccelRunError], problems: tuple[Problem, ...], exit_code: Exit) -> AccelRunError:
+def remake(
+    kind: type[AccelRunError], problems: tuple[Problem, ...], exit_code: Exit, place: Mapping[str, Any] | None = None
+) -> AccelRunError:
     """Return the error another process ended with."""
     error = kind.__new__(kind)
     Exception.__init__(error, "\n".join(str(problem) for problem in problems))
-    error.problems, error.exit_code = problems, exit_code
+    error.problems, error.exit_code, error.place = problems, exit_code, place or {}
     return error
+
+
+def number_of(checkpoint: str | None) -> int:
+    """Return the update of a checkpoint by its name, "update-0000000012"; 0 for none."""
+    return int(checkpoint.rpartition("-")[2]) if checkpoint else 0
+
+
+def where_it_goes_on(last: str | None, made: int) -> str:
+    """Return the line below an error that says what is lost: as good as nothing.
+
+    last  the name of the newest checkpoint, None where there is none
+    made  updates of all phases, saved or not
+    """
+    repeated = made - number_of(last)
+    again = "nothing is" if repeated <= 0 else "1 update is" if repeated == 1 else f"{repeated} updates are"
+    if last is None:
+        return f"no checkpoint yet ({again} repeated)"
+    return f"last checkpoint: update {number_of(last)} ({again} repeated)"
+
+
+def as_told(error: AccelRunError) -> str:
+    """Return what the user sees: each problem a paragraph, numbered when there are several, and the notes below."""
+    many = len(error.problems) > 1
+    lines = [f"accel-run: {len(error.problems)} problems"] if many else []
+    for number, problem in enumerate(error.problems, 1):
+        lead = f"  {number}. " if many else "accel-run: "
+        lines.append(lead + _on_one_screen(problem, " " * len(lead)))
+    lines += [" " * len("accel-run: ") + note for note in getattr(error, "__notes__", ())]
+    return "\n".join(lines)
+
+
+def _on_one_screen(problem: Problem, indent: str) -> str:
+    """Return the problem without what a terminal would obey, every line of it below the first one indented."""
+    where = f"{problem.where}: " if problem.where else ""
+    text = f"{where}{problem.what}" + (f"\n{problem.fix}" if problem.fix else "")
+    lines = [line.strip() if line.startswith("    ") else line for line in text.split("\n")]
+    return f"\n{indent}".join(lines)
 
 
 class ConfigError(AccelRunError):
@@ -175,6 +237,12 @@ class RankLost(AccelRunError):
     """A rank of the run was ended from outside, or can no longer reach the others."""
 
     exit_code = Exit.RANK_LOST
+
+
+class Hang(AccelRunError):
+    """What was waited for did not come within its time."""
+
+    exit_code = Exit.HANG
 
 
 class SystemLimit(AccelRunError):

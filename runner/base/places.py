@@ -15,9 +15,13 @@ def shipped(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder for prepared data that outlives a run: $ACCEL_RUN_CACHE, else the XDG cache folder."""
+    """Return the folder for prepared data that outlives a run: $ACCEL_RUN_CACHE, else the XDG cache folder.
+
+    A user without a home, as in some containers, has it where the command is given.
+    """
     chosen = os.environ.get("ACCEL_RUN_CACHE")
     if chosen:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "accel-run"
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises where there is none
+    return (Path(base) if base else Path("" if home == "~" else home).absolute() / ".cache") / "accel-run"

@@ -8,7 +8,6 @@ imported, so a wrong key is answered before torch is loaded.
 from __future__ import annotations
 
 import ast
-import builtins
 import copy
 import dataclasses
 import difflib
@@ -23,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.base import values
+from runner.base.errors import readable
 from runner.base.values import Matches, Range
 
+MAX_SHOWN = 200  # characters of a value in a message
 REQUIRED = object()  # the default of a key that must be given
 
 
@@ -121,6 +122,8 @@ def in_words(annotation: Any) -> str:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known word most like `word`, or None when nothing is near."""
+    if len(word) > MAX_SHOWN:
+        return None
     candidates = list(known)
     lowered = {candidate.lower(): candidate for candidate in candidates}
     # One wrong letter of a short word leaves less in common than the same of a long one.
@@ -147,7 +150,17 @@ _TYPE_WORDS: dict[Any, str] = {
     type(None): "null",
     Any: "anything",
 }
-_NAMESPACE = {**vars(builtins), **{name: getattr(values, name) for name in values.__all__}, "typing": typing}
+# The words of annotations; the checks of `_fits` know what they mean.
+_NAMESPACE: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, object, bytes, complex, set)},
+    **{name: getattr(values, name) for name in values.__all__},
+    "Optional": typing.Optional,
+    "Union": typing.Union,
+    "List": list,
+    "Dict": dict,
+    "Tuple": tuple,
+}
+_TYPING = ("typing", "t")
 
 
 def _signature(node: ast.FunctionDef, path: Path) -> Signature:
@@ -164,14 +177,46 @@ def _signature(node: ast.FunctionDef, path: Path) -> Signature:
 
 def _type_of(annotation: ast.expr | None) -> Any:
     """Return the type, or Any for one of the user's own: the function itself will judge."""
-    if annotation is None:
-        return Any
-    quoted = isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
     try:
-        # Our own source, or the user's own task file; types only.
-        return eval(ast.literal_eval(annotation) if quoted else ast.unparse(annotation), dict(_NAMESPACE))
-    except Exception:
+        return _read_type(annotation) if annotation is not None else Any
+    except Exception:  # whatever a combination of types that makes no sense raises
         return Any
+
+
+def _read_type(node: ast.expr) -> Any:
+    """Return the type that an annotation spells with the words of `_NAMESPACE`; nothing of the file is run.
+
+    A task file from elsewhere is read by `plan`, and by the Tab key, before anybody has decided to run it.
+    """
+    if isinstance(node, ast.Constant):
+        return _read_type(ast.parse(node.value, mode="eval").body) if isinstance(node.value, str) else _none(node)
+    if isinstance(node, ast.Name):
+        return _NAMESPACE[node.id]
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in _TYPING:
+        return _NAMESPACE[node.attr]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _read_type(node.left) | _read_type(node.right)
+    if isinstance(node, ast.Subscript):
+        base = _read_type(node.value)
+        items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        read = ast.literal_eval if base is typing.Literal else _read_item
+        return base[tuple(map(read, items)) if len(items) > 1 or base is tuple else read(items[0])]
+    raise ValueError(f"{ast.unparse(node)} is no type")
+
+
+def _read_item(node: ast.expr) -> Any:
+    """Return what stands in the brackets of a type: another type, an ellipsis, a range or a pattern."""
+    if isinstance(node, ast.Constant) and node.value is Ellipsis:
+        return Ellipsis
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Range", "Matches"):
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+        return _NAMESPACE[node.func.id](*map(ast.literal_eval, node.args), **named)
+    return _read_type(node)
+
+
+def _none(node: ast.Constant) -> None:
+    if node.value is not None:
+        raise ValueError(f"{node.value!r} is no type")
 
 
 def _literal(default: ast.expr) -> Any:
@@ -246,4 +291,4 @@ def _plain(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else _plain(value)
+    return f'"{readable(value, MAX_SHOWN)}"' if isinstance(value, str) else readable(_plain(value), MAX_SHOWN)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from runner.base.values import Count, DeviceName, NonNegative, Positive, PositiveInt
+from runner.base.values import Count, DeviceName, NonNegative, Place, Positive, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class DataSettings:
     train_samples  at most so many training samples are used, the first ones; null: all
     """
 
-    path: str | None = None
+    path: Place | None = None
     train_samples: PositiveInt | None = None
 
 
@@ -63,6 +65,7 @@ class Settings:
     run                train: name of the run, an existing name resumes; others: last, a name or a folder
     output_root        folder that holds the runs
     resume             auto: continue the run of that name; fresh: start it anew; or a run folder to start from
+    weights            safetensors file whose weights a new run begins with; null: the task's own
     resume_allow       keys that may differ from the checkpoint, e.g. [optimizer.lr]
     log_every          updates between rows of metrics.jsonl
     """
@@ -76,10 +79,16 @@ class Settings:
     device: DeviceName = "auto"
     phases: list[str] | None = None
     run: str | None = None
-    output_root: str = "outputs"
+    output_root: Place = "outputs"
     resume: str = "auto"
+    weights: Place | None = None
     resume_allow: list[str] = field(default_factory=list)
     log_every: PositiveInt = 10
     data: DataSettings = field(default_factory=DataSettings)
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
     early_stopping: EarlyStoppingSettings = field(default_factory=EarlyStoppingSettings)
+
+    @property
+    def root(self) -> Path:
+        """Return the folder that holds the runs; ~ is the home folder, as a shell leaves it where it follows =."""
+        return Path(os.path.expanduser(self.output_root))  # noqa: PTH111 - Path.expanduser raises where there is none

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-PARTS = ("data", "forward", "backward", "optimizer")  # what a rank does; the rest of an update it waits
+PARTS = ("data", "transfer", "forward", "backward", "optimizer")  # what a rank does; the rest of an update it waits
 WAIT = "wait"
 
 Update = Sequence[Mapping[str, float]]  # per rank, seconds of each part and of waiting; what is not named took none

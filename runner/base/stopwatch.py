@@ -1,96 +1,190 @@
-"""Where the time of an update goes, part by part, without waiting for the device.
+"""Where the time of a phase goes, part by part, without waiting for the device.
 
-On a CPU the host's clock tells. On a GPU the parts are marked on the device's own timeline and read when they are over,
-an update or two later: nobody waits.
+A moment belongs to the part whose lap ends next, so the parts add up to the time that has passed. On a CPU the host's
+clock tells. On a GPU the parts are marked on the device's own timeline and read when they are over, an update or two
+later: nobody waits, and what the host does while the device is busy costs nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-PARTS = ("data", "forward", "backward", "optimizer", "wait")
-"""data: until the batch is there; wait: for other ranks, exchange included."""
+PARTS = ("data", "transfer", "forward", "backward", "optimizer", "wait")
+"""Of an update. data: until the batch is there; transfer: its copy to the device, where there is one to copy to;
+wait: for other ranks, exchange included."""
+BETWEEN = ("hooks", "logging", "drawing", "evaluation", "saving")
+"""Between updates; hooks: all that has no part of its own."""
+
+Seconds = Mapping[str, float]
+Bookmark = Callable[[], Seconds]
 
 
 class Lap(NamedTuple):
-    """The seconds of each part of an update."""
+    """The seconds of each part since the update before; a part that there was not is missing."""
 
     update: int
-    seconds: Mapping[str, float]
+    seconds: Seconds
 
 
 class Stopwatch:
-    """Adds up the seconds of each part of an update: `start`, then a `lap` at the end of each part, then `stop`."""
+    """Adds up the seconds of each part: `lap` at the end of each part, `stop` at the end of each update."""
 
     def __init__(self) -> None:
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._since = time.perf_counter()
-        self.last: Lap | None = None
+        self.begin()
 
-    def forget(self) -> None:
-        """Another phase begins: what is known is of the one before."""
-        self.last = None
-
-    def start(self) -> None:
-        """An update begins."""
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+    def begin(self) -> None:
+        """A phase begins: nothing is known of it yet."""
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._stopped: Seconds = {}  # what was spent when the last update ended,
+        self._before: Seconds = {}  # and when the one before did
+        self._update = 0
+        self._between = "hooks"
         self._since = time.perf_counter()
 
     def lap(self, part: str) -> None:
         """What was done since the last call belongs to `part`."""
         now = time.perf_counter()
-        self._seconds[part] += now - self._since
+        self._spent[part] += now - self._since
         self._since = now
 
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """What is done inside, between updates, belongs to `part`, unless something in it has a part of its own."""
+        self.lap(self._between)
+        outer, self._between = self._between, part
+        try:
+            yield
+        finally:
+            self.lap(part)
+            self._between = outer
+
     def stop(self, update: int) -> None:
-        """Update number `update` is over; `last` tells of the newest update that is known."""
-        self.last = Lap(update, self._seconds)
+        """Update number `update` is over; its last part has ended."""
+        self._update, self._before, self._stopped = update, self._stopped, dict(self._spent)
+
+    @property
+    def last(self) -> Lap | None:
+        """The newest update that is known, with what lay before it; None before the first."""
+        return Lap(self._update, _less(self._stopped, self._before)) if self._stopped else None
+
+    def bookmark(self) -> Bookmark:
+        """Return what tells the seconds of the phase until the last update ended, once the device has come so far."""
+        spent = self._stopped
+        return lambda: spent
+
+    def spent(self) -> Seconds:
+        """Return the seconds of the phase by part, as far as they are known."""
+        return dict(self._spent)
+
+    def finish(self) -> Seconds:
+        """Return the seconds of the phase by part, all of them: the device is waited for."""
+        self.lap(self._between)
+        return self.spent()
+
+
+@dataclass
+class _Group:
+    """The marks of an update and of what lay before it; the first one is the last of the group before.
+
+    spent  seconds of the phase until its end, once that is known
+    """
+
+    update: int
+    marks: list[tuple[str, torch.Event]]
+    spent: Seconds | None = None
 
 
 class DeviceStopwatch(Stopwatch):
-    """The same by marks on the stream of a GPU; `last` lags behind by as much as the device does."""
+    """The same by marks on the stream of a GPU; what is known lags behind by as much as the device does."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self.device = device
-        self._marks: list[tuple[str, torch.Event]] = []
-        self._under_way: deque[tuple[int, list[tuple[str, torch.Event]]]] = deque()
+        self._free: list[torch.Event] = []  # marks that are over: to make a new one takes longer
+        super().__init__()
 
-    def forget(self) -> None:
-        super().forget()
-        self._under_way.clear()
-
-    def start(self) -> None:
+    def begin(self) -> None:
+        super().begin()
+        self._last: Lap | None = None
+        self._under_way: deque[_Group] = deque()
         self._marks = [("", self._mark())]
 
     def lap(self, part: str) -> None:
         self._marks.append((part, self._mark()))
 
     def stop(self, update: int) -> None:
-        self._under_way.append((update, self._marks))
-        while self._under_way and self._under_way[0][1][-1][1].query():
-            number, marks = self._under_way.popleft()
-            self.last = Lap(number, self._read(marks))
+        self._close_group(update)
+        self._read_those_over()
+
+    def spent(self) -> Seconds:
+        self._read_those_over()
+        return dict(self._spent)
+
+    @property
+    def last(self) -> Lap | None:
+        return self._last
+
+    def bookmark(self) -> Bookmark:
+        if not self._under_way:
+            spent = dict(self._spent)
+            return lambda: spent
+        group = self._under_way[-1]
+        return lambda: self._at_the_end_of(group)
+
+    def finish(self) -> Seconds:
+        self.lap(self._between)
+        self._close_group(self._update)
+        return self._at_the_end_of(self._under_way[-1])
+
+    def _close_group(self, update: int) -> None:
+        self._update = update
+        self._under_way.append(_Group(update, self._marks))
+        self._marks = [("", self._marks[-1][1])]
+
+    def _at_the_end_of(self, group: _Group) -> Seconds:
+        while group.spent is None:
+            self._under_way[0].marks[-1][1].synchronize()
+            self._read()
+        return group.spent
+
+    def _read_those_over(self) -> None:
+        while self._under_way and self._under_way[0].marks[-1][1].query():
+            self._read()
+
+    def _read(self) -> None:
+        """Take in the oldest update; the device has come to its end."""
+        group = self._under_way.popleft()
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for (_, before), (part, after) in pairwise(group.marks):
+            seconds[part] += before.elapsed_time(after) / 1e3
+        for part, spent in seconds.items():
+            self._spent[part] += spent
+        self._last = Lap(group.update, dict(seconds))
+        group.spent = dict(self._spent)
+        self._free += (event for _, event in group.marks[:-1])
 
     def _mark(self) -> torch.Event:
-        event = torch.Event(self.device, enable_timing=True)
+        event = self._free.pop() if self._free else torch.Event(self.device, enable_timing=True)
         event.record()
         return event
-
-    @staticmethod
-    def _read(marks: list[tuple[str, torch.Event]]) -> dict[str, float]:
-        seconds = dict.fromkeys(PARTS, 0.0)
-        for (_, before), (part, after) in pairwise(marks):
-            seconds[part] += before.elapsed_time(after) / 1e3
-        return seconds
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
     """Return the one that tells the time of this device."""
     return DeviceStopwatch(device) if device.type == "cuda" else Stopwatch()
+
+
+def between(since: Seconds, until: Seconds) -> dict[str, float]:
+    """Return the seconds of each part from one bookmark to a later one; a part without any is missing."""
+    return _less(until, since)
+
+
+def _less(until: Seconds, since: Seconds) -> dict[str, float]:
+    return {part: spent for part in until if (spent := until[part] - since.get(part, 0.0)) > 0}

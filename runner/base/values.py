@@ -19,10 +19,12 @@ __all__ = [
     "Every",
     "Factor",
     "Fraction",
+    "Interval",
     "Literal",
     "Mapping",
     "Matches",
     "NonNegative",
+    "Place",
     "Positive",
     "PositiveInt",
     "Range",
@@ -64,8 +66,17 @@ NonNegative = Annotated[float, Range("a number of at least 0", low=0.0)]
 Fraction = Annotated[float, Range("a number between 0 and 1", low=0.0, high=1.0)]
 Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0, high_allowed=False)]
 Count = Annotated[int, Range("a whole number of at least 0", low=0)]
+Interval = Annotated[float, Range("a number of seconds from 0.01 to 3600", low=0.01, high=3600.0)]
 PositiveInt = Annotated[int, Range("a whole number of at least 1", low=1)]
 DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N or mps", r"auto|cpu|cuda(:\d+)?|mps")]
+# A place reaches scripts line by line, and terminals: nothing that ends a line, steers or cannot be seen is part of it.
+Place = Annotated[
+    str,
+    Matches(
+        "text in one line without control characters",
+        r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*",
+    ),
+]
 Every = Annotated[
     str,
     Matches(

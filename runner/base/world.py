@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 class World:
     """Rank, size and device of this process, and the few collectives the engine needs.
 
-    is_watched  ranks that leave are started again, fewer of them, by whoever started these
+    watched_from  folder where our own launcher sees how its ranks stand; None: somebody else has started them
 
     A collective must be called by all ranks, in the same order. In a world of size 1 it returns what it was given.
     """
@@ -25,7 +26,12 @@ class World:
     local_rank: int = 0
     world_size: int = 1
     num_local_ranks: int = 1
-    is_watched: bool = False
+    watched_from: Path | None = None
+
+    @property
+    def is_watched(self) -> bool:
+        """True where ranks that leave are started again, fewer of them, by whoever started these."""
+        return self.watched_from is not None
 
     @property
     def is_first(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import types
@@ -49,7 +48,8 @@ def candidates(words: Sequence[str]) -> list[str]:
         return _beginning_with(last, [*visible, "--help", "--version"] if last.startswith("-") else visible)
     line = _Line.read(before, last)
     offer = _COMMANDS.get(COMMANDS.get(line.command, ("", ""))[0])
-    return list(dict.fromkeys(_beginning_with(last, offer(line)))) if offer else []
+    found = dict.fromkeys(_beginning_with(last, offer(line))) if offer else ()
+    return [word for word in found if _UNQUOTED.fullmatch(word.removeprefix(last))]
 
 
 @dataclass
@@ -142,10 +142,10 @@ class _Line:
             return {}
         from runner.base.errors import AccelRunError
         from runner.durable.directory import RunDirectory
+        from runner.durable.files import read_object
 
-        with suppress(OSError, ValueError, AccelRunError):
-            content = json.loads(RunDirectory.find(self.root, self.overrides.get("run", "last")).run_json.read_text())
-            return content if isinstance(content, dict) else {}
+        with suppress(AccelRunError):
+            return read_object(RunDirectory.find(self.root, self.overrides.get("run", "last")).run_json)
         return {}
 
     def _path(self, flag: str) -> Path | None:
@@ -171,6 +171,17 @@ def _train(line: _Line) -> list[str]:
     return _settings_or_flags(line, "-m")
 
 
+def _profile(line: _Line) -> list[str]:
+    """Return what `train` has, and the keys of the profile without their group."""
+    from runner.commands.profile import OWN
+
+    key, has_value, _ = line.last.partition("=")
+    if has_value and key in OWN:
+        signature = function_of("profiler", "trace")
+        return [f"{key}={word}" for word in _literals(signature.keys[key].type)] if signature else []
+    return [*(f"{name}=" for name in OWN if not line.last.startswith("-")), *_settings_or_flags(line)]
+
+
 def _explain(line: _Line) -> list[str]:
     if line.lone or line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
         return _settings_or_flags(line)
@@ -192,8 +203,48 @@ def _status(line: _Line) -> list[str]:
     return [*([] if line.lone else ["last", *_runs(line)]), "output_root="]
 
 
+def _monitor(line: _Line) -> list[str]:
+    from runner.commands.monitor import FLAGS, Options
+
+    key, has_value, value = line.last.partition("=")
+    if line.last.startswith("-"):
+        return [*(flag for flag in FLAGS if flag not in line.flags), "--help"]
+    if key == "log_dir" and has_value:
+        return [f"log_dir={path}" for path in _paths(value, "/")]
+    if has_value:
+        return _with_values(line, key, value) if key in ("run", "output_root") else []
+    return [f"{name}=" for name in settings_keys(Options) if name not in line.overrides]
+
+
+def _advise(line: _Line) -> list[str]:
+    if line.last.startswith("apply="):
+        return ["apply=true", "apply=false"]
+    if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
+        return _settings_or_flags(line, "--json")
+    own = [f"{key}=" for key in ("budget_s", "apply", "profile") if key not in line.overrides]
+    return [*([] if line.lone else ["last", *_runs(line)]), *own, *_settings_or_flags(line)]
+
+
+def _doctor(line: _Line) -> list[str]:
+    if line.last.startswith("-"):
+        return ["--quick", "--json", "--help"]
+    key, has_value, value = line.last.partition("=")
+    if key == "checks" and has_value:
+        from runner.doctor.checks import CHECKS
+
+        before = value[: max(value.rfind(","), value.rfind("[")) + 1]
+        return [f"checks={before}{name}" for name in CHECKS]
+    return _with_values(line, key, value) if has_value else ["checks=", "device=", "output_root="]
+
+
 def _new(line: _Line) -> list[str]:
     return ["--help"] if line.last.startswith("-") else []
+
+
+def _import(line: _Line) -> list[str]:
+    if line.last.startswith("-"):
+        return ["--help"]
+    return ["key="] if line.lone else [path for ending in _FOREIGN for path in _paths(line.last, ending)]
 
 
 def _completion(line: _Line) -> list[str]:
@@ -231,13 +282,13 @@ def _with_values(line: _Line, key: str, value: str) -> list[str]:
 
 def _values_of(line: _Line, key: str, value: str) -> Iterable[str]:
     if key in GROUPS:
-        return options_of(key, line.config_dir)
+        return _plain(options_of(key, line.config_dir))
     if key == "run":
         return [*([] if line.command in ("train", "both") else ["last"]), *_runs(line)]
     if key == "resume":
         return ["auto", "fresh", *_runs(line)]
-    if key in ("output_root", "data.path"):
-        return _paths(value, "" if key == "data.path" else "/")
+    if key in _PATH_KEYS:
+        return _paths(value, _PATH_KEYS[key])
     known = line.keys(key)
     return _literals(known[key].type) if key in known else []
 
@@ -274,7 +325,12 @@ def _typed(value: object) -> str:
 def _runs(line: _Line) -> list[str]:
     from runner.durable.directory import runs
 
-    return [path.name for path in runs(line.root)]
+    return _plain(path.name for path in runs(line.root))
+
+
+def _plain(names: Iterable[str]) -> list[str]:
+    """Return the names that a shell takes for names; a folder from elsewhere may hold others."""
+    return [name for name in names if _PLAIN.fullmatch(name)]
 
 
 def _paths(typed: str, suffix: str) -> list[str]:
@@ -286,6 +342,8 @@ def _paths(typed: str, suffix: str) -> list[str]:
     if not base.is_dir():
         return found
     for path in sorted(base.iterdir()):
+        if not _PLAIN.fullmatch(path.name.removeprefix(".")):
+            continue
         if path.name.startswith(name) and (name or not path.name.startswith(".")):
             if path.is_dir():
                 found.append(f"{lead}{path.name}/")
@@ -316,18 +374,27 @@ def _beginning_with(typed: str, words: Iterable[str]) -> list[str]:
     return [word for word in words if word.startswith(typed)]
 
 
+_PLAIN = re.compile(r"[A-Za-z0-9_][\w.-]*")  # a name that means nothing else to a shell
+_UNQUOTED = re.compile(r"[\w./=:,+-]*")  # what is added to a word as it was typed
 # The defaults list, read as text: a parser of YAML costs more than all of this.
 _DEFAULT = re.compile(r"^ *- (\w+): [\"']?([\w-]+)", re.MULTILINE)
 _OVERRIDE = re.compile(r"^ *- override /(\w+): [\"']?([\w-]+)", re.MULTILINE)
+_PATH_KEYS = {"output_root": "/", "data.path": "", "weights": ".safetensors"}
+_FOREIGN = (".pt", ".pth", ".bin", ".ckpt")
 _PATH_FLAGS = {"--task": ".py", "--config-dir": "/"}
 # module of the command -> what it offers
 _COMMANDS: Mapping[str, Callable[[_Line], list[str]]] = {
     "train": _train,
     "both": _settings_or_flags,
     "plan": _settings_or_flags,
+    "profile": _profile,
     "explain": _explain,
     "inference": _inference,
     "status": _status,
+    "monitor": _monitor,
+    "advise": _advise,
+    "doctor": _doctor,
     "new": _new,
+    "import_": _import,
     "completion": _completion,
 }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from runner.base.secret import fit_to_show
 from runner.commands.arguments import read
 from runner.commands.plan import shown
 
@@ -35,10 +36,10 @@ def run(words: list[str]) -> int:
     configuration = compose(request)
     if key not in configuration.flat():
         raise ConfigError(Problem("unknown key", key, _instead(key, configuration)))
-    print(f"{key} = {shown(configuration.flat()[key])}\n  set by {_who(key, configuration)}")
+    print(fit_to_show(f"{key} = {shown(configuration.flat()[key])}\n  set by {_who(key, configuration)}"))
     for words_left_out, asked in _without(key, request):
         try:
-            print(f"  without {words_left_out}: {_told(key, compose(asked))}")
+            print(fit_to_show(f"  without {words_left_out}: {_told(key, compose(asked))}"))
         except ConfigError as error:
             print(f"  without {words_left_out}: impossible, {error.problems[0].what}")
     known = _key(key, configuration)

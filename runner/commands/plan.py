@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from runner.base.secret import fit_to_show
 from runner.commands.arguments import SETTINGS_HELP, read
 
 HELP = f"""usage: accel-run plan [key=value ...]
@@ -38,9 +39,9 @@ def run(words: list[str]) -> int:
         from runner.engine.footprint import layout
 
         print(layout(configuration, inventory, plan), end="\n\n")
-    print(table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()]))
+    print(fit_to_show(table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()])))
     for note in plan.notes:
-        print(f"note: {note}")
+        print(fit_to_show(f"note: {note}"))
     return 0
 
 

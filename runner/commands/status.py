@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import socket
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from runner.base.birth import birth_of
+from runner.base.secret import fit_to_show
 from runner.commands.arguments import read
-from runner.durable.files import read_object
+from runner.durable.files import TEMPORARY, read_object, read_rows
 
 HELP = """usage: accel-run status [last|NAME|DIR] [output_root=DIR]
 
@@ -30,24 +32,49 @@ def run(words: list[str]) -> int:
     arguments = read(words, positional=1)
     settings = compose(arguments.request).settings
     wanted = arguments.positional[0] if arguments.positional else settings.run or "last"
-    directory = RunDirectory.find(Path(settings.output_root), wanted)
+    directory = RunDirectory.find(settings.root, wanted)
     record = read_object(directory.run_json)
-    print(f"{directory.name}: {_state(record)}   ({directory.path})")
-    print(
+    _print(f"{directory.name}: {_state(record)}   ({directory.shown})")
+    _print(
         f"  task        {record.get('task', 'unknown')}"
         + (f" ({record['task_file']})" if record.get("task_file") else "")
     )
-    print(f"  command     {record.get('command', 'unknown')}")
+    _print(f"  command     {record.get('command', 'unknown')}")
     _phases(directory)
     _checkpoints(directory)
-    error = read_object(directory.error)
-    if error:
-        where = f"{error['where']}: " if error.get("where") else ""
-        earlier = "" if record.get("state") == "failed" else " (an earlier attempt)"
-        print(f"  last error  {where}{error.get('cause', '')} (exit {error.get('exit_code')}){earlier}")
-        for line in str(error.get("fix") or "").splitlines():
-            print(f"              {line.strip()}")
+    if record.get("state") not in _WELL or _is_newer(directory.error, directory.run_json):
+        _last_error(directory, record)
     return 0
+
+
+def _last_error(directory: Any, record: dict[str, Any]) -> None:
+    """Print why the last attempt failed; while another one is under way, or was killed, that of an earlier one."""
+    error = read_object(directory.error)
+    if not error:
+        return
+    where = f"{error['where']}: " if error.get("where") else ""
+    is_newer = _is_newer(directory.error, directory.run_json)  # a refused attempt does not change what the run is
+    earlier = " (the attempt after that)" if is_newer and record.get("state") != "failed" else " (an earlier attempt)"
+    earlier = "" if record.get("state") == "failed" else earlier
+    cause, *more = f"{where}{error.get('cause', '')} (exit {error.get('exit_code')}){earlier}".splitlines()
+    _print(f"  last error  {cause}")
+    for line in [*more, *str(error.get("fix") or "").splitlines()]:
+        _print(f"              {line.strip()}")
+
+
+def _is_newer(one: Path, other: Path) -> bool:
+    try:
+        return one.lstat().st_mtime_ns > other.lstat().st_mtime_ns
+    except OSError:
+        return False
+
+
+_WELL = ("done", "preempted")  # nothing is wrong any more
+
+
+def _print(text: str) -> None:
+    """Print what a run says of itself, which a stranger may have written."""
+    print(fit_to_show(text))
 
 
 def _state(record: dict[str, Any]) -> str:
@@ -58,6 +85,7 @@ def _state(record: dict[str, Any]) -> str:
         return "killed; the same command with the same run name goes on where it stopped"
     return {
         "preempted": "saved and stopped; the same command goes on",
+        "interrupted": "stopped before its first checkpoint; the same command begins at update 0",
         "failed": f"failed (exit {record.get('exit_code')})",
     }.get(state, state)
 
@@ -67,6 +95,8 @@ def _is_alive(record: dict[str, Any]) -> bool:
     import psutil  # type: ignore[import-untyped]
 
     try:
+        if record.get("birth"):  # needs no clock, which may have been set since
+            return birth_of(int(record["pid"])) == str(record["birth"])
         started = datetime.fromisoformat(record["started"]).timestamp()
         process = psutil.Process(int(record["pid"]))
         return bool(
@@ -74,7 +104,7 @@ def _is_alive(record: dict[str, Any]) -> bool:
         )  # 1 s: clocks differ
     except psutil.AccessDenied:
         return True
-    except (psutil.Error, KeyError, TypeError, ValueError):
+    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
         return False
 
 
@@ -82,20 +112,27 @@ def _phases(directory: Any) -> None:
     plan = read_object(directory.plan)
     reached: dict[str, dict[str, Any]] = {}
     losses: dict[str, dict[str, float]] = {}
-    ended = read_object(directory.run_json).get("phases") or {}
-    for row in _rows(directory.metrics):
+    ended = _mapping(read_object(directory.run_json).get("phases"))
+    for row in read_rows(directory.metrics):
         phase = str(row.get("phase"))
         reached[phase] = row
         seen = losses.setdefault(phase, {})
-        seen |= {key: value for key, value in row.items() if key.endswith("loss") and value is not None}
-    totals = {row.get("phase"): row.get("total") for row in _rows(directory.events) if row.get("kind") == "phase"}
+        seen |= {key: value for key, value in row.items() if key.endswith("loss") and _is_number(value)}
+    totals = {
+        str(row.get("phase")): row.get("total") for row in read_rows(directory.events) if row.get("kind") == "phase"
+    }
     for phase, row in reached.items():
         total = totals.get(phase) or plan.get("updates") or "?"
         shown = "  ".join(f"{name} {value:.4g}" for name, value in losses[phase].items())
-        early = ", finished" if ended.get(phase, {}).get("finished") and row.get("update") != total else ""
-        print(f"  phase       {phase}: update {row.get('update')} of {total}{early}   {shown}")
+        early = ", finished" if _mapping(ended.get(phase)).get("finished") and row.get("update") != total else ""
+        _print(f"  phase       {phase}: update {row.get('update')} of {total}{early}   {shown}")
     if not reached:
-        print("  phase       no update reported yet")
+        _print("  phase       no update reported yet")
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether it can be shown as a loss; an integer of 400 digits is none."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def _checkpoints(directory: Any) -> None:
@@ -103,26 +140,16 @@ def _checkpoints(directory: Any) -> None:
 
     found = sorted(directory.checkpoints.glob("*update-*")) if directory.checkpoints.is_dir() else []
     if not found:
-        print("  checkpoints none yet")
+        _print("  checkpoints none yet")
     for number, path in enumerate(found):
         lead = "checkpoints" if number == 0 else ""
         if path.name.startswith("update-"):
             problems = verify(path)
-            print(f"  {lead:<11} {path.name}: {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
+            _print(f"  {lead:<11} {path.name}: {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
         else:
-            print(f"  {lead:<11} {path.name}: put aside")
+            is_begun = path.name.startswith(TEMPORARY)
+            _print(f"  {lead:<11} {path.name}: {'half written, swept by the next start' if is_begun else 'put aside'}")
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    try:
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-    except OSError:
-        pass
-    return rows
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -28,5 +28,11 @@ def run(words: list[str]) -> int:
 
         return sweep(arguments.request)
     from runner.launch.start import train
+    from runner.measure.hint import hint
+    from runner.observe.events import Console
 
-    return int(train(arguments.request))
+    code = int(train(arguments.request))
+    pointed = hint(arguments.request) if code == 0 else ""
+    if pointed:
+        Console().info(pointed)  # goes on when nobody reads any more
+    return code

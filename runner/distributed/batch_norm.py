@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.base.errors import ConfigError, Problem, TaskFault
+from runner.base.words import shortened
 from runner.base.world import World
 from runner.distributed.vain import Counted
 
@@ -51,11 +52,8 @@ def _must_be_known(model: nn.Module) -> None:
         and not isinstance(module, Counted)
     }
     if others:
-        named = ", ".join(f"{name or 'the model'} ({kind})" for name, kind in list(others.items())[:_NUM_NAMED])
-        more = f" and {len(others) - _NUM_NAMED} more" if len(others) > _NUM_NAMED else ""
-        what = (
-            f"must be per_rank where batch norms are not torch's own BatchNorm1d, 2d or 3d, but is sync: {named}{more}"
-        )
+        named = shortened([f"{name or 'the model'} ({kind})" for name, kind in others.items()], _NUM_NAMED)
+        what = f"must be per_rank where batch norms are not torch's own BatchNorm1d, 2d or 3d, but is sync: {named}"
         fix = (
             "say parallelism.batch_norm=per_rank, or use nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d in the model"
         )

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,9 @@ def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S
 
     CPU tensors go through gloo, those of a GPU through NCCL. Raises SystemLimit where they cannot meet.
     """
-    is_watched = member.store.startswith("file:")  # our own launcher's; others end all when one leaves
-    world = World(device, member.rank, member.local_rank, member.world_size, member.num_local_ranks, is_watched)
+    is_ours = member.store.startswith("file:")  # our own launcher's; others end all when one leaves
+    folder = Path(member.store.removeprefix("file://")).parent if is_ours else None
+    world = World(device, member.rank, member.local_rank, member.world_size, member.num_local_ranks, folder)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what does not name a device must not start the first GPU
     if member.world_size == 1:

@@ -17,6 +17,13 @@ from runner.base.stopwatch import Stopwatch, stopwatch
 from runner.base.task import State, Sum
 from runner.base.world import World
 
+Copy = Callable[[Tensor], Tensor]
+
+
+def on_the_host(tensor: Tensor) -> Tensor:
+    """Return a copy in fresh host memory."""
+    return tensor.detach().to("cpu", copy=True)
+
 
 class Passes(NamedTuple):
     """What turns a micro-batch into gradients.
@@ -57,7 +64,7 @@ class Parallel:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.watch: Stopwatch = stopwatch(world.device) if world.world_size > 1 else Stopwatch()
+        self.watch: Stopwatch = stopwatch(world.device)
 
     # ------------------------------------------------------------ the model
 
@@ -141,9 +148,12 @@ class Parallel:
     def settle(self, model: nn.Module) -> None:
         """What ranks keep apart while they train, such as the statistics of batch norms, is made one."""
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the whole tensors in host memory, on rank 0; the others help and return nothing."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
+        """Return copies of the whole tensors in host memory, on rank 0; the others help and return nothing.
+
+        copy  makes a copy on the host
+        """
+        return {name: copy(tensor) for name, tensor in tensors.items()}
 
     def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         """Put whole tensors into the model; names, shapes and dtypes were checked."""

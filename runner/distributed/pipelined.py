@@ -25,6 +25,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from runner.base import partition
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import AccelRunError, RankLost, TaskFault
+from runner.base.generators import seed_everything
 from runner.base.order import Micro
 from runner.base.task import State
 from runner.base.world import World
@@ -32,7 +33,7 @@ from runner.distributed import parcel
 from runner.distributed.agreement import start_alike
 from runner.distributed.faults import caught, described, raise_of_any
 from runner.distributed.layers import ADAMW_BYTES
-from runner.distributed.parallel import Parallel, Passes, Sums
+from runner.distributed.parallel import Copy, Parallel, Passes, Sums, on_the_host
 from runner.distributed.placing import WHERE, Example, Placement, Tie, Wanted, check_layers, free, placed, ties_of
 from runner.distributed.stages import (
     Call,
@@ -196,7 +197,7 @@ class Pipelined(Parallel):
 
     # ------------------------------------------------------------ between updates
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
         """Gather by name; of one that several ranks have, the first one's."""
         mine = {
             name: tensor
@@ -205,7 +206,7 @@ class Pipelined(Parallel):
         }
         names = self.world.gather(list(mine))
         source = {name: rank for rank in reversed(range(self.world.world_size)) for name in names[rank]}
-        result = {name: mine[name].detach().to("cpu", copy=True) for name in mine if self.world.is_first}
+        result = {name: copy(mine[name]) for name in mine if self.world.is_first}
         for rank in range(1, self.world.world_size):
             wanted = [name for name in names[rank] if source[name] == rank]
             if self.world.rank == rank:
@@ -243,7 +244,7 @@ class Pipelined(Parallel):
         None before the first update, or where no step was made.
         """
         last = self.watch.last
-        mine = [last.seconds[part] for part in ("forward", "backward", "wait")] if last and self._num_steps else None
+        mine = [last.seconds.get(part, 0.0) for part in _BUSY] if last and self._num_steps else None
         of_ranks = self.world.gather(mine)
         if not all(of_ranks):
             return None
@@ -310,7 +311,7 @@ class Pipelined(Parallel):
             raise Called(Call(inputs, named))
 
         for number, batch in enumerate(micros):
-            torch.manual_seed(seed_of(seed + number))
+            seed_everything(seed_of(seed + number))
             try:
                 with self._answering(called), passes.forward():
                     passes.loss(passes.model, batch)
@@ -490,6 +491,7 @@ class Pipelined(Parallel):
 
 
 PLACEHOLDER = "pipeline.nothing"
+_BUSY = ("forward", "backward", "wait")
 KEPT_STEPS = 8  # schedules, each with room for what it receives: of as many shapes and numbers of micro-batches
 
 

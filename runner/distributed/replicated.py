@@ -20,7 +20,7 @@ from runner.base.order import Micro
 from runner.base.task import State
 from runner.base.world import World
 from runner.distributed.agreement import merge_states, settle_buffers, start_alike
-from runner.distributed.parallel import Parallel, Passes, Sums
+from runner.distributed.parallel import Copy, Parallel, Passes, Sums, on_the_host
 from runner.distributed.vain import pass_in_vain
 
 BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's: large enough for the bandwidth, small enough to start early
@@ -86,8 +86,8 @@ class Replicated(Parallel):
     def settle(self, model: nn.Module) -> None:
         settle_buffers(model, self.world)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return super().whole(tensors) if self.world.is_first else {}
+    def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
+        return super().whole(tensors, copy) if self.world.is_first else {}
 
     def merged(self, merge: Callable[[State, State], State], state: State) -> State:
         return merge_states(merge, state, self.world)

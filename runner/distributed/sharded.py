@@ -23,9 +23,10 @@ from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.order import Micro
 from runner.base.task import State
+from runner.base.words import shortened
 from runner.base.world import World
 from runner.distributed.agreement import merge_states, settle_buffers, start_alike
-from runner.distributed.parallel import Parallel, Passes, Sums
+from runner.distributed.parallel import Copy, Parallel, Passes, Sums, on_the_host
 from runner.distributed.vain import unnoticed
 
 Travel = Literal["float32", "bfloat16", "float16"]
@@ -222,13 +223,13 @@ class Sharded(Parallel):
     def settle(self, model: nn.Module) -> None:
         settle_buffers(model, self.world)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
         """Gather one tensor after the other: the device needs room for the largest only."""
         kept: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self.world.is_first:
-                kept[name] = full.detach().to("cpu", copy=True)
+                kept[name] = copy(full)
         return kept
 
     def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
@@ -370,7 +371,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
     if strided:
         problems.append(
             Problem(
-                f"parameters must lie in row-major order to be sharded, but {_few(strided)} do not",
+                f"parameters must lie in row-major order to be sharded, but {shortened(strided)} do not",
                 "parallelism=fsdp",
                 "say memory.channels_last=false",
             )
@@ -391,7 +392,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
     if shared:
         problems.append(
             Problem(
-                f"a parameter must belong to one block, but {_few(shared)} is in several, or outside of them too",
+                f"a parameter must belong to one block, but {shortened(shared)} is in several, or outside of them too",
                 "parallelism=fsdp",
                 "leave the block out of blocks(), or say parallelism=ddp",
             )
@@ -439,8 +440,3 @@ def _blocks(model: nn.Module, units: Sequence[nn.Module]) -> Callable[[str], str
         return next((block for block in blocks if name.startswith(f"{block}.")), "the rest of the model")
 
     return block_of
-
-
-def _few(names: Sequence[str], shown: int = 3) -> str:
-    more = len(names) - shown
-    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")

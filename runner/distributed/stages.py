@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from runner.base.batch import map_tensors
 from runner.base.errors import TaskFault
+from runner.base.generators import seed_everything
 from runner.base.stopwatch import Stopwatch
 from runner.base.world import World
 from runner.distributed import parcel
@@ -124,7 +125,7 @@ class Stage(nn.Module):
         number, self._next = self._next, self._next + 1
         work = self._work
         try:
-            torch.manual_seed(seed_of(work.seed + number, self.number + 1))
+            seed_everything(seed_of(work.seed + number, self.number + 1))
             value: Any = received if self._shapes[self.number].is_tuple else received[0]
             if self._works_in_place and self.number:
                 value = map_tensors(lambda tensor: tensor.clone(), value)  # a leaf cannot be changed in place
@@ -151,7 +152,7 @@ class Stage(nn.Module):
         return value
 
     def _loss(self, output: Any, work: Work, number: int) -> Tensor:
-        torch.manual_seed(seed_of(work.seed + number))  # draws what it drew when the inputs were asked for
+        seed_everything(seed_of(work.seed + number))  # draws what it drew when the inputs were asked for
         once = Once(output)
         with self._answering(once), work.passes.forward():
             loss, count = work.passes.loss(work.passes.model, work.micros[number])

@@ -13,7 +13,8 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at an update boundary, in host memory; nothing that training goes on to change."""
+    """A run at an update boundary, in host memory; nothing that changes before it is written."""
 
     update: int
     tensors: Mapping[str, Mapping[str, Tensor]]  # file stem -> name -> CPU tensor
@@ -98,15 +99,16 @@ def rank_stem(stem: str, rank: int) -> str:
     return f"{stem}-rank{rank:05}"
 
 
-def snapshot_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory, which later updates do not change."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def save(directory: Path, snapshot: Snapshot) -> Path:
+def save(
+    directory: Path, snapshot: Snapshot, *, anew: bool = False, sync_first: Callable[[], None] = lambda: None
+) -> Path:
     """The checkpoint of `snapshot.update` is whole and on disk; returns its path.
 
     One that is there already and valid is kept; a damaged one is moved aside.
+
+    anew        a valid one is replaced; after a crash `recover` finds one of the two
+    sync_first  puts on disk what the checkpoint counts on: called before it gets its name
+
     Raises StorageError for whatever goes wrong on the way, which leaves the older checkpoints as they were, and
     TypeError or ValueError, before anything is written, where the snapshot holds what the format cannot.
     """
@@ -115,19 +117,32 @@ def save(directory: Path, snapshot: Snapshot) -> Path:
     try:
         files.make_directory(directory)
         if files.exists(target):
-            if not verify(target):
+            if verify(target):
+                _move_aside(target, "damaged")
+            elif not anew:
+                sync_first()
                 files.fsync_directory(directory)
                 return target
-            _move_aside(target, "damaged")
+        has_the_place = False
         temporary = directory / f"{files.TEMPORARY}{target.name}-{secrets.token_hex(4)}"
         try:
             _write(temporary, snapshot)
+            sync_first()
+            if files.exists(target):
+                files.rename(target, directory / f"{_REPLACED}{target.name}")
+                files.fsync_directory(directory)
+            has_the_place = True
             files.rename(temporary, target)
             files.fsync_directory(directory)
         except Exception:
             with suppress(Exception):  # what cannot be removed now is swept when the run is opened again
-                _discard(temporary, target)
+                _discard(temporary, target if has_the_place else None)
+            with suppress(Exception):
+                _settle_replaced(directory)
             raise
+        if anew:
+            with suppress(StorageError):  # it is out of sight; the next recovery removes it
+                _settle_replaced(directory)
     except StorageError:
         raise
     except Exception as error:
@@ -158,18 +173,26 @@ def verify(path: Path) -> list[str]:
 
 
 def recover(directory: Path) -> Recovery:
-    """The newest valid checkpoint is found, half written ones are swept, damaged newer ones moved aside.
+    """The newest valid checkpoint is found, half written ones are swept, newer ones moved aside.
 
-    To be called by who holds the lock of the run. What cannot be read is passed over but stays where it is: its
-    content may be good. Raises DataError where there are checkpoints and none is valid, on every call, so that a run
-    never starts again at 0 in silence; see `set_aside`.
+    To be called by who holds the lock of the run. What cannot be read may be good: it is read once more, and moved
+    aside only where there is another one to go on from, since under its name it would later be taken for one that the
+    run has written since.
+    Raises DataError where there are checkpoints and none is valid, on every call, so that a run never starts again at
+    0 in silence (see `set_aside`), and StorageError where one that cannot be read cannot be moved either.
     """
     unswept = [(name, (f"cannot be removed: {reason}",)) for name, reason in files.sweep(directory)]
+    try:
+        _settle_replaced(directory)
+    except StorageError as error:
+        unswept.append((_REPLACED, (error.problems[0].what,)))
     passed_over: list[tuple[str, tuple[str, ...]]] = []
+    unread: list[Path] = []
     for path in _newest_first(directory):
         try:
-            return Recovery(_examine(path), (*passed_over, *unswept))
+            found = _examine_twice(path)
         except StorageError as error:
+            unread.append(path)
             passed_over.append((path.name, (error.problems[0].what,)))
         except _Damaged as damage:
             passed_over.append((path.name, damage.reasons))
@@ -177,15 +200,40 @@ def recover(directory: Path) -> Recovery:
                 _move_aside(path, "damaged")
             except StorageError as error:
                 passed_over.append((path.name, (error.problems[0].what,)))
-    damaged = [name for name in files.names(directory) if name.startswith("damaged-")]
+        else:
+            for newer in unread:
+                _move_aside(newer, "unreadable")
+            return Recovery(found, (*passed_over, *unswept))
+    damaged = [name for name in files.names(directory) if name.startswith(_ASIDE)]
     if passed_over or damaged:
         raise _none_valid(directory, passed_over, damaged)
     return Recovery(None, tuple(unswept))
 
 
 def newest_valid(directory: Path) -> Path | None:
-    """Return the newest valid checkpoint, None where there is none; changes nothing, so it needs no lock."""
-    return next((path for path in _newest_first(directory) if not verify(path)), None)
+    """Return where the newest valid checkpoint is, None where there is none; needs no lock."""
+    found = load_newest(directory)
+    return found.path if found else None
+
+
+def load_newest(directory: Path) -> Loaded | None:
+    """Return the newest valid checkpoint, None where there is none; changes nothing, so it needs no lock.
+
+    Who holds the lock may save and remove older ones meanwhile.
+    """
+    for _ in range(_NUM_LOOKS):
+        before = _newest_first(directory)
+        for path in before:
+            with suppress(_Damaged, StorageError):
+                return _examine(path)
+        if _newest_first(directory) == before:
+            break
+    return None
+
+
+def newest(directory: Path) -> str | None:
+    """Return the name of the newest checkpoint, None where there is none; that it is whole is not looked at."""
+    return next((path.name for path in _newest_first(directory)), None)
 
 
 def set_aside(directory: Path) -> int:
@@ -193,22 +241,30 @@ def set_aside(directory: Path) -> int:
 
     For a run that is told to start afresh (resume=fresh). The folders stay, named `earlier-...`.
     """
-    found = [name for name in files.names(directory) if _NAME.fullmatch(name) or name.startswith("damaged-")]
+    found = [name for name in files.names(directory) if _NAME.fullmatch(name) or name.startswith((*_ASIDE, _REPLACED))]
     for name in found:
         _move_aside(directory / name, "earlier")
     return len(found)
 
 
-def retain(directory: Path, keep_last: int, best: Path | Collection[Path] | None = None) -> None:
+def retain(
+    directory: Path, keep_last: int, best: Path | Collection[Path] | None = None, *, known: set[Path] | None = None
+) -> None:
     """The newest `keep_last` checkpoints and the `best` ones are left, and never fewer than two valid ones.
 
     A crash at any moment leaves each checkpoint whole or out of sight. Raises StorageError.
+
+    known  checkpoints that were written or found valid by this process, and are not read from end to end once more;
+           those found valid now are added
     """
-    for name in files.names(directory):
-        if name.startswith(_OUTGOING):
-            files.remove(directory / name)
+    known = set() if known is None else known
+    left_over = [name for name in files.names(directory) if name.startswith(_OUTGOING)]
+    if left_over:
+        files.fsync_directory(directory)  # it may be this that failed
+    for name in left_over:
+        files.remove(directory / name)
     kept = {path.name for path in ((best,) if isinstance(best, Path) else best or ())}
-    outgoing = [path for path in _superfluous(directory, keep_last) if path.name not in kept]
+    outgoing = [path for path in _superfluous(directory, keep_last, known) if path.name not in kept]
     for path in outgoing:
         hidden = directory / f"{_OUTGOING}{path.name}-{secrets.token_hex(4)}"
         files.rename(path, hidden)
@@ -216,12 +272,31 @@ def retain(directory: Path, keep_last: int, best: Path | Collection[Path] | None
         files.remove(hidden)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint took to write.
+
+    nbytes   of its tensors
+    write_s  until it was on disk under its name
+    total_s  until those that it replaces were gone, too
+    """
+
+    path: Path
+    update: int
+    nbytes: int
+    write_s: float
+    total_s: float
+
+
 class Writer:
     """Saves snapshots on a thread of its own, one at a time, so that training goes on.
 
-    A save that fails is told to `on_failure`, and training goes on; after three in a row `submit` and `wait` raise.
-    Both callbacks run on the writer's thread. Anything but a StorageError is a fault of the program and is raised
-    from the next `submit` or `wait`.
+    sync_first  puts on disk what a checkpoint counts on, before it gets its name
+
+    A save is tried three times, each time in a new folder: a failure before the last is told to `on_retry`.
+    One that fails for good is told to `on_failure`, and training goes on; after three in a row `submit` and `wait`
+    raise. What `check` raises keeps a snapshot from being saved. All callbacks run on the writer's thread. Anything but
+    a StorageError is raised from the next `submit` or `wait`.
     """
 
     def __init__(
@@ -230,28 +305,58 @@ class Writer:
         *,
         keep_last: int = 2,
         on_saved: Callable[[Path], None] = lambda _: None,
+        on_retry: Callable[[StorageError], None] = lambda _: None,
         on_failure: Callable[[StorageError], None] = lambda _: None,
+        sync_first: Callable[[], None] = lambda: None,
+        check: Callable[[Snapshot], None] = lambda _: None,
     ) -> None:
         self.directory = directory
         self.keep_last = keep_last
         self.acknowledged: int | None = None  # the last update that is on disk
+        self.last: Saved | None = None  # the last one that was written and cleared up after
         self.failures: list[StorageError] = []  # all of them, those of retention too
         self._in_a_row = 0
         self._on_saved = on_saved
+        self._on_retry = on_retry
         self._on_failure = on_failure
+        self._sync_first = sync_first
+        self._valid: set[Path] = set()
+        self._began, self._update = 0.0, 0
+        self._check = check
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def submit(self, snapshot: Snapshot, *, best: Collection[Path] = ()) -> None:
-        """`snapshot` is being saved; waits only where the one before it is still being written.
+    def submit(self, snapshot: Snapshot, *, best: Collection[Path] = (), anew: bool = False) -> None:
+        """`snapshot` is being saved; waits only where the one before is still being written, or there is no thread.
 
         best  checkpoints that are kept whatever their age; the new one may be among them
+        anew  it takes the place of one of the same update
 
         Raises StorageError where the last three saves failed; `snapshot` is then not saved.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._work, args=(snapshot, best), name="checkpoint-writer")
-        self._thread.start()
+        self._began, self._update = time.monotonic(), snapshot.update
+        thread = threading.Thread(target=self._work, args=(snapshot, best, anew), name="checkpoint-writer")
+        try:
+            thread.start()
+        except RuntimeError:  # the system gives no more threads: training waits instead
+            self._work(snapshot, best, anew)
+        else:
+            self._thread = thread
+
+    @property
+    def busy_s(self) -> float | None:
+        """For how many seconds a snapshot has been being written, None where none is."""
+        is_alive = self._thread is not None and self._thread.is_alive()
+        return time.monotonic() - self._began if is_alive else None
+
+    @property
+    def under_way(self) -> tuple[int, int, int] | None:
+        """The update that is being written, and what changes with each step of the disk; None where none is."""
+        thread = self._thread
+        if thread is None or thread.ident is None or not thread.is_alive():
+            return None
+        return self._update, thread.ident, files.answers_to(thread.ident)
 
     def wait(self) -> int | None:
         """Nothing is being written any more; returns the last update on disk. Raises as `submit` does."""
@@ -282,23 +387,38 @@ class Writer:
             self.wait()
         self.close()
 
-    def _work(self, snapshot: Snapshot, best: Collection[Path]) -> None:
+    def _work(self, snapshot: Snapshot, best: Collection[Path], anew: bool) -> None:
         try:
             try:
-                path = save(self.directory, snapshot)
+                self._check(snapshot)
+                path = self._saved(snapshot, anew)
             except StorageError as error:
                 self._in_a_row += 1
                 self._report(error)
                 return
             self._in_a_row = 0
             self.acknowledged = snapshot.update
+            self._valid.add(path)
+            write_s = time.monotonic() - self._began
             self._on_saved(path)
             try:
-                retain(self.directory, self.keep_last, best)
+                retain(self.directory, self.keep_last, best, known=self._valid)
             except StorageError as error:  # too many checkpoints are no reason to stop saving
                 self._report(error)
+            nbytes = sum(tensor.nbytes for tensors in snapshot.tensors.values() for tensor in tensors.values())
+            self.last = Saved(path, snapshot.update, nbytes, write_s, time.monotonic() - self._began)
         except BaseException as fault:  # carried to the thread that trains
             self._fault = fault
+
+    def _saved(self, snapshot: Snapshot, anew: bool) -> Path:
+        """The snapshot is on disk; returns its path. Raises the StorageError of the last attempt."""
+        for pause_s in _PAUSES_S:
+            try:
+                return save(self.directory, snapshot, anew=anew, sync_first=self._sync_first)
+            except StorageError as error:
+                self._on_retry(error)
+                time.sleep(pause_s)
+        return save(self.directory, snapshot, anew=anew, sync_first=self._sync_first)
 
     def _report(self, error: StorageError) -> None:
         self.failures.append(error)
@@ -309,17 +429,20 @@ class NoWriter:
     """Saves nothing: what a rank has in the place of a Writer where another one writes."""
 
     failures: tuple[StorageError, ...] = ()
+    last: Saved | None = None
+    busy_s: float | None = None
+    under_way: tuple[int, int, int] | None = None
 
     def __init__(self) -> None:
-        self._last: int | None = None
+        self.acknowledged: int | None = None
 
-    def submit(self, snapshot: Snapshot, *, best: Collection[Path] = ()) -> None:
+    def submit(self, snapshot: Snapshot, *, best: Collection[Path] = (), anew: bool = False) -> None:
         """Take the snapshot for saved."""
-        self._last = snapshot.update
+        self.acknowledged = snapshot.update
 
     def wait(self) -> int | None:
         """Return the last update that was submitted."""
-        return self._last
+        return self.acknowledged
 
     def close(self) -> None:
         """Do nothing."""
@@ -327,57 +450,60 @@ class NoWriter:
 
 def _check(snapshot: Snapshot) -> None:
     """Raise TypeError or ValueError where the format cannot hold the snapshot."""
+    from runner.durable.tensors import fault
+
     json.dumps([snapshot.state, snapshot.facts])
     taken = _OWN_KEYS & snapshot.facts.keys()
     assert not taken, f"the manifest has its own {', '.join(sorted(taken))}"
     for stem, tensors in snapshot.tensors.items():
         assert _SAFE_NAME.fullmatch(stem), f"must be a plain file stem, but is {stem!r}"
         for name, tensor in tensors.items():
-            if str(tensor.layout) != "torch.strided" or str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
-                raise TypeError(f"{stem}: {name} cannot be saved: it is {tensor.layout} and {tensor.dtype}")
+            reason = fault(tensor)
+            if reason:
+                raise TypeError(f"{stem}: {name} cannot be saved: {reason}")
 
 
 def _write(temporary: Path, snapshot: Snapshot) -> None:
     """The folder `temporary` is whole and on disk, except for its own name."""
-    files.make_directory(temporary)
+    files.new_directory(temporary)
     entries = []
-    for name, content in _contents(snapshot):
-        size, sha256 = files.write_new(temporary / name, [content])
+    for name, chunks in _contents(snapshot):
+        size, sha256 = files.write_new(temporary / name, chunks)
         entries.append({"name": name, "size": size, "sha256": sha256})
     manifest = {"format_version": FORMAT_VERSION, "update": snapshot.update, **snapshot.facts, "files": entries}
     files.write_new(temporary / MANIFEST, [_sealed(manifest)])
     files.fsync_directory(temporary)
 
 
-def _discard(temporary: Path, target: Path) -> None:
-    """A save that failed is gone; from under the final name it goes first, in one step."""
-    if files.exists(target):
+def _discard(temporary: Path, target: Path | None) -> None:
+    """A save that failed is gone; from under the final name, if it may have it, first, in one step, and on disk."""
+    if target is not None and files.exists(target):
         files.rename(target, temporary)
+        files.fsync_directory(target.parent)  # else a power cut may leave the name with half of its files
     files.remove(temporary)
 
 
-def _contents(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
-    """Yield the files before the manifest; one at a time, for each is a second copy of its tensors."""
-    from safetensors.torch import save as bytes_of
+def _settle_replaced(directory: Path) -> None:
+    """A checkpoint that is replaced is gone; one whose place nothing has taken has its name again, on disk."""
+    for name in files.names(directory):
+        if not name.startswith(_REPLACED):
+            continue
+        target = directory / name.removeprefix(_REPLACED)
+        if not files.exists(target):
+            files.rename(directory / name, target)
+            files.fsync_directory(directory)
+        elif not verify(target):
+            files.fsync_directory(directory)
+            files.remove(directory / name)
+
+
+def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[bytes | memoryview]]]:
+    """Yield the files before the manifest, in pieces."""
+    from runner.durable.tensors import pieces
 
     for stem, tensors in snapshot.tensors.items():
-        yield stem + _SUFFIX, bytes_of(_packed(tensors))
-    yield STATE, json.dumps(snapshot.state, indent=1).encode()
-
-
-def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as safetensors wants them: dense, in order, and no two in the same memory."""
-    packed: dict[str, Tensor] = {}
-    seen = set()
-    for name, tensor in tensors.items():
-        # safetensors 0.8 writes the memory of a conjugated view as it is, without the conjugation.
-        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        storage = dense.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != dense.nbytes:
-            dense = dense.clone()
-        seen.add(dense.untyped_storage().data_ptr())
-        packed[name] = dense
-    return packed
+        yield stem + _SUFFIX, pieces(tensors)
+    yield STATE, [json.dumps(snapshot.state, indent=1).encode()]
 
 
 def _sealed(manifest: Mapping[str, Any]) -> bytes:
@@ -413,9 +539,18 @@ def _examine(path: Path) -> Loaded:
     problems = tuple(_file_problems(path, manifest["files"], set(present)))
     if problems:
         raise _Damaged(*problems)
-    state = _parse(files.read(path / STATE))
+    state = _parse(files.read(path / STATE, at_most=_STATE_BYTES))
     _must(isinstance(state, dict), f"{STATE} does not hold a JSON object")
     return Loaded(path, manifest, state)
+
+
+def _examine_twice(path: Path) -> Loaded:
+    """Return the checkpoint, also where the system could not read it for a moment. Raises as `_examine` does."""
+    try:
+        return _examine(path)
+    except StorageError:
+        time.sleep(_MOMENT_S)
+        return _examine(path)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -487,7 +622,7 @@ def _newest_first(directory: Path) -> list[Path]:
     return [directory / name for name in reversed(files.names(directory)) if _NAME.fullmatch(name)]
 
 
-def _superfluous(directory: Path, keep_last: int) -> list[Path]:
+def _superfluous(directory: Path, keep_last: int, known: set[Path]) -> list[Path]:
     """Return what is older than both the newest `keep_last` checkpoints and the two newest valid ones."""
     paths = _newest_first(directory)
     if len(paths) <= max(keep_last, _NUM_VALID):
@@ -496,8 +631,10 @@ def _superfluous(directory: Path, keep_last: int) -> list[Path]:
     for position, path in enumerate(paths):
         if position >= keep_last and num_valid >= _NUM_VALID:
             return paths[position:]
-        if num_valid < _NUM_VALID:  # two are enough to know; each is read from end to end
-            num_valid += not verify(path)
+        if num_valid < _NUM_VALID:  # two are enough to know
+            if path not in known and not verify(path):
+                known.add(path)
+            num_valid += path in known
     return []
 
 
@@ -521,30 +658,16 @@ def _none_valid(directory: Path, passed_over: list[tuple[str, tuple[str, ...]]],
 
 _NUM_DIGITS = 10
 _NUM_VALID = 2  # never fewer are kept
+_MOMENT_S = 0.1  # for a disk or a limit to recover
+_NUM_LOOKS = 10  # for one that is there from the first look at its name to the last
 _NUM_FAILURES = 3  # in a row, then saving is given up
+_PAUSES_S = (0.5, 1.0)  # before the second and the third attempt at one save
 _MANIFEST_BYTES = 16 << 20  # a manifest has about 200 bytes per file
+_STATE_BYTES = 256 << 20  # it has no tensors, but the generators of every rank
 _SUFFIX = ".safetensors"
 _OUTGOING = f"{files.TEMPORARY}old-"
+_REPLACED = "replaced-"
+_ASIDE = ("damaged-", "unreadable-")
 _NAME = re.compile(rf"update-(\d{{{_NUM_DIGITS}}})", re.ASCII)
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OWN_KEYS = frozenset({"sha256", "format_version", "update", "files"})
-_DTYPES = frozenset(
-    {
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint64",
-        "uint32",
-        "uint16",
-        "uint8",
-        "bool",
-        "complex64",
-    }
-)  # what safetensors both writes and reads back

@@ -23,6 +23,8 @@ from runner.base.errors import (
     SecurityRefusal,
     StorageError,
 )
+from runner.base.pinned import pin, unpin
+from runner.base.words import shortened
 from runner.durable import files
 
 LAST = "last"  # in place of a name: the newest run
@@ -32,10 +34,13 @@ class RunDirectory:
     """One run's folder. Whoever holds its lock may write all of it, others only what can be made again.
 
     Made by `create_or_open` (takes the lock), `join` (a rank whose launcher holds the lock) or `find` (reads).
+
+    path   from the root of the file system: a task may go to another folder
+    shown  as it was given
     """
 
     def __init__(self, path: Path, *, writable: bool, lock: files.Lock | None = None) -> None:
-        self.path = path
+        self.path, self.shown = path.absolute(), path
         self.name = path.name
         self.writable = writable
         self._lock = lock
@@ -44,28 +49,40 @@ class RunDirectory:
     def create_or_open(cls, root: Path, name: str) -> RunDirectory:
         """The folder `name` in `root` is there and locked, and what a crash left half written in it is swept away.
 
+        What is found in it is on disk, also where the process that made it was killed before it came to that.
+
         Raises ConfigError for a name that is not allowed, SecurityRefusal where the folder is a link, RunInUse where
         another process holds it, CannotCreate, and AccelRunError with exit code 77 where permission is missing.
         """
         check_name(name)
-        path = root / name
+        path = (root / name).absolute()
         try:
-            if files.exists(path) and path.resolve().parent != root.resolve():
+            with files.storage("look at", path):
+                leads_to = path.resolve() if path.is_symlink() else None
+            if leads_to is not None:
                 raise SecurityRefusal(
-                    f"the run directory must lie in {root}, but is a link to {path.resolve()}",
+                    f"the run directory must lie in {root}, but is a link to {leads_to}",
                     where=f"run={name}",
                     fix="remove the link, or set output_root to the folder it leads to",
                 )
             files.make_directory(path)
+            with files.storage("open", path):
+                pin(path)
             lock = files.Lock(path / ".lock", json.dumps(_note()))
         except files.Held as held:
+            unpin(path)
             raise _in_use(name, held.note) from None
         except StorageError as error:
+            unpin(path)
             raise _cannot_create(error) from error
-        run = cls(path, writable=True, lock=lock)
+        run = cls(root / name, writable=True, lock=lock)
         try:
+            files.sync_names_of(path)
             files.sweep(path)
-            files.make_directory(run.checkpoints)
+            files.fsync_directory(run.inner("checkpoints"))  # who named the newest may have been killed before that
+        except SecurityRefusal:
+            run.release()
+            raise
         except StorageError as error:
             run.release()
             raise _cannot_create(error) from error
@@ -103,13 +120,27 @@ class RunDirectory:
         assert all(_NAME.fullmatch(part) for part in parts), f"must be a plain path inside the run, but is {name!r}"
         assert self.writable or parts[0] in _MADE_AGAIN, f"{name} is written by the process that holds the lock"
         path = self.path.joinpath(*parts)
-        files.make_directory(path.parent)
+        self.inner(*parts[:-1])
         files.atomic_write(path, data)
+        return path
+
+    def inner(self, *parts: str) -> Path:
+        """The folder of these names inside the run is there and is no link; returns its path.
+
+        Raises SecurityRefusal where a link leads out, StorageError.
+        """
+        path = self.path
+        for part in parts:
+            path /= part
+            files.make_directory(path)
+            if not files.is_plain_directory(path):
+                raise SecurityRefusal("must be a folder of the run, but is a link", where=str(path), fix="remove it")
         return path
 
     def release(self) -> None:
         """Other processes may open the run; a second release does nothing."""
         if self._lock is not None:
+            unpin(self.path)
             self._lock.release()
             self._lock = None
 
@@ -189,16 +220,11 @@ class RunDirectory:
         """The folder of pictures."""
         return self.path / "plots"
 
-    @property
-    def profile(self) -> Path:
-        """The folder of traces."""
-        return self.path / "profile"
-
 
 def default_name(task: str) -> str:
-    """Return a new run name such as `gpt-20260131-142530-ab12`: task, local time, and four random digits."""
+    """Return a new run name such as `gpt-20260131-142530-ab12cd`: task, local time, and six random digits."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("._-") or "run"
-    return f"{plain}-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return f"{plain}-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 def runs(root: Path) -> list[Path]:
@@ -274,8 +300,7 @@ def _offer(run: str, known: list[Path]) -> str:
         return f"there are no runs yet; {_START_ONE}"
     names = [path.name for path in known]
     close = difflib.get_close_matches(run, names, n=1)
-    shown = ", ".join(names[:_NUM_OFFERED]) + (f" and {len(names) - _NUM_OFFERED} more" if names[_NUM_OFFERED:] else "")
-    return (f"did you mean {close[0]}? " if close else "") + f"runs, newest first: {shown}"
+    return (f"did you mean {close[0]}? " if close else "") + f"runs, newest first: {shortened(names, _NUM_OFFERED)}"
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -14,16 +15,18 @@ from runner.base.errors import Exit
 
 
 class StopRequest:
-    """While this context is open, SIGINT, SIGTERM and SIGUSR1 ask the run to stop instead of ending the process.
+    """While this context is open, SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask the run to stop instead of ending it.
 
-    SIGUSR1 is what SLURM is told to send before the time is up. A second SIGINT or SIGTERM leaves at once with 130,
-    which is safe at any moment: nothing under a final name is ever half written. A warning by SIGUSR1 does not count
-    as the first, since SLURM follows it with SIGTERM while the run is still saving.
+    SIGHUP comes when the terminal goes away; under nohup it is ignored, here too. SIGUSR1 is what SLURM is told to send
+    before the time is up. A second SIGINT or SIGTERM leaves at once with 130, which is safe at any moment: nothing
+    under a final name is ever half written. SIGUSR1 does not count as the first, since SLURM follows it with SIGTERM
+    while the run is still saving, nor does SIGHUP, which comes with a SIGTERM where a session is ended.
     Only the main thread may open it.
     """
 
     def __init__(self) -> None:
         self._requested: str | None = None
+        self._requested_at: float | None = None
         self._stops = 0
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -32,9 +35,16 @@ class StopRequest:
         """The name of the first signal, such as "SIGTERM", or None as long as nobody asked."""
         return self._requested
 
+    @property
+    def requested_at(self) -> float | None:
+        """When the first signal came, by `time.monotonic`."""
+        return self._requested_at
+
     def __enter__(self) -> StopRequest:
         assert threading.current_thread() is threading.main_thread(), "signals reach the main thread only"
         for number in _SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -43,8 +53,9 @@ class StopRequest:
         self._previous = {}
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        self._requested = self._requested or signal.Signals(number).name
-        self._stops += number != signal.SIGUSR1
+        if self._requested is None:
+            self._requested, self._requested_at = signal.Signals(number).name, time.monotonic()
+        self._stops += number not in (signal.SIGUSR1, signal.SIGHUP)  # a session that ends sends SIGHUP too
         if self._stops > 1:
             self._leave()
 
@@ -64,4 +75,4 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

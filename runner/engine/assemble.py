@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -25,6 +23,7 @@ from runner.axes.prefetch import PREFETCHES, Prefetch
 from runner.base.choice import make
 from runner.base.configuration import Choice, task_source
 from runner.base.errors import DataError, TaskFault
+from runner.base.generators import seed_everything
 from runner.base.order import seed_of_rank
 from runner.base.task import Task
 from runner.base.world import World
@@ -96,12 +95,14 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     seed_everything(plan.settings.seed)
     task = load_task(plan)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
+    _check_state(task.model, source)
     parallel = _made(PARALLELISMS, choices["parallelism"], world)
     with explained(source, f"moving the model to {world.device}"):
         bare = task.model if parallel.places_model else task.model.to(world.device)
     if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
         bare = synchronized(bare, world)
-    blocks = list(task.blocks())
+    with explained(source, "blocks"):
+        blocks = list(task.blocks())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
         notes = list(_made(MEMORIES, choices["memory"], bare, blocks, world.device).lines)
@@ -112,40 +113,23 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     notes += odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
     prefetch = _made(PREFETCHES, choices["prefetch"], world.device)
     parallel.expect(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
-    model = parallel.wrap(bare, task.layers, blocks)
+    with explained(source, "distributing the model"):
+        model = parallel.wrap(bare, task.layers, blocks)
     notes += parallel.described()
     if not world.is_first:  # every rank drew the same weights; what it draws from now on is its own
         seed_everything(seed_of_rank(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
 
 
-def seed_everything(seed: int) -> None:
-    """Set torch's, numpy's and Python's generators."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # the global generator is what a user's task may draw from
-    random.seed(seed)
-
-
-def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the state of every global generator: tensors, and JSON-able rest."""
-    tensors = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        tensors["cuda"] = torch.cuda.get_rng_state(device)
-    name, keys, *rest = np.random.get_state(legacy=True)
-    version, internal, gauss = random.getstate()
-    assert isinstance(keys, np.ndarray)
-    return tensors, {"numpy": [name, keys.tolist(), *rest], "python": [version, list(internal), gauss]}
-
-
-def restore_random_state(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what `random_state` returned."""
-    torch.set_rng_state(tensors["torch"])
-    if "cuda" in tensors and device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["cuda"], device)
-    name, keys, *numbers = rest["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *numbers))
-    version, internal, gauss = rest["python"]
-    random.setstate((version, tuple(internal), gauss))
+def _check_state(model: nn.Module, source: Path) -> None:
+    """Raise TaskFault where the model holds what a checkpoint cannot, before anything is trained."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise TaskFault(
+                f"the model's state has {name}, a {type(value).__name__} and no tensor: a checkpoint could not hold it",
+                where=str(source),
+                fix='keep it in a buffer: self.register_buffer("count", torch.zeros(()))',
+            )
 
 
 def _made(table: Mapping[str, Any], choice: Choice, *given: Any) -> Any:

@@ -41,13 +41,18 @@ class Council:
         self, *, stop: bool, save: bool, num_bad: int, seconds: Mapping[str, float] | None, samples: int
     ) -> Word | None:
         """Say how it stands after an update; return what all said of the one before, None after the first."""
-        mine = [samples, seconds is not None, *((seconds[part] for part in PARTS) if seconds else [0.0] * len(PARTS))]
+        mine = [samples, seconds is not None, *(seconds.get(part, 0.0) if seconds else 0.0 for part in PARTS)]
         others = [0.0] * _WIDTH
         rows = [mine if rank == self.world.rank else others for rank in range(self.world.world_size)]
         numbers = [stop, save, num_bad, *(number for row in rows for number in row)]
         vector = torch.tensor(numbers, dtype=torch.float64)
         before, self._sent = self._sent, (vector, self.world.sum_later(vector))
         return None if before is None else self._read(*before)
+
+    def settle(self) -> None:
+        """What was said last has reached all; it is read later."""
+        if self._sent is not None:
+            self._sent[1].wait()
 
     def close(self) -> None:
         """Nothing is under way any more."""

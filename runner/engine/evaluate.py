@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from runner.axes.dataloader import Loader
 from runner.axes.precision import Precision
 from runner.axes.prefetch import Prefetch
+from runner.base.generators import random_state, restore_random_state, seed_everything
 from runner.base.order import Indices, Micro, seed_of_rank
 from runner.base.task import Task
 from runner.distributed.parallel import Parallel
@@ -27,8 +28,12 @@ def evaluate(
     batch_size: int,
     seed: int,
     stopped: Callable[[], bool] = lambda: False,
+    all_measured: Callable[[], object] = lambda: None,
 ) -> dict[str, float] | None:
     """Return the task's metrics over `samples`, each counted once; None where `stopped` said so on some rank.
+
+    stopped       called before each batch
+    all_measured  called after the last one: what follows takes as long as the task's summary does
 
     Random numbers are drawn from `seed` anew, so that metrics that sample can be compared. Afterwards the model is in
     train mode again, and the random generators are where they were.
@@ -43,7 +48,7 @@ def evaluate(
     mine = parallel.dealt(keys)
     is_stopped = False
     with as_in_use(model, world.device), parallel.gathered(model), torch.no_grad():
-        torch.manual_seed(seed_of_rank(seed, world.rank))
+        seed_everything(seed_of_rank(seed, world.rank))
         for batch, _, _, counted in prefetch(iter(loader.batches(mine))):
             if stopped() and not parallel.in_step:  # else the others would wait for this rank
                 is_stopped = True
@@ -53,6 +58,7 @@ def evaluate(
             for name, (total, count) in measured.items() if counted else ():
                 sums.setdefault(name, []).append(total.detach().to(world.widest))
                 counts[name] = counts.get(name, 0) + count
+    all_measured()
     found = {name: [float(sum(parts)), float(counts[name])] for name, parts in sums.items()}
     of_ranks = world.gather([is_stopped, found])
     if any(stopped_there for stopped_there, _ in of_ranks):
@@ -66,15 +72,12 @@ def evaluate(
 
 @contextmanager
 def as_in_use(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put the model in eval mode, and afterwards mode and random state back."""
+    """Put the model in eval mode, and afterwards its mode and the state of all global generators back."""
     training = model.training
-    state = torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    tensors, rest = random_state(device)
     model.eval()
     try:
         yield
     finally:
         model.train(training)
-        torch.set_rng_state(state)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
+        restore_random_state(tensors, rest, device)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from runner.base.errors import AccelRunError, ConfigError, Exit, MissingPackage,
 from runner.base.packages import require
 from runner.base.schema import did_you_mean
 from runner.base.task import Task
+from runner.durable.files import exists, remove, rename
 from runner.engine.evaluate import as_in_use
 from runner.engine.tasks import explained
 from runner.engine.trained import Trained, open_trained
@@ -75,19 +77,22 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
         with explained(trained.parts.source, "example"):
             inputs = task.example()
         model = trained.parts.bare.cpu()
-        folder = trained.directory.path / "export"
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder = trained.directory.inner("export")
+        # Writers of other libraries follow links, so that they write where nobody else does.
+        draft = Path(stack.enter_context(TemporaryDirectory(prefix=".tmp-export-", dir=trained.directory.path)))
         with as_in_use(model, torch.device("cpu")), torch.no_grad():
             for name in formats or FORMATS:
-                file = folder / f"model.{FORMATS[name].suffix}"
+                file = draft / f"model.{FORMATS[name].suffix}"
                 try:
                     made[name] = _compared(model, inputs, file, FORMATS[name].write(model, inputs, file))
+                    rename(file, folder / file.name)
                 except MissingPackage as missing:
                     refused.append(missing.problems[0])
                 except Exception as error:  # torch.export and ONNX raise what they like for what they cannot trace
                     if isinstance(error, AccelRunError):
                         raise
-                    file.unlink(missing_ok=True)
+                    if exists(file):
+                        remove(file)
                     refused.append(Problem(f"cannot be made: {str(error).splitlines()[0]}", f"format={name}"))
     for problem in refused:
         console.warning(str(problem))
@@ -107,7 +112,7 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
 
 
 def _leave_parity(trained: Trained, made: Mapping[str, Parity]) -> None:
-    content: dict[str, Any] = {"checkpoint_update": trained.checkpoint.update, "tolerance": TOLERANCE}
+    content: dict[str, Any] = {"checkpoint_update": trained.update, "tolerance": TOLERANCE}
     content |= {name: asdict(parity) for name, parity in made.items()}
     trained.directory.write("export/parity.json", json.dumps(content, indent=2) + "\n")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
-import traceback
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,78 +14,179 @@ from runner.base.errors import (
     AccelRunError,
     DataWorkerLost,
     DeviceMemoryError,
+    DeviceMissing,
     HostMemoryError,
     RankLost,
+    StorageError,
     SystemLimit,
     TaskFault,
 )
 from runner.base.places import PACKAGE
 from runner.base.task import Task
+from runner.base.words import Frame, Raised, first_line, raised
 from runner.distributed.lost import is_of_a_lost_rank
 
 
-def explain(error: Exception, source: Path, what: str, micro_batch_size: int) -> AccelRunError | None:
-    """Return the error to show for `error`, which was raised while doing `what` with the task in `source`."""
-    text = str(error)
+def explain(error: BaseException, source: Path, what: str, micro_batch_size: int) -> AccelRunError | None:
+    """Return the error to show for `error`, which was raised while doing `what` with the task in `source`.
+
+    The words of an exception say what it is where torch or the system made them; those of the task are its own.
+    """
     if isinstance(error, AccelRunError):
         return error
+    told = raised(error)
+    if not isinstance(error, Exception) or _is_said_by_task(error, told, source):
+        return fault_of(error, source, what)
+    found = _of_the_machine(error, told, what, micro_batch_size)
+    if found is None:
+        return fault_of(error, source, what) or _of_the_disk(error, what)
+    own = _own(told, source)
+    if own:  # the line that asked for it
+        (problem,) = found.problems
+        found.problems = (replace(problem, fix=f"{problem.fix}\n{_line(own[-1])}"),)
+    return found
+
+
+def _is_said_by_task(error: Exception, told: Raised, source: Path) -> bool:
+    """Tell whether a line of the task raised it in words of its own, and nothing that the line called."""
+    is_known = isinstance(error, torch.OutOfMemoryError) or not {"OSError", "MemoryError"}.isdisjoint(told.bases)
+    if is_known or not told.frames:
+        return False
+    return is_of_task(told.frames[-1].file, source) and told.frames[-1].text.startswith(("raise", "assert"))
+
+
+def _of_the_machine(error: Exception, told: Raised, what: str, micro_batch_size: int) -> AccelRunError | None:
+    """Return the error for a machine that fails or is used up, None where nothing says that it is."""
+    text, lower = told.message, told.message.lower()
     if is_of_a_lost_rank(error):
         return RankLost(
-            f"another rank has gone, or does not answer: {text.splitlines()[0]}",
+            f"another rank has gone, or does not answer: {first_line(text)}",
             where=what,
-            fix="the rank that failed first says why; the same command goes on from the last checkpoint",
+            fix="the rank that failed first says why; run the same command again",
         )
-    if isinstance(error, torch.OutOfMemoryError):
+    if ("OutOfMemoryError" in told.bases and "CUDA" in text) or isinstance(error, torch.OutOfMemoryError):
         smaller = f"micro_batch_size={max(1, micro_batch_size // 2)}" if micro_batch_size > 1 else "a smaller model"
         return DeviceMemoryError(
-            f"the GPU's memory is used up: {text.splitlines()[0]}",
+            f"the GPU's memory is used up: {first_line(text)}",
             where=what,
             fix=f"say {smaller} (the update stays the same), or memory=checkpoint, or precision=auto",
         )
-    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+    if "AcceleratorError" in told.bases or "CUDA error" in text:
+        return DeviceMissing(
+            f"the device fails: {first_line(text)}",
+            where=what,
+            fix="see nvidia-smi and dmesg; run the same command again; device=cpu needs no GPU",
+        )
+    if "too many open files" in lower:
+        return SystemLimit(
+            f"too many files are open: {first_line(text)}",
+            where=what,
+            fix="raise the limit with ulimit -n, or use fewer dataloader.num_workers",
+        )
+    if _is_of_shared_memory(told, lower):
+        return SystemLimit(
+            "the shared memory through which data workers hand over batches is full",
+            where=what,
+            fix="make /dev/shm larger (docker: --shm-size=8g), or say dataloader.num_workers=0",
+        )
+    if "can't start new thread" in lower or ("temporarily unavailable" in lower and _is_of_processes(told)):
+        return SystemLimit(
+            f"the system gives no more threads or processes: {first_line(text)}",
+            where=what,
+            fix="raise the limit with ulimit -u (in a container: pids), or use fewer dataloader.num_workers",
+        )
+    if "MemoryError" in told.bases or "can't allocate memory" in lower or "cannot allocate memory" in lower:
         return HostMemoryError(
-            f"the machine's memory is used up: {text.splitlines()[0] if text else 'MemoryError'}",
+            f"the machine's memory is used up: {first_line(text) or told.kind}",
             where=what,
             fix=f"say micro_batch_size={max(1, micro_batch_size // 2)}, or fewer dataloader.num_workers",
         )
-    if "DataLoader worker" in text or "exited unexpectedly" in text or _lost_a_process(error):
-        if "shared memory" in text or "bus error" in text.lower():
-            return SystemLimit(
-                "the shared memory through which data workers hand over batches is full",
-                where=what,
-                fix="make /dev/shm larger (docker: --shm-size=8g), or say dataloader.num_workers=0",
-            )
+    if "DataLoader worker (pid" in text or _lost_a_process(told):  # torch's words
         return DataWorkerLost(
-            f"a data worker died: {(text or type(error).__name__).splitlines()[0]}",
+            f"a data worker died: {first_line(text) or told.kind}",
             where=what,
-            fix="the same command goes on from the last checkpoint; for want of memory? use fewer workers",
+            fix="run the same command again; for want of memory? use fewer workers",
         )
-    return fault_of(error, source, what)
+    return None
 
 
-def _lost_a_process(error: BaseException) -> bool:
+def _is_of_shared_memory(told: Raised, lower: str) -> bool:
+    """Tell whether /dev/shm is full: for a batch, or already for the locks of the queues."""
+    if "no space left on device" in lower and "OSError" in told.bases and _is_of_processes(told):
+        return True
+    return any(words in lower for words in _SHARED) or ("dataloader worker" in lower and "shared memory" in lower)
+
+
+def _lost_a_process(told: Raised) -> bool:
     """Tell whether a worker died while it handed over a batch: the socket between the processes says so."""
-    frames = traceback.extract_tb(error.__traceback__)
-    is_broken = isinstance(error, (ConnectionError, EOFError))
-    return is_broken and any("multiprocessing" in Path(frame.filename).parts for frame in frames)
+    is_broken = not {"ConnectionError", "EOFError", "FileNotFoundError"}.isdisjoint(told.bases)
+    return is_broken and _is_of_processes(told)
+
+
+def _is_of_processes(told: Raised) -> bool:
+    return any("multiprocessing" in Path(frame.file).parts for frame in told.frames)
+
+
+def _of_the_disk(error: Exception, what: str) -> AccelRunError | None:
+    """Return the error for what the system refused where none of the task's lines is on the way."""
+    if not isinstance(error, OSError) or error.errno not in _OF_THE_DISK:
+        return None
+    where = f"{what}: {error.filename}" if error.filename else what
+    return StorageError(f"the system refuses: {error.strerror}", where=where, fix=_OF_THE_DISK[error.errno])
 
 
 def fault_of(error: BaseException, source: Path, what: str) -> TaskFault | None:
-    """Return the TaskFault for an exception that passed through the task's own files, None for any other."""
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
-        error = error.__cause__  # what Python makes of it where it leaves a generator
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, NotImplementedError) and frames[-1].filename == inspect.getfile(Task):
-        return TaskFault(str(error), where=str(source), fix="an example: accel-run new my_task.py")
-    own = [frame for frame in frames if _is_of_task(frame.filename, source)]
-    if not own:
+    """Return the TaskFault for an exception that passed through the task's own files, None for any other.
+
+    Only lines of the task are shown, of what it was raised from too; error.json has the whole traceback.
+    """
+    told = raised(error)
+    if isinstance(error, NotImplementedError) and told.frames[-1].file == inspect.getfile(Task):
+        return TaskFault(told.message, where=str(source), fix="an example: accel-run new my_task.py")
+    found = _first_of_task(told, source)
+    if found is None:
         return None
-    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own]
+    own = _own(found, source)
     return TaskFault(
-        f"{what} raised {type(error).__name__}: {error}".rstrip(": "),
-        where=f"{own[-1].filename}:{own[-1].lineno}",
-        fix="\n    ".join(lines),
+        f"{what} raised {found}",
+        where=f"{own[-1].file}:{own[-1].line}",
+        fix="\n".join(_lines(found, source)),
     )
+
+
+def _first_of_task(told: Raised, source: Path) -> Raised | None:
+    """Return the exception, or what it was raised from, that passed through the task's files."""
+    while not _own(told, source):
+        if told.cause is None or not told.is_from:  # raised while another was handled: that may be ours
+            return None
+        told = told.cause
+    while told.kind == "RuntimeError" and told.cause is not None and told.cause.kind == "StopIteration":
+        told = told.cause  # what Python makes of it where it leaves a generator
+    return told if _own(told, source) else None
+
+
+def _lines(told: Raised, source: Path) -> Iterator[str]:
+    """Yield the lines of the task that an exception came through, then its parts and what it came from."""
+    shown: list[str] = []
+    for frame in _own(told, source):
+        text = _line(frame)
+        shown += [text] if text not in shown[-1:] else []
+    left_out = len(shown) - _LINES_SHOWN
+    yield from shown if left_out <= 0 else [*shown[:2], f"... ({left_out} more lines)", *shown[2 - _LINES_SHOWN :]]
+    for number, part in enumerate(told.parts, 1):
+        yield f"{number}. {part}"
+        yield from (f"   {line}" for line in _lines(part, source))
+    if told.cause is not None:
+        yield f"{'from' if told.is_from else 'while handling'} {told.cause}"
+        yield from (f"   {line}" for line in _lines(told.cause, source))
+
+
+def _line(frame: Frame) -> str:
+    return f"{Path(frame.file).name}:{frame.line} in {frame.function}: {frame.text}"
+
+
+def _own(told: Raised, source: Path) -> list[Frame]:
+    return [frame for frame in told.frames if is_of_task(frame.file, source)]
 
 
 def place_of(function: object, source: Path) -> str:
@@ -94,10 +197,29 @@ def place_of(function: object, source: Path) -> str:
         return str(source)
 
 
-def _is_of_task(file: str, source: Path) -> bool:
+def is_of_task(file: str, source: Path) -> bool:
     """Tell whether a file lies beside the task's, and is neither ours nor of a package installed there."""
     if file == str(source):
         return True
     inner = file.removeprefix(f"{source.parent}/")
     ours = file.startswith(f"{PACKAGE}/") and not str(source).startswith(f"{PACKAGE}/")
     return inner != file and not ours and "site-packages/" not in inner
+
+
+_LINES_SHOWN = 12
+_SHARED = (  # as torch says that /dev/shm is full
+    "unable to write to file </",
+    "unable to open shared memory object",
+    "unable to allocate shared memory",
+    "bus error",
+)
+_OF_THE_DISK = {
+    errno.ENOSPC: "free some space there, then run the same command again: it resumes",
+    errno.EDQUOT: "free some space there, then run the same command again: it resumes",
+    errno.EROFS: "mount it so that it can be written, then run the same command again: it resumes",
+    errno.EACCES: "see who may read and write it; run the same command again",
+    errno.EPERM: "see who may read and write it; run the same command again",
+    errno.EIO: "see dmesg; run the same command again",
+    errno.ESTALE: "see that the network disk is there; run the same command again",
+    errno.EFBIG: "raise the limit with ulimit -f, then run the same command again: it resumes",
+}

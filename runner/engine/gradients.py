@@ -1,4 +1,4 @@
-"""From summed gradients to those of the mean, clipped: one pass over them, and none where nothing is to do."""
+"""From summed gradients to those of the mean, measured and clipped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def correct_and_clip(
 
     over_ranks  from the norm of these gradients to that of all, where ranks hold different ones
 
-    Both factors are applied in one pass. Returns None, and measures nothing, when `max_norm` is None.
+    max_norm    None: nothing is clipped; the norm tells all the same whether the gradients are finite
+
+    Both factors are applied in one pass. Returns None where there are no gradients.
     """
     if not gradients:
         return None
@@ -28,13 +30,13 @@ def correct_and_clip(
         correction = correction.to(dtype)
     elif correction == 1.0:
         correction = None
-    if max_norm is None:
-        if correction is not None:
-            torch._foreach_mul_(gradients, correction)
-        return None
     norm = over_ranks(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
     if correction is not None:
         norm = norm * correction
+    if max_norm is None:
+        if correction is not None:
+            torch._foreach_mul_(gradients, correction)
+        return norm
     scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
     torch._foreach_mul_(gradients, scale if correction is None else scale * correction)
     return norm

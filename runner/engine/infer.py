@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from runner.base.task import Content
 
 
-OWN_FILES = ("summary.json", "gpu.csv")
+OWN_FILES = ("summary.json", "gpu.csv", "monitor.json", "stacks.txt")
 
 
 def infer(request: Request) -> Exit:
@@ -37,31 +37,41 @@ def infer(request: Request) -> Exit:
     from runner.engine.evaluate import as_in_use
     from runner.engine.tasks import explained
     from runner.engine.trained import open_trained
+    from runner.engine.watchdog import PREDICTION, watched
 
     with ExitStack() as stack:
         trained = open_trained(request, console, stack)
-        directory, plan, parts, checkpoint = trained.directory, trained.plan, trained.parts, trained.checkpoint
+        directory, plan, parts = trained.directory, trained.plan, trained.parts
         options = {key: value for key, value in plan.inference.items() if key != "seed"}
         generator = torch.Generator(parts.world.device).manual_seed(int(plan.inference["seed"]))
         if parts.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(parts.world.device)
         restart_host_peak()
         watch, seen_by = plan.choices["monitor"], [plan.device_uuid] if plan.device_uuid else None
-        directory.predictions.mkdir(mode=0o700, exist_ok=True)
+        directory.inner("predictions")
         monitor = make(MONITORS, watch.function, directory.predictions / "gpu.csv", seen_by, **watch.options)
         monitor.enter_phase(INFERENCE)
         stack.enter_context(monitor)
-        latencies, items = [], 0
+        latencies: list[float] = []
+        items = 0
+        pulse = stack.enter_context(
+            watched(
+                plan, parts.world, file="predictions/stacks.txt",
+                keep=lambda stacks: directory.write("predictions/stacks.txt", stacks),
+            )
+        )  # fmt: skip
         with as_in_use(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
             with explained(parts.source, "predict"):
                 predictions: Iterator[Any] = iter(parts.task.predict(parts.model, generator, **options))
             while True:
+                pulse.now = (PREDICTION, len(latencies) + 1)
                 began = time.perf_counter()
                 with explained(parts.source, "predict"):
                     prediction = next(predictions, None)
                 parts.world.synchronize()
                 if prediction is None:
                     break
+                pulse.done.add(PREDICTION)
                 latencies += [time.perf_counter() - began] if prediction.items else []
                 items += prediction.items
                 _refuse_taken(prediction.files, str(parts.source))
@@ -73,10 +83,16 @@ def infer(request: Request) -> Exit:
                     console.info(f"\n--- {', '.join(prediction.files)}\n{prediction.text}")
         if not latencies:
             raise TaskFault("predict yielded nothing", where=str(parts.source))
-        summary = _summary(latencies, items, parts.task.item, checkpoint.update)
+        summary = _summary(latencies, items, parts.task.item, trained.update)
         summary["peak_host_gib"] = host_peak_gib()
         if parts.world.device.type == "cuda":
             summary["peak_memory_gib"] = torch.cuda.max_memory_allocated(parts.world.device) / 2**30
+    monitor.stop()
+    for notice in monitor.news():
+        if notice.level == "warning":
+            console.warning(notice.text)
+    if monitor.latest():
+        directory.write("predictions/monitor.json", json.dumps(monitor.summary().to_json(), indent=2) + "\n")
     directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
     console.info(
         f"\n{summary['predictions']} predictions, {summary['items_per_s']:.1f} {parts.task.item}s/s;"

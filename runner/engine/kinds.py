@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
 from runner.base.order import Order
 from runner.base.schema import did_you_mean
 from runner.base.task import Fit, State
+from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.faults import place_of
@@ -61,8 +62,8 @@ class Work:
         """Put the result into the model, once all updates are made; return figures to show."""
         return {}
 
-    def state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return what a checkpoint must hold besides the model: tensors by file, and the JSON-able rest."""
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
+        """Return what a checkpoint must hold besides the model: copies of tensors by file, and the JSON-able rest."""
         raise NotImplementedError
 
     def load(self, start: Loaded) -> None:
@@ -79,6 +80,11 @@ class Work:
     def missed(self) -> list[str]:
         """Return what was to be trained and had no gradient in the first update; asked once."""
         return []
+
+    @property
+    def learned(self) -> Collection[str]:
+        """The names of the parameters that the phase changes; those of the whole model, whichever rank has them."""
+        return ()
 
     def state_bytes(self) -> tuple[int, int]:
         """Return the bytes of the optimizer's state in the parameters' precision, and those that it takes."""
@@ -143,7 +149,7 @@ class Gradients(Work):
             )
         return {}
 
-    def state(self) -> tuple[Tensors, dict[str, Any]]:
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
         tensors, numbers = export_state(self.training.optimizer)
         of_ranks = self.parts.world.gather(numbers["numbers"])  # ranks may own different parameters
         numbers["numbers"] = {
@@ -152,7 +158,7 @@ class Gradients(Work):
             for name, value in there.items()
             if not self.trained.keys().isdisjoint(prefixes([name]))
         }
-        whole = {"optimizer": self.parts.parallel.whole(tensors)}
+        whole = {"optimizer": self.parts.parallel.whole(tensors, copy)}
         return whole, {"optimizer": numbers, "schedule": self.training.schedule.state()}
 
     def load(self, start: Loaded) -> None:
@@ -188,6 +194,10 @@ class Gradients(Work):
         self._stop_watching()
         return [name for name in self.own if name not in self._reached]
 
+    @property
+    def learned(self) -> Collection[str]:
+        return self.trained.keys()
+
     def _stop_watching(self) -> None:
         while self._watches:
             self._watches.pop().remove()
@@ -215,8 +225,10 @@ class Statistics(Work):
 
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
         world, parallel, model = self.parts.world, self.parts.parallel, self.parts.model
+        watch = parallel.watch
         is_dealt = world.world_size > 1 and parallel.splits_batch
         while self.position.update < self.total:
+            watch.lap("hooks")
             items: Tensor | int = 0
             bad: tuple[tuple[int, str], ...] = ()
             last = False
@@ -224,14 +236,18 @@ class Statistics(Work):
             with parallel.gathered(model), torch.no_grad():
                 while not last:
                     batch, last, skipped, counts = next(batches)
+                    watch.lap("data")
                     bad += skipped if is_dealt or world.is_first else ()
                     if counts:
                         with self.parts.precision.forward():
                             added = self.fit.add(model, self.gathered, batch)
                         self.gathered, count = _checked(added, self.fit, self.parts.source)
                         items = items + count
+                    watch.lap("forward")
             self.position.update += 1
             of_all = world.sum(world.zeros() + items) if is_dealt else items
+            watch.lap("wait" if is_dealt else "forward")
+            watch.stop(self.position.update)
             yield StepInfo(self.position.update, None, of_all, None, None, bad)
 
     def close(self) -> Mapping[str, float]:
@@ -247,8 +263,8 @@ class Statistics(Work):
                 fix='return {"mean": float(mean)}, or nothing',
             ) from error
 
-    def state(self) -> tuple[Tensors, dict[str, Any]]:
-        return {"fit": self.parts.parallel.whole(self._merged())}, {}
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
+        return {"fit": self.parts.parallel.whole(self._merged(), copy)}, {}
 
     def load(self, start: Loaded) -> None:
         """Rank 0 goes on with what all ranks had gathered, the others begin again."""

@@ -1,4 +1,4 @@
-"""The loop. It never waits for the device and never writes; all else is a hook between updates."""
+"""The loop: it waits for the device no longer than for the update before, and never writes; all else is a hook."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
         scale=lambda loss: precision.scaled(loss * run.per_item),
     )
     while position.update < until:
-        watch.start()
+        watch.lap("hooks")
         mine = parallel.accumulate(passes, batches)
         total = parallel.reduce(mine)
         precision.unscale(run.optimizer, parallel.overflow)
@@ -85,7 +85,7 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
         grad_norm = correct_and_clip(gradients, correction, run.max_grad_norm, parallel.norm)
         factor = run.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
         lr = set_learning_rate(run.optimizer, factor)
-        precision.step(run.optimizer)
+        precision.step(run.optimizer, total.loss_sum, grad_norm)
         clear(run.parameters)
         watch.lap("optimizer")
         position.update += 1

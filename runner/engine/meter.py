@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.base.errors import NumericError, TaskFault
+from runner.base.arriving import Arriving, sent
+from runner.base.errors import TaskFault
+from runner.base.stopwatch import BETWEEN, PARTS, Bookmark, Seconds, Stopwatch, between
 from runner.base.world import World
 from runner.engine.loop import StepInfo
 
@@ -21,31 +24,59 @@ Row = dict[str, Any]
 
 @dataclass
 class Clock:
-    """Seconds of the host by what they were spent on, since the start of the run."""
+    """Seconds of this process by what they were spent on.
 
-    data: float = 0.0
-    hooks: float = 0.0
-    evaluation: float = 0.0
-    saving: float = 0.0
-    starting: float = 0.0
-    ranks: float = 0.0  # waiting for other ranks, exchange included
+    Every second has its part: what is done before a phase is `starting`, what is done after the last one `closing`.
+
+    started  when the run was, by `time.perf_counter`
+    parts_s  part -> seconds, of the phases that are over
+    updates  those that the parts of updates are of; the first one of a process is start-up
+    """
+
     started: float = field(default_factory=time.perf_counter)
+    parts_s: dict[str, float] = field(default_factory=dict)
+    updates: int = 0
 
-    def outside_updates(self) -> float:
-        """Return the seconds that were not training."""
-        return self.hooks
+    def __post_init__(self) -> None:
+        self._since = self.started
+
+    def begin(self) -> None:
+        """A phase begins."""
+        self.parts_s = added(self.parts_s, {"starting": time.perf_counter() - self._since})
+
+    def end(self, parts_s: Seconds, updates: int) -> None:
+        """A phase is over: this is what it took."""
+        self.parts_s = added(self.parts_s, parts_s)
+        self.updates += updates
+        self._since = time.perf_counter()
+
+    def all(self) -> dict[str, float]:
+        """Return the seconds of this process until now, by part."""
+        return added(self.parts_s, {"closing": time.perf_counter() - self._since})
 
 
-@dataclass
+def added(one: Seconds, other: Seconds) -> dict[str, float]:
+    """Return the sum of two, part by part."""
+    return {part: one.get(part, 0.0) + other.get(part, 0.0) for part in {**one, **other}}
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The updates of a row: from when to when, how many losses, and how many updates the clock has not seen."""
+
+    since: Bookmark
+    until: Bookmark
+    num_losses: int
+    num_untimed: int
+
+
+@dataclass(frozen=True)
 class _Pending:
     """A row whose numbers are on their way from the device."""
 
     row: Row
-    numbers: Tensor  # on the host: loss sums, items, grad norm
-    arrived: torch.Event | None  # None: nothing had to be copied
-
-    def is_here(self) -> bool:
-        return self.arrived is None or bool(self.arrived.query())
+    window: _Window
+    numbers: Arriving  # loss sums, items, grad norm
 
 
 class Meter:
@@ -53,7 +84,7 @@ class Meter:
 
     write     gets each finished row
     readings  returns what else belongs into a row (loss scale, GPU)
-    overflow_is_skipped  a non-finite loss is the scaler's business: it skips that update
+    watch     where the time of the phase goes
     """
 
     def __init__(
@@ -64,13 +95,13 @@ class Meter:
         every: int,
         write: Callable[[Row], None],
         readings: Callable[[], Mapping[str, Any]],
-        clock: Clock,
-        overflow_is_skipped: bool,
+        watch: Stopwatch,
     ) -> None:
         self.world, self.phase, self.every = world, phase, every
-        self.write, self.readings, self.clock = write, readings, clock
-        self.overflow_is_skipped = overflow_is_skipped
+        self.write, self.readings, self.watch = write, readings, watch
         self.last_row: Row = {}
+        self.step_times_ms: deque[float] = deque(maxlen=_KEPT)  # of the newest rows
+        self.items_per_s: deque[float] = deque(maxlen=_KEPT)
         self._losses: list[Tensor] = []
         self._items: list[Tensor | int] = []
         self._last: StepInfo | None = None
@@ -88,9 +119,10 @@ class Meter:
             self._close_row()
 
     def flush(self) -> None:
-        """Wait for the rows on their way and write them. Raises NumericError where a loss is not finite."""
-        while self._pending:
-            self._finish(self._pending.pop(0))
+        """Wait for the rows on their way and write them."""
+        with self.watch.during("logging"):
+            while self._pending:
+                self._finish(self._pending.pop(0))
 
     def close_window(self) -> None:
         """Write a row for the updates since the last one, as at the end of a phase."""
@@ -99,14 +131,12 @@ class Meter:
         self.flush()
 
     def state(self) -> dict[str, Any]:
-        """Return the updates not yet in a row, so that a resumed run writes the same row; checks they are finite."""
+        """Return the updates not yet in a row, so that a resumed run writes the same row."""
         self.flush()
         losses = [float(loss) for loss in self._losses]
         last = self._last
         if last is not None and losses:
             self._check_items([float(count) for count in self._items], last.update)
-        if last is not None and not self.overflow_is_skipped:
-            self._check(losses, last.update)
         return {
             "losses": losses,
             "items": [float(count) for count in self._items],
@@ -129,65 +159,72 @@ class Meter:
 
     def restart_clock(self) -> None:
         """Forget the time until now, as after the first update, whose start-up does not describe the rest."""
-        self._since, self._outside, self._data = time.perf_counter(), self.clock.outside_updates(), self.clock.data
+        self._since = self.watch.bookmark()
         self._untimed = len(self._items)  # updates of this window that the clock has not seen
 
+    def data_wait(self) -> float | None:
+        """Return the share of updates that was spent waiting for data, of those since the last row or else before it.
+
+        None where it is not known yet. Where a device computes, of those updates that it has come to the end of.
+        """
+        found = _data_wait(between(self._since(), self.watch.spent())) if len(self._items) > self._untimed else None
+        return self.last_row.get("perf/data_wait") if found is None else found
+
     def _close_row(self) -> None:
-        assert self._last is not None
-        now, step = time.perf_counter(), self._last
-        outside, data = self.clock.outside_updates() - self._outside, self.clock.data - self._data
-        seconds = max(now - self._since - outside, 1e-9)
-        row: Row = {"update": step.update, "phase": self.phase}
-        row |= {"lr": step.lr} if step.lr is not None else {}
-        timing = {"seconds": seconds, "losses": len(self._losses), "untimed": self._untimed, "data": data}
-        numbers = [self._number(value) for value in (*self._losses, *self._items)]
-        norm = self._number(math.nan if step.grad_norm is None else step.grad_norm)
-        self._losses, self._items = [], []
-        self.restart_clock()
-        self._pending.append(self._copy({**row, "_": timing}, [*numbers, norm]))
-        while self._pending and self._pending[0].is_here():
-            self._finish(self._pending.pop(0))
+        with self.watch.during("logging"):
+            assert self._last is not None
+            step = self._last
+            row: Row = {"update": step.update, "phase": self.phase}
+            row |= {"lr": step.lr} if step.lr is not None else {}
+            window = _Window(self._since, self.watch.bookmark(), len(self._losses), self._untimed)
+            numbers = [self._number(value) for value in (*self._losses, *self._items)]
+            norm = self._number(math.nan if step.grad_norm is None else step.grad_norm)
+            self._losses, self._items = [], []
+            self.restart_clock()
+            self._pending.append(_Pending(row, window, self._sent([*numbers, norm])))
+            while self._pending and self._pending[0].numbers.is_here():
+                self._finish(self._pending.pop(0))
 
     def _number(self, value: float | Tensor) -> Tensor:
         return torch.as_tensor(value, dtype=self.world.widest)
 
-    def _copy(self, row: Row, values: list[Tensor]) -> _Pending:
-        device = self.world.device
-        if device.type == "cpu":
-            return _Pending(row, torch.stack(values), None)
-        stacked = torch.stack([value.to(device, non_blocking=True) for value in values])
-        on_host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=device.type == "cuda")
-        on_host.copy_(stacked, non_blocking=True)
-        arrived = torch.Event(device)
-        arrived.record()
-        return _Pending(row, on_host, arrived)
+    def _sent(self, values: list[Tensor]) -> Arriving:
+        return sent(torch.stack([value.to(self.world.device, non_blocking=True) for value in values]))
 
     def _finish(self, pending: _Pending) -> None:
-        if pending.arrived is not None:
-            pending.arrived.synchronize()
-        timing = pending.row.pop("_")
-        numbers = pending.numbers.tolist()
-        losses, items, norm = numbers[: timing["losses"]], numbers[timing["losses"] : -1], numbers[-1]
-        count = len(items)
+        row, window = pending.row, pending.window
+        numbers = pending.numbers.read().tolist()
+        losses, items, norm = numbers[: window.num_losses], numbers[window.num_losses : -1], numbers[-1]
         if losses:
-            self._check_items(items, pending.row["update"])
+            self._check_items(items, row["update"])
         fine = [index for index, loss in enumerate(losses) if math.isfinite(loss)]
-        total = sum(items)
-        self.items_seen += total
-        row = pending.row
+        self.items_seen += sum(items)
         if losses:
             counted = max(sum(items[index] for index in fine), 1e-30)
             row["train/loss"] = sum(losses[index] for index in fine) / counted if fine else None
             row["train/grad_norm"] = norm if math.isfinite(norm) else None
-        seconds, timed = timing["seconds"], count - timing["untimed"]
-        row["perf/items_per_s"] = sum(items[count - timed :]) / seconds if timed else None
-        row["perf/step_time_ms"] = 1e3 * seconds / timed if timed else None
-        row["perf/data_wait"] = timing["data"] / seconds
+        row |= self._timing(window, items[window.num_untimed :])
         row |= self.readings()
         self.last_row = row
         self.write(row)
-        if not self.overflow_is_skipped:
-            self._check(losses, row["update"])
+
+    def _timing(self, window: _Window, items: list[float]) -> Row:
+        """Return the speed of a window, and where its time went; `items` of each update that the clock has seen."""
+        parts_s = between(window.since(), window.until())
+        seconds = sum(parts_s.get(part, 0.0) for part in PARTS)
+        if not items or not seconds:
+            return {"perf/items_per_s": None, "perf/step_time_ms": None, "perf/data_wait": None}
+        row: Row = {
+            "perf/items_per_s": sum(items) / seconds,
+            "perf/step_time_ms": 1e3 * seconds / len(items),
+            "perf/data_wait": _data_wait(parts_s),
+        }
+        self.step_times_ms.append(row["perf/step_time_ms"])
+        self.items_per_s.append(row["perf/items_per_s"])
+        for part in (*PARTS, *BETWEEN):
+            if part in parts_s:
+                row[f"perf/{part}_ms"] = round(1e3 * parts_s[part] / len(items), 4)
+        return row
 
     @staticmethod
     def _check_items(items: list[float], update: int) -> None:
@@ -199,15 +236,10 @@ class Meter:
                     fix="return (the sum, the number of items); or are all its samples bad? events.jsonl lists them",
                 )
 
-    def _check(self, losses: list[float], update: int) -> None:
-        """Raise NumericError with the number of the first update whose loss is not finite; `update` is the last."""
-        for number, loss in enumerate(losses, update - len(losses) + 1):
-            if not math.isfinite(loss):
-                raise NumericError(
-                    f"the loss is not finite at update {number}",
-                    where=f"phase {self.phase}",
-                    fix="lower optimizer.lr, raise scheduler.warmup or set max_grad_norm; the last checkpoint is older",
-                )
+
+def _data_wait(parts_s: Seconds) -> float | None:
+    seconds = sum(parts_s.get(part, 0.0) for part in PARTS)
+    return parts_s.get("data", 0.0) / seconds if seconds else None
 
 
 def as_line(row: Row) -> str:
@@ -217,3 +249,6 @@ def as_line(row: Row) -> str:
 
 def _is_none(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+_KEPT = 1000  # rows whose speed is remembered

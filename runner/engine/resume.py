@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from runner.base.errors import IncompatibleResume, Problem
+from runner.base.words import shortened
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import Loaded
 
@@ -70,9 +71,8 @@ def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel) -> None
         if name in saved and (saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype)
     ]
     if wrong:
-        more = f" and {len(wrong) - 3} more" if wrong[3:] else ""
         raise IncompatibleResume(
-            f"the checkpoint is of another model: {'; '.join(wrong[:3])}{more}",
+            f"the checkpoint is of another model: {shortened(wrong, 3, '; ')}",
             where=str(checkpoint.path),
             fix="use the task options the run was trained with, or start anew with another run=NAME",
         )

@@ -1,36 +1,53 @@
-"""When the run is saved, and how many checkpoints are kept."""
+"""When the run is saved, what that costs it, how many checkpoints are kept, and whether there is time for another."""
 
 from __future__ import annotations
 
 import re
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
-from runner.base.values import Every, PositiveInt
+from runner.base.values import Every, Positive, PositiveInt
+from runner.durable.checkpoint import Saved
 
-AUTO_MINUTES = 5.0  # work at risk under `every: auto`
+AT_RISK_S = 600.0  # work that is lost at most under `every: auto`
+COST = 0.01  # share of the time that saving costs at most under `every: auto`, where AT_RISK_S lets it
+SHORTEST_S = 60.0  # between saves under `every: auto`
+AGAIN_S = 60.0  # after a save that failed the next one is due
 
 
 @dataclass
 class SavePolicy:
     """Decides after each update whether it is time to save.
 
-    keep      newest checkpoints kept (never fewer than two)
-    best      metric whose best checkpoints are kept besides, or None
+    seconds  between saves; under `is_auto` it follows from what saves cost
+    keep     newest checkpoints kept (never fewer than two)
+    best     metric whose best checkpoints are kept besides, or None
     keep_best  how many of them
-    better    "min" or "max": what is better
+    better   "min" or "max": what is better
+    grace_s  seconds from the request to stop to the end by force, None where they are not known
     """
 
     updates: int | None = None
     epochs: int | None = None
     seconds: float | None = None
+    is_auto: bool = False
     keep: int = 3
     best: str | None = None
     keep_best: int = 1
     better: str = "min"
+    grace_s: float | None = None
     _last: float = field(default_factory=time.monotonic)
+    _again_at: float | None = None  # a save is due because the one before failed
+    _has_failed: bool = False  # the save before
+
+    @property
+    def saves_on_the_way(self) -> bool:
+        """True where training goes on after a save."""
+        return any(wish is not None for wish in (self.updates, self.epochs, self.seconds, self.best))
 
     def due(self, update: int, updates_per_epoch: int) -> bool:
         """Tell whether the checkpoint of this update is wanted, by counting."""
@@ -40,15 +57,127 @@ class SavePolicy:
 
     def is_late(self) -> bool:
         """Tell whether the time is up; `saved` says that a checkpoint was taken."""
-        return self.seconds is not None and time.monotonic() - self._last >= self.seconds
+        now = time.monotonic()
+        is_time = self.seconds is not None and now - self._last >= self.seconds
+        return is_time or (self._again_at is not None and now >= self._again_at)
 
     def saved(self) -> None:
         """Start counting minutes anew."""
-        self._last = time.monotonic()
+        self._last, self._again_at = time.monotonic(), None
+
+    def ended(self, *, well: bool) -> None:
+        """Note how the save ended: one that failed comes again after a minute, but not at each failure in a row."""
+        wishes = (self.updates, self.epochs, self.seconds)
+        if not well and not self._has_failed and any(wish is not None for wish in wishes):
+            self._again_at = time.monotonic() + AGAIN_S
+        self._has_failed = not well
 
     def is_better(self, value: float, best: float | None) -> bool:
         """Tell whether `value` of the metric is better than the best so far."""
         return best is None or (value < best if self.better == "min" else value > best)
+
+    def adapt(self, cost_s: float, write_s: float, update_s: float) -> str:
+        """The time between saves follows from what they cost; returns what cannot be kept, "" where all can.
+
+        cost_s    seconds that a save costs training
+        write_s   from the copy to the checkpoint on disk: until then the one before it is what remains
+        update_s  of an update, at the end of which alone the run is saved
+        """
+        if not self.is_auto:
+            return ""
+        longest = max(AT_RISK_S - write_s - update_s, SHORTEST_S)
+        self.seconds = min(max(cost_s / COST, SHORTEST_S), longest)
+        if write_s + update_s + self.seconds > AT_RISK_S:
+            return f"a save takes {write_s:.0f} s to be on disk: more than {AT_RISK_S / 60:.0f} min of work are at risk"
+        if cost_s > COST * longest:
+            return (
+                f"a save costs {cost_s:.1f} s of training: every {longest:.0f} s, for at most {AT_RISK_S / 60:.0f} min"
+                f" of work at risk, that is {cost_s / longest:.1%} of the time, more than {COST:.0%}"
+            )
+        return ""
+
+    def __str__(self) -> str:
+        if self.is_auto:
+            return (
+                f"so often that it costs under {COST:.0%} of the time, at most {AT_RISK_S / 60:.0f} min of work at risk"
+            )
+        if self.seconds is not None:
+            return f"every {self.seconds / 60:g} min"
+        if self.updates is not None:
+            return f"every {self.updates} update{'s' if self.updates > 1 else ''}"
+        if self.epochs is not None:
+            return f"every {self.epochs} epoch{'s' if self.epochs > 1 else ''}"
+        return "at the end of each phase and when stopped"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the last save took: seconds that training was held and slowed down, until it was on disk, and in all."""
+
+    held_s: float
+    slowed_s: float
+    write_s: float
+    total_s: float
+    nbytes: int
+
+
+class Toll:
+    """What saves cost the run: how long it was held, and how much slower its updates were while one was written."""
+
+    def __init__(self) -> None:
+        self.num_saves = 0
+        self.held_s = self.slowed_s = 0.0  # in all
+        self.last: Figures | None = None
+        self._plain: deque[float] = deque(maxlen=100)  # seconds of updates beside which nothing was written
+        self._during: list[float] = []
+        self._recent: deque[Figures] = deque(maxlen=3)
+        self._held = 0.0  # by the save under way
+        self._saved: Saved | None = None  # the last one that was noted
+
+    def updated(self, seconds: float, *, writing: bool) -> None:
+        """Note an update, and whether a checkpoint was being written meanwhile."""
+        (self._during if writing else self._plain).append(seconds)
+
+    def held(self, seconds: float) -> None:
+        """Note that training waited so long for its state to be copied."""
+        self.num_saves += 1
+        self.held_s += seconds
+        self._held = seconds
+
+    def written(self, saved: Saved | None) -> None:
+        """Note that nothing is being written any more, and which save was the last that was done."""
+        if saved is None or saved is self._saved:  # this one failed
+            self._during.clear()
+            return
+        self._saved = saved
+        slowed = max(0.0, sum(self._during) - len(self._during) * self.update_s) if self._plain else 0.0
+        self._during.clear()
+        self.slowed_s += slowed
+        self.last = Figures(self._held, slowed, saved.write_s, saved.total_s, saved.nbytes)
+        self._recent.append(self.last)
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of an update beside which nothing is written, 0 where none was seen."""
+        return statistics.median(self._plain) if self._plain else 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that a save costs training: the median of the last three."""
+        return statistics.median(figures.held_s + figures.slowed_s for figures in self._recent)
+
+    def expected_s(self) -> float | None:
+        """Return how long a save takes until it is on disk: the slowest of the last three; None before the first."""
+        return max((figures.held_s + figures.write_s for figures in self._recent), default=None)
+
+    def state(self) -> list[dict[str, float]]:
+        """Return the figures that a resumed run begins with."""
+        return [asdict(figures) for figures in self._recent]
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        """Take back what `state` returned."""
+        self._recent = deque((Figures(**figures) for figures in state), maxlen=3)
+        self.last = self._recent[-1] if self._recent else None
 
 
 def default(
@@ -58,18 +187,21 @@ def default(
     best: str | None = "val/loss",
     keep_best: PositiveInt = 1,
     best_is: Literal["min", "max"] = "min",
+    grace_s: Positive | None = None,
 ) -> SavePolicy:
     """Save from time to time, at the end of each phase, and when stopped.
 
-    every    updates between saves: 200 or 200updates; or 2epochs, 10min; auto: every 5 minutes
+    every    updates between saves: 200 or 200updates; or 2epochs, 10min; auto: as often as costs under 1 % of the time,
+             every 1 to 10 min, besides the best ones
     keep     newest checkpoints kept, never fewer than two
-    best     metric of the evaluation whose best checkpoints are kept too; null: none
+    best     metric of the evaluation whose best checkpoints are saved at once and kept too; null: none
     keep_best  how many of the best are kept
     best_is  min or max: which values of it are better
+    grace_s  seconds from the signal to stop to the kill: a save that takes longer is not begun; null: not known
     """
-    policy = SavePolicy(keep=keep, best=best, keep_best=keep_best, better=best_is)
+    policy = SavePolicy(keep=keep, best=best, keep_best=keep_best, better=best_is, grace_s=grace_s)
     if every == "auto":
-        policy.seconds = 60.0 * AUTO_MINUTES
+        policy.seconds, policy.is_auto = SHORTEST_S, True
         return policy
     number, unit = parse_every(every)
     if unit == "updates":
@@ -87,15 +219,17 @@ def off(
     best: str | None = None,
     keep_best: PositiveInt = 1,
     best_is: Literal["min", "max"] = "min",
+    grace_s: Positive | None = None,
 ) -> SavePolicy:
     """Save only at the end of each phase and when stopped.
 
     keep     newest checkpoints kept, never fewer than two
-    best     metric of the evaluation whose best checkpoints are kept too; null: none
+    best     metric of the evaluation whose best checkpoints are saved at once and kept too; null: none
     keep_best  how many of the best are kept
     best_is  min or max: which values of it are better
+    grace_s  seconds from the signal to stop to the kill: a save that takes longer is not begun; null: not known
     """
-    return SavePolicy(keep=keep, best=best, keep_best=keep_best, better=best_is)
+    return SavePolicy(keep=keep, best=best, keep_best=keep_best, better=best_is, grace_s=grace_s)
 
 
 def parse_every(every: int | str) -> tuple[float, str]:

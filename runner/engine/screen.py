@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 import shlex
+import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from runner.axes.attention import Attention
+from runner.base.choice import make
 from runner.base.order import Order
 from runner.durable.checkpoint import Loaded
 from runner.durable.directory import RunDirectory
+from runner.engine.evidence import Evidence
+from runner.engine.saving import CHECKPOINTS, SavePolicy, Toll
+from runner.observe import limits
 from runner.observe.events import Console, Events
+from runner.observe.notices import Notice
 from runner.observe.progress import Progress, make_progress
-from runner.observe.report import EndOfRun, StartOfRun, Technique, end_summary, prints_only_ascii, start_report
+from runner.observe.report import EndOfRun, Memory, StartOfRun, Technique, end_summary, prints_only_ascii, start_report
 from runner.plan.inventory import Inventory
 from runner.plan.plan import Plan, rank_table
 
@@ -27,13 +33,18 @@ if TYPE_CHECKING:
 
 
 class Screen:
-    """Progress while a phase runs, words before and after it; a copy of the words in the run directory."""
+    """Progress while a phase runs, words before and after it; a copy of the words in the run directory.
 
-    def __init__(self, directory: RunDirectory, *, speaks: bool = True) -> None:
+    machine  `rank8`: rank 8 does not speak, but is the first of another machine, of which nobody else can tell
+    """
+
+    def __init__(self, directory: RunDirectory, *, speaks: bool = True, machine: str = "") -> None:
         self.directory = directory
         self.speaks = speaks
         self.console = Console(directory.console, speaks=speaks)
-        self.events = Events(directory.events if speaks else None)
+        of_machine = directory.path / f"events-{machine}.jsonl" if machine else None
+        self.events = Events(directory.events if speaks else of_machine)
+        self._of_machine = Console(level="warning") if machine and not speaks else self.console
         self.progress = Progress()
         self.first_update_is_due = True
         self._due = self.progress.due
@@ -56,11 +67,22 @@ class Screen:
         self.console.warning(text)
         self.events.record("warning", text=text)
 
+    def warn_once(self, text: str) -> None:
+        """Warn, but not twice in the same words."""
+        self.console.warn_once(text)
+
     def event(self, kind: str, **fields: Any) -> None:
         """Keep a row in events.jsonl; a bad sample is also said, once for all of them."""
         self.events.record(kind, **fields)
         if kind == "bad sample":
             self.console.warn_once("samples that cannot be read are left out; events.jsonl lists them")
+
+    def tell(self, notices: Iterable[Notice]) -> None:
+        """Say what the monitor has seen, and keep it in events.jsonl."""
+        for notice in notices:
+            where = "" if self._of_machine is self.console else f"{socket.gethostname()}: "
+            self._of_machine.say(notice.level, where + notice.text)
+            self.events.record("machine", what=notice.kind, text=notice.text, **notice.facts)
 
     def begin(self, phase: str, done: int, total: int, order: Order) -> None:
         """A phase begins."""
@@ -131,8 +153,8 @@ class Screen:
                 accumulation_steps=plan.batch.accumulation_steps,
                 world_size=plan.batch.world_size,
                 batch_per_rank=() if len(set(plan.batch.shares)) == 1 else plan.batch.shares,
-                run_dir=str(self.directory.path),
-                notes=(*plan.notes, *parts.notes),
+                run_dir=str(self.directory.shown),
+                notes=(*plan.notes, *parts.notes, *_saves(plan)),
                 phases=tuple(map(str, plan.selected)) if plan.own_keys else (),
             ),
             ascii_only=self._ascii,
@@ -143,24 +165,22 @@ class Screen:
         else:
             self.events.record("resume", update=start.state["phase_update"], checkpoint=start.path.name)
 
-    def report_end(self, run: TrainingRun, outcome: Outcome) -> None:
+    def report_end(self, run: TrainingRun, outcome: Outcome, evidence: Evidence) -> None:
         """Say how the run ended, what limited it, and what can be done next."""
-        clock, plan, device = run.clock, run.plan, run.parts.world.device
-        total = time.perf_counter() - clock.started
-        hooks = max(0.0, clock.hooks - clock.saving)
-        seconds = {
-            "data_wait": clock.data,
-            "hooks": hooks,
-            "checkpoint_wait": clock.saving,
-            "compute": max(0.0, total - clock.data - clock.hooks - clock.starting - clock.ranks),
-        }
-        seconds |= {"ranks_wait": clock.ranks} if run.parts.world.world_size > 1 else {}
+        if run.observers.profiler.only:  # nothing was trained that one could go on with
+            self.say(f"\n{run.observers.profiler.report or 'nothing was profiled: no update was made'}")
+            self.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
+            return
+        plan, total = run.plan, evidence.seconds or 0.0
         last = list(run.records.values())[-1]
-        memory: dict[str, float | None] = {"host": max(record.peak_host_gib for record in run.records.values())}
-        if device.type == "cuda":
-            memory[f"{device} allocated"] = torch.cuda.max_memory_allocated(device) / 2**30
-            memory[f"{device} reserved"] = torch.cuda.max_memory_reserved(device) / 2**30
-            memory[f"{device} total"] = torch.cuda.get_device_properties(device).total_memory / 2**30
+        memory = {"host": Memory(evidence.host_peak_gib, total=evidence.host_total_gib)}
+        if evidence.device_total_gib is not None:
+            memory[plan.device] = Memory(
+                evidence.device_peak_gib,
+                evidence.device_allocated_gib,
+                evidence.device_peak_reserved_gib,
+                evidence.device_total_gib,
+            )
         tracker, notes = run.observers.tracker.note, []
         if run.observers.profiler.note:
             notes.append(run.observers.profiler.note)
@@ -170,6 +190,9 @@ class Screen:
             notes.append(tracker)
         if run.num_skipped:
             notes.append(f"{run.num_skipped} updates were skipped because float16 overflowed")
+        notes += [_toll(run.toll, total)] if run.toll.num_saves else []
+        if evidence.num_alloc_retries:
+            notes.append(f"the GPU was nearly full: torch had to give memory back {evidence.num_alloc_retries} times")
         before, after = run.state_bytes
         if after < before:
             notes.append(f"optimizer state {after / 2**20:.1f} MiB instead of {before / 2**20:.1f} MiB")
@@ -178,18 +201,22 @@ class Screen:
         notes += [f"baselines: {', '.join(others)}"] if others else []
         text = end_summary(
             EndOfRun(
-                outcome=f"saved ({outcome.stopped_by})" if outcome.stopped_by else "done",
+                outcome=f"{'saved' if outcome.is_saved else 'stopped'} ({outcome.stopped_by})"
+                if outcome.stopped_by
+                else "done",
                 update=outcome.update,
                 total_updates=last.total,
                 total_s=total,
                 loss=run.last_row.get("train/loss"),
                 metrics=outcome.metrics,
                 baselines=baselines,
-                seconds=seconds,
+                parts_s=evidence.parts_s,
+                updates_timed=evidence.updates or 0,
+                busy_percent=_busy_percent(run),
                 items_per_s=run.last_row.get("perf/items_per_s"),
                 item=run.parts.task.item,
-                peak_memory_gib=memory,
-                places={"run": str(self.directory.path), "metrics": str(self.directory.metrics)},
+                memory=memory,
+                places={"run": str(self.directory.shown), "metrics": str(self.directory.shown / "metrics.jsonl")},
                 notes=tuple(notes),
                 next_commands=tuple(self._next(plan, outcome)),
                 phases=tuple(_phase_line(name, record) for name, record in run.records.items())
@@ -218,10 +245,37 @@ def _phase_line(name: str, record: PhaseRecord) -> str:
     """Return what a phase took, and its last metrics."""
     made = f"{record.updates} of {record.total}" if record.updates < record.total else str(record.updates)
     peak = "" if record.peak_device_gib is None else f", {record.peak_device_gib:.2f} GiB on the GPU"
+    share = limits.mostly(record.parts_s, record.seconds)
+    spent = f"{record.seconds:.1f} s ({share})" if share else f"{record.seconds:.1f} s"
     metrics = "".join(f"  {metric.removeprefix('val/')} {value:.4g}" for metric, value in record.metrics.items())
-    return (
-        f"{name} ({record.kind}): {made} updates, {record.seconds:.1f} s, {record.peak_host_gib:.2f} GiB{peak}{metrics}"
-    )
+    return f"{name} ({record.kind}): {made} updates, {spent}, {record.peak_host_gib:.2f} GiB{peak}{metrics}"
+
+
+def _busy_percent(run: TrainingRun) -> dict[str, float]:
+    """Return GPU -> percent of the time in which it computed, of those that the run uses and the monitor has seen."""
+    if run.parts.world.device.type != "cuda":  # what GPUs did meanwhile is the work of others
+        return {}
+    metrics = run.observers.monitor.summary().whole.metrics
+    return {name.partition("/")[0]: stat.mean for name, stat in metrics.items() if name.endswith("/util")}
+
+
+def _saves(plan: Plan) -> list[str]:
+    return [] if plan.choices["profiler"].options.get("only") else [f"saves {_policy(plan)}"]
+
+
+def _policy(plan: Plan) -> SavePolicy:
+    choice = plan.choices["checkpoint"]
+    return make(CHECKPOINTS, choice.function, **choice.options)
+
+
+def _toll(toll: Toll, total_s: float) -> str:
+    """Return what the saves on the way cost."""
+    share = (toll.held_s + toll.slowed_s) / total_s
+    text = f"{toll.num_saves} saves on the way held training for {toll.held_s:.2f} s, {share:.2%} of the time"
+    if toll.last is None:
+        return text
+    size, seconds = toll.last.nbytes / 1e6, toll.last.write_s
+    return f"{text} with what they slowed it down; the last of {size:,.1f} MB was on disk after {seconds:.2f} s"
 
 
 def _techniques(plan: Plan) -> list[Technique]:

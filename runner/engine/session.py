@@ -21,11 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner import __version__
+from runner.base.birth import birth_of
 from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
-from runner.base.errors import AccelRunError, Exit, InputMissing, StorageError
+from runner.base.errors import AccelRunError, Exit, Hang, InputMissing, number_of, where_it_goes_on
 from runner.base.ranks import starter
+from runner.base.secret import fit_to_show
+from runner.base.words import words_of
+from runner.durable import files
 from runner.durable.directory import RunDirectory, check_name, default_name
-from runner.durable.files import read_object
+from runner.durable.files import read_object, read_rows
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, make_plan
 from runner.plan.ranks import RankDevice
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from runner.durable.checkpoint import Loaded
     from runner.engine.screen import Screen
     from runner.engine.train import Phase, TrainingRun
+    from runner.observe.monitor import NoMonitor
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Job:
     @property
     def folder(self) -> Path:
         """Return where the run directory lies."""
-        return Path(self.configuration.settings.output_root) / self.name
+        return self.configuration.settings.root / self.name
 
 
 def name_of(configuration: Configuration) -> str:
@@ -100,69 +105,101 @@ def _lead(job: Job, world: World) -> Ended:
             "overrides": list(request.overrides),
             "command": shlex.join(["accel-run", *sys.argv[1:]]),
             "pid": os.getpid(),
+            "birth": birth_of(os.getpid()),
             "host": socket.gethostname(),
             "started_by": starter(),
             "started": _now(),
         }
         previous = read_object(directory.run_json)
         record["tracker_id"] = previous.get("tracker_id")
+        if "evidence" in previous:  # until there is more of it, and where this process makes no update
+            record["evidence"] = previous["evidence"]
         # Only once nothing stands against going on: a refused attempt must not change what the run is.
         leave_traces = partial(_leave_traces, directory, job.configuration, plan, job.inventory, record)
         try:
-            try:
-                ended = _train(job, world, directory, screen, record, leave_traces)
-            except SystemExit as left:
-                raise _left(left, plan) from left
+            with _telling(plan):
+                ended = _train(job, world, directory, screen, record, leave_traces, began)
         except BaseException as error:
             is_written = _end_badly(error, directory, record, began)
-            if is_written and isinstance(error, Exception) and not isinstance(error, AccelRunError):
+            if is_written and not isinstance(error, (AccelRunError, KeyboardInterrupt)):
                 raise _fault_of_ours(error, directory) from error
             raise
-        state = "preempted" if ended.code == Exit.PREEMPTED else "done"
+        state = {Exit.PREEMPTED: "preempted", Exit.INTERRUPTED: "interrupted"}.get(ended.code, "done")
+        record.pop("reached")
         record |= {"state": state, "exit_code": int(ended.code), "ended": _now()}
         directory.write("run.json", _json(record))
+        if files.exists(directory.error):  # of an earlier attempt: nothing is wrong any more
+            files.remove(directory.error)
     return ended
 
 
 def _follow(job: Job, world: World) -> Ended:
     """Train as any other rank: in step with rank 0, and in silence."""
+    from runner.engine.watchdog import watched
+
+    directory = RunDirectory.join(job.folder)
     with ExitStack() as stack:
+        name = f"stacks-rank{world.rank}.txt"
+        pulse = stack.enter_context(
+            watched(
+                job.plan, world, checkpoints=directory.checkpoints, file=name,
+                keep=lambda stacks: directory.write(name, stacks),  # rank 0 says how the run ended
+            )
+        )  # fmt: skip
         run, start = _open_silently(job, world, stack)
-        try:
+        run.pulse = pulse
+        with _telling(job.plan):
             outcome = run.train(start)
-        except SystemExit as left:
-            raise _left(left, job.plan) from left
         return Ended(outcome.exit_code, run.stop.requested is not None, run.dropped)
 
 
 def _open_silently(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
     """Build what `_open` builds, for a rank that neither writes nor speaks; rank 0 tells where it goes on."""
+    from runner.base.choice import make
     from runner.durable.checkpoint import load
     from runner.durable.signals import StopRequest
     from runner.engine.assemble import assemble
     from runner.engine.screen import Screen
+    from runner.engine.state import check_state
     from runner.engine.train import TrainingRun, silent
+    from runner.engine.weights import begin_with
+    from runner.observe.profiler import PROFILERS
 
     stop = stack.enter_context(StopRequest())
     found = world.from_first(None)
-    start = load(Path(found)) if found else None
+    start = check_state(load(Path(found))) if found else None
     directory = RunDirectory.join(job.folder)
-    screen = stack.enter_context(Screen(directory, speaks=False))
+    machine = f"rank{world.rank}" if world.local_rank == 0 else ""  # the first rank of a machine of its own
+    screen = stack.enter_context(Screen(directory, speaks=False, machine=machine))
     stack.enter_context(_warnings_on(screen))
     parts = assemble(job.plan, stack, world)
-    return TrainingRun(job.plan, parts, directory, silent(screen), stop), start
+    if start is None and job.plan.settings.weights:
+        begin_with(Path(job.plan.settings.weights).expanduser(), parts.bare, parts.parallel)
+    choice = job.plan.choices["profiler"]
+    observers = silent(screen, make(PROFILERS, choice.function, None, **choice.options))
+    if machine:
+        observers.monitor = _monitor_of(job.plan, world, directory.path / f"gpu-{machine}.csv")
+        stack.callback(_close_monitor, observers.monitor, directory, screen, f"monitor-{machine}.json")
+    return TrainingRun(job.plan, parts, directory, observers, stop), start
 
 
-def record_failure(job: Job, error: AccelRunError, began: float) -> None:
+def record_failure(job: Job, error: AccelRunError, began: float, stacks: str = "", made: int = 0) -> None:
     """Write error.json and the state of the run for ranks that could not do it themselves, where they had begun.
 
-    began  seconds since 1970 when the ranks were started
+    began   seconds since 1970 when the ranks were started
+    stacks  of all ranks, where they hung; they become stacks.txt
+    made    updates of all phases, saved or not; 0: not known
     """
     if not job.folder.is_dir():
         return
     with suppress(AccelRunError), RunDirectory.create_or_open(job.folder.parent, job.name) as directory:
         record = read_object(directory.run_json)
         if record and datetime.fromisoformat(record["started"]).timestamp() >= began - 0.001:
+            if stacks:
+                with suppress(AccelRunError):  # a full disk
+                    directory.write("stacks.txt", stacks)
+            if made:
+                record["reached"] = made
             _end_badly(error, directory, record, began)
 
 
@@ -181,17 +218,38 @@ def _train(
     screen: Screen,
     record: dict[str, Any],
     leave_traces: Callable[[], None],
+    began: float,
 ) -> Ended:
     """Open the run, train, and say how it ended."""
+    from runner.engine.evidence import better_known, evidence_in, evidence_of
+    from runner.engine.watchdog import END, watched
+
+    def note(error: AccelRunError) -> None:
+        if opened:
+            record["reached"] = opened[0].reached
+        _end_badly(error, directory, record, began)
+
+    opened: list[TrainingRun] = []
     with ExitStack() as stack:
+        pulse = stack.enter_context(
+            watched(
+                job.plan, world, checkpoints=directory.checkpoints, record=note,
+                keep=lambda stacks: directory.write("stacks.txt", stacks),
+            )
+        )  # fmt: skip
         run, start = _open(job.plan, world, directory, screen, record, stack, leave_traces)
+        run.pulse = pulse
+        opened.append(run)
         screen.report_start(job.plan, run.parts, job.inventory, start)
         exit_code = 1
         try:
             outcome = run.train(start)
             exit_code = int(outcome.exit_code)
         finally:
+            pulse.now = (END, pulse.now[1])
+            record["reached"] = run.reached
             run.observers.tracker.finish(timeout_s=30.0 if exit_code == 0 else 5.0, exit_code=exit_code)
+        evidence = evidence_of(run, job.inventory)
         result = run.observers.benchmark.result()
         if result is not None:
             directory.write("benchmark.json", _json(result))
@@ -200,8 +258,9 @@ def _train(
             "metrics": dict(outcome.metrics),
             "baselines": run.baselines,
             "phases": {name: dataclasses.asdict(phase) for name, phase in run.records.items()},
+            "evidence": better_known(evidence_in(record), evidence).to_json(),
         }
-        screen.report_end(run, outcome)
+        screen.report_end(run, outcome, evidence)
         return Ended(outcome.exit_code, run.stop.requested is not None, run.dropped)
 
 
@@ -219,9 +278,10 @@ def _open(
     from runner.durable.files import AppendLog
     from runner.durable.signals import StopRequest
     from runner.engine.assemble import assemble
+    from runner.engine.meter import Clock
     from runner.engine.train import Observers, TrainingRun
+    from runner.engine.weights import begin_with
     from runner.observe.benchmark import BENCHMARKS
-    from runner.observe.monitor import MONITORS
     from runner.observe.profiler import PROFILERS
     from runner.observe.trackers import TRACKERS
 
@@ -229,21 +289,27 @@ def _open(
         choice = plan.choices[group]
         return make(table, choice.function, *given, **choice.options)
 
+    clock = Clock()
     stop = stack.enter_context(StopRequest())
     metrics = stack.enter_context(AppendLog(directory.metrics))
     start = _where_to_go_on(plan, directory, screen, metrics)
     goes_on = start is not None and start.path.parent == directory.checkpoints
     known = record["tracker_id"] if goes_on else None  # rows of a run that is started anew are another run's
+    if not goes_on:
+        record.pop("evidence", None)
     tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), known)
     record["tracker_id"] = tracker.id
     leave_traces()
     world.from_first(str(start.path) if start else None)
-    monitor = made(MONITORS, "monitor", directory.gpu_csv, [rank.uuid for rank in plan.ranks if rank.uuid] or None)
-    stack.callback(monitor.stop)
+    monitor = _monitor_of(plan, world, directory.gpu_csv)
+    stack.callback(_close_monitor, monitor, directory, screen)
     parts = assemble(plan, stack, world)
-    profiler = made(PROFILERS, "profiler", directory.profile)
+    profiler = made(PROFILERS, "profiler", lambda name, data: directory.write(f"profile/{name}", data))
     observers = Observers(metrics, tracker, monitor, profiler, made(BENCHMARKS, "benchmark", parts.world), screen)
-    return TrainingRun(plan, parts, directory, observers, stop, tracker_id=tracker.id if goes_on else None), start
+    if start is None and plan.settings.weights:
+        screen.say(begin_with(Path(plan.settings.weights).expanduser(), parts.bare, parts.parallel))
+    resumed = tracker.id if goes_on else None
+    return TrainingRun(plan, parts, directory, observers, stop, clock, tracker_id=resumed), start
 
 
 @contextmanager
@@ -258,6 +324,13 @@ def open_phase(request: Request, world: World | None = None) -> Iterator[Phase]:
         run, start = _opened(request, world, stack)
         with Phase(run, run.plan.selected[0], start) as phase:
             yield phase
+
+
+@contextmanager
+def open_run(request: Request) -> Iterator[TrainingRun]:
+    """Give a new run of this process alone, built and ready for any of its phases."""
+    with ExitStack() as stack:
+        yield _opened(request, None, stack)[0]
 
 
 def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
@@ -277,9 +350,34 @@ def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[Tr
     return _open_silently(job, world, stack)
 
 
+def _monitor_of(plan: Plan, world: World, path: Path) -> NoMonitor:
+    """Return the monitor of this machine: it watches the GPUs of the ranks here, in their order."""
+    from runner.base.choice import make
+    from runner.observe.monitor import MONITORS
+
+    first, choice = world.rank - world.local_rank, plan.choices["monitor"]
+    uuids = [rank.uuid for rank in plan.ranks[first : first + world.num_local_ranks] if rank.uuid]
+    root = os.getppid() if world.num_local_ranks > 1 else None  # who started the ranks here is an ancestor of all
+    monitor: NoMonitor = make(MONITORS, choice.function, path, uuids or None, root, **choice.options)
+    return monitor
+
+
+def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, name: str = "monitor.json") -> None:
+    """Nothing is watched any more; what was seen is summed up in a file of that name."""
+    monitor.stop()
+    screen.tell(monitor.news())
+    summary = monitor.summary()
+    if summary.whole.samples:
+        try:
+            directory.write(name, _json(summary.to_json()))
+        except AccelRunError as error:  # a full disk, a link: the run ends as it would without a monitor
+            screen.warn(f"{name} is not written: {error.problems[0]}")
+
+
 def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics: Any) -> Any:
     """Return the checkpoint to start from, or None; the metrics are cut to its length."""
-    from runner.durable.checkpoint import load, recover, set_aside
+    from runner.durable.checkpoint import recover, set_aside
+    from runner.engine.state import check_state
     from runner.engine.train import check_resume, phases_to_walk
 
     wanted = plan.settings.resume
@@ -294,9 +392,8 @@ def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics
         screen.warn(f"checkpoint {name} was passed over: {'; '.join(reasons)}")
     start = found.checkpoint
     if start is None and wanted != "auto":
-        path = _checkpoint_of(wanted, plan)
-        start = load(path)
-        screen.say(f"starts from {path}")
+        start = check_state(_checkpoint_of(wanted, plan))
+        screen.say(f"starts from {start.path}")
         check_resume(plan, start, screen.say)
         phases_to_walk(plan, start, directory)
         metrics.cut(0)
@@ -305,7 +402,9 @@ def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics
         phases_to_walk(plan, None, directory)
         metrics.cut(0)
         return None
-    check_resume(plan, start, screen.say)
+    if wanted != "auto":
+        screen.say(f"resume={wanted} was for the beginning: this run has checkpoints of its own")
+    check_resume(plan, check_state(start), screen.say)
     phases_to_walk(plan, start, directory)
     known = int(start.manifest["metrics_bytes"])
     if metrics.length < known:  # the weights are whole: rows that a power cut took are no reason to stop
@@ -317,18 +416,18 @@ def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics
     return start
 
 
-def _checkpoint_of(wanted: str, plan: Plan) -> Path:
+def _checkpoint_of(wanted: str, plan: Plan) -> Loaded:
     """Return the checkpoint meant by resume=: that folder itself, or the newest valid one of a run."""
-    from runner.durable.checkpoint import MANIFEST, newest_valid
+    from runner.durable.checkpoint import MANIFEST, load, load_newest
 
     given = Path(wanted).expanduser()
     if (given / MANIFEST).is_file():
-        return given.absolute()
-    other = RunDirectory.find(Path(plan.settings.output_root), wanted)
-    path = newest_valid(other.checkpoints)
-    if path is None:
+        return load(given.absolute())
+    other = RunDirectory.find(plan.settings.root, wanted)
+    found = load_newest(other.checkpoints)
+    if found is None:
         raise InputMissing(f"run {other.name} has no valid checkpoint", where=f"resume={wanted}")
-    return path
+    return found
 
 
 def _put_aside(directory: RunDirectory, metrics: Any) -> None:
@@ -385,55 +484,91 @@ def _git_state(folder: Path) -> dict[str, str] | None:
 
 def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, Any], began: float) -> bool:
     """Write error.json and the state of the run, if the disk lets us; never in the way of the error itself."""
-    from runner.durable.checkpoint import newest_valid
-
-    code = int(error.exit_code) if isinstance(error, AccelRunError) else int(Exit.SOFTWARE)
-    problems = error.problems if isinstance(error, AccelRunError) else ()
+    told = error if isinstance(error, AccelRunError) else None
+    code = int(told.exit_code if told else Exit.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Exit.SOFTWARE)
+    problems = told.problems if told else ()
     try:
-        last = newest_valid(directory.checkpoints)
+        last = _last_checkpoint(error, directory)
+        known, before = read_object(directory.run_json), read_object(directory.error)
+        is_same = bool(before) and before.get("attempt") == record["started"]  # this end was told before, by a rank
+        has_begun = known.get("started") == record["started"]
+        made = record.pop("reached", None) or (before.get("reached") if is_same else 0) or number_of(last)
+        if has_begun and (last or made) and not getattr(error, "__notes__", ()):  # a hang has it already
+            error.add_note(where_it_goes_on(last, made))
         content = {
-            "cause": problems[0].what if problems else f"{type(error).__name__}: {error}",
+            "cause": problems[0].what if problems else words_of(error),
             "where": problems[0].where if problems else "",
             "fix": problems[0].fix if problems else "",
             "problems": [dataclasses.asdict(problem) for problem in problems],
             "exit_code": code,
-            "last_checkpoint": last.name if last else None,
+            "place": {**(before.get("place") or {} if is_same else {}), **(told.place if told else {})},
+            "last_checkpoint": last,
+            "reached": made,
+            "updates_repeated": max(0, made - number_of(last)),
             "traceback": "".join(traceback.format_exception(error)),
+            "attempt": record["started"],
             "time": _now(),
             "seconds": time.time() - began,
         }
-        directory.write("error.json", _json(content))
-        known = read_object(directory.run_json)
-        if not known or known.get("started") == record["started"]:  # a refused attempt leaves the run as it was
+        directory.write("error.json", fit_to_show(_json(content)))
+        if not known or has_begun:  # a refused attempt leaves the run as it was
             directory.write("run.json", _json({**record, "state": "failed", "exit_code": code, "ended": _now()}))
         return True
-    except StorageError:
+    except Exception:  # the disk is full, the memory is used up: the error itself must come through
         return False
 
 
-def _fault_of_ours(error: Exception, directory: RunDirectory) -> AccelRunError:
+def _last_checkpoint(error: BaseException, directory: RunDirectory) -> str | None:
+    """Return the name of the newest checkpoint that is valid, or that has its name where it cannot be looked at now."""
+    from runner.durable.checkpoint import newest, newest_valid
+
+    if isinstance(error, Hang):  # there is no time to read all of it; it has its name only where it is whole
+        return newest(directory.checkpoints)
+    try:
+        valid = newest_valid(directory.checkpoints)
+    except Exception:  # no memory for it, or no thread
+        return newest(directory.checkpoints)
+    is_out = isinstance(error.__cause__, OSError) or getattr(error, "exit_code", 0) in (Exit.SYSTEM, Exit.INPUT_OUTPUT)
+    return valid.name if valid else newest(directory.checkpoints) if is_out else None
+
+
+@contextmanager
+def _telling(plan: Plan) -> Iterator[None]:
+    """What ends the run inside is an AccelRunError, but for a fault of ours."""
+    try:
+        yield
+    except BaseException as error:  # a task may raise what it likes
+        from runner.engine.faults import explain
+
+        source = task_source(plan.choices["task"].name, Path(plan.task_file) if plan.task_file else None)
+        if isinstance(error, SystemExit):
+            raise _left(error, source) from error
+        shown = explain(error, source, "the run", plan.batch.micro_batch_size)
+        if shown is None or shown is error:
+            raise
+        raise shown from error
+
+
+def _fault_of_ours(error: BaseException, directory: RunDirectory) -> AccelRunError:
     """Return in one line what nobody foresaw; the traceback is in error.json."""
-    cause = f"{type(error).__name__}: {error}".splitlines()[0]
-    return AccelRunError(cause, fix=f"this is a fault of accel-run, not yours; please report it with {directory.error}")
+    fix = f"this is a fault of accel-run, not yours; please report it with {directory.shown / 'error.json'}"
+    fault = AccelRunError(words_of(error), fix=fix)
+    for note in getattr(error, "__notes__", ()):
+        fault.add_note(note)
+    return fault
 
 
-def _left(error: SystemExit, plan: Plan) -> AccelRunError:
+def _left(error: SystemExit, source: Path) -> AccelRunError:
     """Return the fault of a task that calls sys.exit: nobody would see why the run ended."""
     from runner.engine.faults import fault_of
 
-    source = task_source(plan.choices["task"].name, Path(plan.task_file) if plan.task_file else None)
     return fault_of(error, source, "the task") or AccelRunError(f"the program was left by sys.exit({error.code})")
 
 
 def _updates_in(metrics: Path) -> int:
     """Return the update of the last row that can be read."""
-    last = 0
-    try:
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            last = max(last, int(json.loads(line).get("update", 0)))
-    except (OSError, ValueError, AttributeError):
-        pass
-    return last
+    updates = (row.get("update") for row in read_rows(metrics))
+    return max((update for update in updates if isinstance(update, int)), default=0)
 
 
 def _json(content: Any) -> str:

@@ -69,7 +69,7 @@ class explained:  # noqa: N801 - used as a statement: with explained(file, "loss
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, Exception) or isinstance(error, (AccelRunError, self.letting)):
+        if error is None or isinstance(error, (AccelRunError, self.letting)):
             return
         fault = explain(error, self.source, self.what, micro_batch_size=1)
         if fault is not None:

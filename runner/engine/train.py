@@ -8,9 +8,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,58 +19,83 @@ import torch
 
 from runner import __version__
 from runner.axes.dataloader import Loader
-from runner.base.batch import MicroBatch
+from runner.axes.precision import NotFinite
+from runner.base.batch import MicroBatch, first_shape
 from runner.base.choice import make
-from runner.base.errors import DataError, Exit, IncompatibleResume, InputMissing, TaskFault
+from runner.base.errors import (
+    AccelRunError,
+    DataError,
+    Exit,
+    IncompatibleResume,
+    InputMissing,
+    StorageError,
+    TaskFault,
+)
+from runner.base.generators import random_state, restore_random_state, seed_everything
 from runner.base.order import Indices, Order, evenly_spread, seed_of_rank
 from runner.base.schema import did_you_mean
 from runner.base.slow import Watch
 from runner.base.speed import Decision
-from runner.base.stopwatch import PARTS
+from runner.base.stopwatch import PARTS, Bookmark, Seconds
 from runner.base.task import Progress
+from runner.base.words import shortened
 from runner.base.world import World
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import Loaded, NoWriter, Snapshot, Writer
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
+from runner.durable.tensors import Room
+from runner.engine import numeric
 from runner.engine.advice import watch_shapes
-from runner.engine.assemble import Parts, random_state, restore_random_state, seed_everything
+from runner.engine.assemble import Parts
 from runner.engine.balance import shares_by
 from runner.engine.council import Council
 from runner.engine.evaluate import evaluate
-from runner.engine.faults import explain
-from runner.engine.kinds import KINDS, check_parameters
+from runner.engine.faults import explain, is_of_task
+from runner.engine.kinds import KINDS, Gradients, check_parameters
 from runner.engine.loop import Position, StepInfo
-from runner.engine.meter import Clock, Meter, Row, as_line
+from runner.engine.meter import Clock, Meter, Row, added, as_line
 from runner.engine.resume import compare, load_model
-from runner.engine.saving import CHECKPOINTS, SavePolicy
+from runner.engine.saver import Saver
+from runner.engine.saving import CHECKPOINTS, Toll
 from runner.engine.screen import Screen
+from runner.engine.state import understood
 from runner.engine.stopping import EarlyStopping
+from runner.engine.tasks import explained
+from runner.engine.watchdog import CHECKPOINT, DATA, EVALUATION, FINISH, SEARCH, SUMMARY, UPDATE, Pulse
 from runner.observe.benchmark import Benchmark
 from runner.observe.memory import host_peak_gib, restart_host_peak
 from runner.observe.monitor import NoMonitor
-from runner.observe.profiler import Profiler
+from runner.observe.profiler import Profiler, Subject
 from runner.observe.trackers import Tracker
 from runner.plan.plan import PhasePlan, Plan
+
+FIRST_LOOK_S = 0.5  # the monitor opens NVML then: a short first update does not wait for it
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a training run ended.
 
-    stopped_by  name of the signal, None when the run is finished
-    metrics     those of the last evaluation
+    stopped_by    name of the signal, None when the run is finished
+    metrics       those of the last evaluation
+    is_saved      there is a checkpoint of the last update
+    is_resumable  there is a checkpoint to go on from
     """
 
     stopped_by: str | None
     update: int
     metrics: Mapping[str, float]
+    is_saved: bool = True
+    is_resumable: bool = True
 
     @property
     def exit_code(self) -> Exit:
-        """0, or 75 when it was saved and stopped."""
-        return Exit.PREEMPTED if self.stopped_by else Exit.DONE
+        """0, 75 when it was stopped and goes on from a checkpoint, 130 when there is none."""
+        if not self.stopped_by:
+            return Exit.DONE
+        return Exit.PREEMPTED if self.is_resumable else Exit.INTERRUPTED
 
 
 @dataclass
@@ -85,27 +110,36 @@ class Observers:
     screen: Screen
 
     def write(self, row: Row) -> None:
-        """Append a row to metrics.jsonl and hand it to the tracker."""
+        """Append a row to metrics.jsonl and hand it to the tracker.
+
+        Where the disk has no room the row waits for it in memory; until then no checkpoint is saved either.
+        """
         self.metrics.write(as_line(row))
-        self.metrics.flush()
+        try:
+            self.metrics.flush()
+        except StorageError as error:
+            self.screen.warn_once(f"rows of metrics are kept in memory: {error.problems[0]}")
         self.tracker.log(row)
 
 
 class NoLog:
     """Keeps no rows: what a rank has in the place of metrics.jsonl where another one writes it."""
 
-    length = 0
+    promised = 0
 
     def write(self, row: str) -> None:
         """Forget a row."""
 
-    def flush(self, *, sync: bool = False) -> None:
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def sync(self) -> None:
         """Do nothing."""
 
 
-def silent(screen: Screen) -> Observers:
+def silent(screen: Screen, profiler: Profiler) -> Observers:
     """Return observers that see and write nothing, for a rank that does not speak."""
-    return Observers(NoLog(), Tracker(""), NoMonitor(), Profiler(), Benchmark(), screen)
+    return Observers(NoLog(), Tracker(""), NoMonitor(), profiler, Benchmark(), screen)
 
 
 @dataclass
@@ -115,7 +149,9 @@ class PhaseRecord:
     updates, total   made, and wanted; fewer where it was stopped early
     finished         nothing is left to do in it
     seconds          from its beginning to its last save, evaluations included
-    peak_host_gib    most resident memory of this process; peak_device_gib the most that torch held on the GPU
+    parts_s          part -> seconds: starting, first_update, those of updates and those between them
+    peak_host_gib    most resident memory of this process; peak_device_gib the most that torch held on the GPU, and
+                     peak_reserved_gib the most that it took from the driver for it
     metrics          of its last evaluation, and what a fit found
     """
 
@@ -126,7 +162,30 @@ class PhaseRecord:
     seconds: float = 0.0
     peak_host_gib: float = 0.0
     peak_device_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    parts_s: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Tally:
+    """What this process has done and seen, for the evidence of the run.
+
+    step_times_ms, items_per_s  of the newest rows
+    batch_shapes                of the first tensor of each batch
+    num_samples                 phase -> samples to learn from
+    ranks_s                     part of updates -> seconds, for each rank
+    """
+
+    num_saves: int = 0
+    num_evaluations: int = 0
+    num_rows: int = 0
+    items_per_update: float | None = None
+    step_times_ms: list[float] = field(default_factory=list)
+    items_per_s: list[float] = field(default_factory=list)
+    batch_shapes: set[object] = field(default_factory=set)
+    num_samples: dict[str, int] = field(default_factory=dict)
+    ranks_s: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -140,19 +199,28 @@ class TrainingRun:
     stop: StopRequest
     clock: Clock = field(default_factory=Clock)
     metrics: dict[str, float] = field(default_factory=dict)
-    bests: list[tuple[float, int]] = field(default_factory=list)  # (metric, number) of the best checkpoints, best first
     kept: list[int] = field(default_factory=list)  # numbers of the best and the last checkpoints of finished phases
     records: dict[str, PhaseRecord] = field(default_factory=dict)
     tracker_id: str | None = None
     updates_before: int = 0  # those of the phases before the current one
     last_row: Row = field(default_factory=dict)
     state_bytes: tuple[int, int] = (0, 0)  # of the last optimizer: expected, real
+    toll: Toll = field(default_factory=Toll)
+    room: Room = field(default_factory=Room)  # for the copy that is being written
     dropped: tuple[int, ...] = ()  # ranks without which the run goes on: it is faster so
+    pulse: Pulse = field(default_factory=Pulse)  # what the watchdog looks at
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def reached(self) -> int:
+        """Updates of all phases that are made, saved or not; 0 before the first one of this start."""
+        return int(self.pulse.made.value)
 
     @cached_property
     def baselines(self) -> dict[str, float]:
         """What a trivial model reaches, by the metric of the evaluation beside which it is shown."""
-        return {f"val/{name}": value for name, value in self.parts.task.baselines().items()}
+        with explained(self.parts.source, "baselines"):
+            return {f"val/{name}": value for name, value in self.parts.task.baselines().items()}
 
     @property
     def num_skipped(self) -> int:
@@ -168,7 +236,8 @@ class TrainingRun:
         check_parameters(phases, self.parts.bare)
         self._check_names()
         if start is not None:
-            self._take_over(start)
+            with understood(start):
+                self._take_over(start)
             if not _goes_on(start, phases[0], self.directory, self.plan):
                 self._begin_after(start)
                 start = None
@@ -180,17 +249,20 @@ class TrainingRun:
             try:
                 with phase:
                     stopped_by = phase.run()
-            except Exception as error:  # here and not deeper: torch reports a dead worker wherever we happen to be
+            except BaseException as error:  # here and not deeper: torch reports a dead worker wherever we happen to be
                 shown = phase.explained(error)
+                if isinstance(shown, AccelRunError):
+                    shown.place = {**phase.place, **shown.place}
                 if shown is error:
                     raise
                 raise shown from error
             self.last_row, self.state_bytes = phase.meter.last_row or self.last_row, phase.work.state_bytes()
             if stopped_by:
-                return Outcome(stopped_by, phase.position.update, self.metrics)
-            self.kept += [*(number for _, number in self.bests), phase.number]
+                is_resumable = phase.remains is not None
+                return Outcome(stopped_by, phase.position.update, self.metrics, not phase.is_unsaved, is_resumable)
+            if not self.observers.profiler.only:
+                self.kept += [*(number for _, number in phase.saver.bests), phase.number]
             self.updates_before += phase.position.update
-            self.bests = []  # another phase has another loss
         return Outcome(None, phase.position.update, self.metrics)
 
     def _begun(self, planned: PhasePlan, start: Loaded | None) -> Phase:
@@ -231,8 +303,9 @@ class TrainingRun:
     def _begin_after(self, start: Loaded) -> None:
         """Take the model of a finished phase that is not run again; the next one begins with it."""
         load_model(self.parts.bare, start, self.parts.parallel)
-        self.parts.precision.load(start.state["precision"])
-        restore_random_state_of(self.parts.world, start, self.plan.settings.seed)
+        with understood(start):
+            self.parts.precision.load(start.state["precision"])
+            restore_random_state_of(self.parts.world, start, self.plan.settings.seed)
         self.updates_before += int(start.state["phase_update"])
         if start.path.parent == self.directory.checkpoints:
             self.kept += [*(int(number) for _, number in start.state["bests"]), start.update]
@@ -244,9 +317,15 @@ class Phase:
     def __init__(self, run: TrainingRun, planned: PhasePlan, start: Loaded | None) -> None:
         self.run_, self.name, self.planned = run, planned.name, planned
         plan, parts = run.plan, run.parts
-        self.observers, self.clock = run.observers, run.clock
+        self.observers, self.clock, self.pulse = run.observers, run.clock, run.pulse
+        self.watch = parts.parallel.watch
+        self.watch.begin()
+        run.clock.begin()
+        self._began = time.perf_counter()
+        self.pulse.begin(self.name)
         parts.task.begin_phase(self.name)
         fetcher = parts.fetcher("train")
+        run.tally.num_samples[self.name] = len(fetcher)
         fetcher.may_be_empty = parts.world.world_size > 1 and not parts.parallel.in_step
         self.is_alone = parts.world.world_size == 1
         is_dealt = parts.parallel.splits_batch and not self.is_alone
@@ -260,7 +339,6 @@ class Phase:
             rank=parts.world.rank if is_dealt else 0,
             in_step=parts.parallel.in_step,
         )
-        parts.parallel.watch.forget()
         self.council = Council(parts.world)
         self.shares = shares_by(plan.choices["parallelism"].options.get("shares"), self.order)
         self.slow = Watch()
@@ -283,43 +361,42 @@ class Phase:
         self.work = KINDS[planned.kind](planned, parts, self.order, self.position)
         self.total = self.work.total
         self.stopping = EarlyStopping(planned.early_stopping)
-        self.policy: SavePolicy = make(
-            CHECKPOINTS, plan.choices["checkpoint"].function, **plan.choices["checkpoint"].options
-        )
         self.meter = Meter(
             parts.world,
             self.name,
             every=plan.settings.log_every,
-            write=run.observers.write,
+            write=self._write,
             readings=self._readings,
-            clock=run.clock,
-            overflow_is_skipped=plan.choices["precision"].function == "fp16",
+            watch=self.watch,
         )
         every = planned.evaluate.every if self.work.is_of_use_on_the_way else 0
         self.evaluate_every = max(1, self.total // 10) if every == "auto" else int(every)
         self.evaluated_at = self.saved_at = -1
+        self.is_saved_finished = False  # the checkpoint of `saved_at` says that nothing is left to do
+        self.num_evaluated = 0  # batches, by this process
         self.is_first = True
         self.closed = False  # the result of the phase is in the model
-        self._on_disk: int | None = None
+        self.is_unsaved = False  # there was no time to save its last update
+        self._asked_at: float | None = None  # when this rank learned that the run is to stop; `time.monotonic`
+        self._told: set[str] = set()  # what is said once
         self.idle: Mapping[str, float] = {}
         self.parts_of_ranks: list[tuple[Mapping[str, float], ...]] = []  # seconds by part, since the last row
         self.save_is_late = False  # rank 0 says so, and all ranks know it
         self.record = run.records.setdefault(self.name, PhaseRecord(planned.kind))
         self.record.total = self.total
-        self._seconds_before, self._began = self.record.seconds, time.perf_counter()
+        self._seconds_before, self._parts_before = self.record.seconds, self.record.parts_s
+        self._first: Bookmark | None = None  # what was spent until the first update of this process was made
+        self._made_before = 0  # updates, by other processes
         restart_host_peak()
         if parts.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(parts.world.device)
         if start:
             self._restore(start)
             self.closed = self.closed and self.is_over  # more updates may be wanted than were
-        self.writer: Writer | NoWriter = NoWriter()
-        if parts.world.is_first:
-            self.writer = Writer(
-                run.directory.checkpoints,
-                keep_last=max(2, self.policy.keep),
-                on_failure=lambda error: run.observers.screen.warn(f"the checkpoint was not saved: {error}"),
-            )
+        self.total = int(min(self.total, self.position.update + self.observers.profiler.limit))
+        self.finite_buffers = numeric.finite_buffers(parts.bare) if self.work.learned else []
+        self.saver = self._saver(start)
+        self.pulse.writing = self._being_written
 
     @property
     def is_over(self) -> bool:
@@ -330,20 +407,58 @@ class Phase:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with suppress(RuntimeError) if error else nullcontext():  # a dead worker is reported again when it is closed
-            self.loader.close()
-        self.writer.close()
-        self.work.release()
-        self.run_.observers.profiler.close()
+        with ExitStack() as stack:  # whatever one of them raises, the others are closed: the writer before its log
+            stack.callback(self._close_profiler, quietly=error is not None)
+            stack.callback(self.work.release)
+            stack.callback(self._close_writer)
+            with suppress(Exception) if error else nullcontext():  # the first error is the cause
+                self.loader.close()
 
-    def explained(self, error: Exception) -> Exception:
+    def _close_profiler(self, *, quietly: bool) -> None:
+        with suppress(Exception) if quietly else nullcontext():
+            self.run_.observers.profiler.close()
+
+    def _close_writer(self) -> None:
+        doing, self.pulse.now = self.pulse.now, (CHECKPOINT, self.position.update)
+        self.saver.writer.close()
+        self.pulse.now = doing  # an error of it is still to be told
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where the run is, for who reads of its end."""
+        return {"rank": self.run_.parts.world.rank, "phase": self.name, "update": self.position.update}
+
+    def explained(self, error: BaseException) -> BaseException:
         """Return the error to show for one that ended this phase: itself where nothing more is known."""
         made = self.position.update
         where = f"update {made + 1} of phase {self.name}" if made < self.total else f"the end of phase {self.name}"
+        if self.pulse.now[0] in (EVALUATION, SUMMARY):
+            where = f"the evaluation after update {made} of phase {self.name}"
         return explain(error, self.run_.parts.source, where, self.planned.batch.micro_batch_size) or error
 
     def run(self) -> str | None:
-        """Make the updates that are missing; return the signal that stopped them, or None."""
+        """Make the updates that are missing; return the signal that stopped them, or None.
+
+        Raises NumericError with the module where the numbers of an update stopped being finite; it is not saved.
+        """
+        try:
+            return self._run()
+        except NotFinite as found:
+            raise self._where_not_finite(found) from found
+
+    def _where_not_finite(self, found: NotFinite) -> AccelRunError:
+        assert isinstance(self.work, Gradients), "a fit has neither loss nor gradients"
+        self.loader.close()  # its thread must not read beside this one
+        number = self.position.update + (0 if found.late else 1)
+        self.pulse.now = (SEARCH, number)  # all samples are read anew, by this process alone
+        micros = list(self.order.micros(number - 1, self.shares.of(number - 1)))
+        training = self.work.training
+        is_applied = found.late and not getattr(training.optimizer, "_step_supports_amp_scaling", False)
+        passed = None if found.late else self.feed.last
+        update = numeric.Update(self.name, number, micros, self.loader.fetcher, training, is_applied, passed)
+        return numeric.named(found, update, self.run_.parts)
+
+    def _run(self) -> str | None:
         was_over = self.is_over
         if self.stopping.is_due:
             self.observers.screen.say(f"{self.name} is finished: it stopped early at update {self.position.update}")
@@ -367,10 +482,9 @@ class Phase:
                 f"{self.name} stops early at update {self.position.update}: {settings.patience} evaluations without a"
                 f" better {settings.metric} than {_shown(self.stopping.best)}"
             )
-        began = time.perf_counter()
         self._close()
-        self.clock.hooks += time.perf_counter() - began
-        if self.record.finished:
+        self._account()
+        if self.record.finished and not self.is_unsaved:
             return None
         if self.run_.dropped:
             return "to go on with fewer ranks"
@@ -381,22 +495,43 @@ class Phase:
         """Make one update after the other, with all that happens between them, and yield their numbers."""
         self.observers.screen.begin(self.name, self.position.update, self.total, self.order)
         self.observers.monitor.enter_phase(self.name)
-        self.feed = _Timed(self._batches(), self.clock)
+        self.observers.monitor.start(after_s=FIRST_LOOK_S)
+        keeps = self.run_.parts.world.device.type == "cpu"
+        self.feed = _Told(self._batches(), self.pulse, self.position, self.run_.tally.batch_shapes, keeps=keeps)
         self.run_.parts.bare.train()
-        self.clock.starting = time.perf_counter() - self.clock.started - self.clock.data - self.clock.hooks
+        self._made_before = self.position.update
+        self.watch.lap("starting")
+        self._updating_since = time.perf_counter()
         self._tell_progress()
         if self._evaluation_is_due():  # the run was stopped in the middle of it
             self._evaluate()
-        for step in () if self.is_over else self.work.updates(self.feed):
+        since: float | None = None  # the first update is not like the others
+        fed = self.observers.profiler.begin(self._subject(), self.feed, self.total - self.position.update)
+        for step in () if self.is_over else self.work.updates(fed):
             began = time.perf_counter()
+            if since is not None:
+                self.saver.updated(began - since)
             self._between(step)
-            self.clock.hooks += time.perf_counter() - began
             yield step.update
+            since = time.perf_counter()
+
+    def _subject(self) -> Subject:
+        run = self.run_
+        return Subject(
+            phase=self.name,
+            folder=f"{self.name}/" if len(run.plan.selected) > 1 else "",
+            model=run.parts.bare,
+            device=run.parts.world.device,
+            ranks=run.parts.world.world_size,
+            is_of_task=partial(is_of_task, source=run.parts.source),
+            settle=self.council.settle,
+        )
 
     # ------------------------------------------------------------ between updates
 
     def _between(self, step: StepInfo) -> None:
         observers, update = self.observers, step.update
+        self.pulse.made.value = self.number
         self._tell_progress()
         self.meter(step)
         self._heed(step)
@@ -405,29 +540,32 @@ class Phase:
         if observers.screen.first_update_is_due:
             self._after_the_first_update(step)
         if observers.screen.due(update):
-            observers.screen.draw(update, self._values(step), observers.monitor.line())
+            with self.watch.during("drawing"):
+                observers.screen.draw(update, self._values(step), observers.monitor.line())
+        observers.screen.tell(observers.monitor.news())
         if self._evaluation_is_due():
             self._evaluate()
-        is_due = self.save_is_late or self.policy.due(update, self.order.updates_per_epoch)
-        if not self.is_over and is_due:  # the last one is `_close`'s
+        is_due = self.save_is_late or self.saver.policy.due(update, self.order.updates_per_epoch)
+        if is_due and not self.is_over and not self.must_stop:  # the last one is `_close`'s
             self._save()
         observers.profiler(update)
         observers.benchmark(update)
+        self.pulse.done.add(UPDATE)
 
     def _heed(self, step: StepInfo) -> None:
         """Tell the other ranks how it stands, and learn how they do: what follows is the same on all of them."""
         if self.is_alone:
             self.must_stop = self.must_stop or self.run_.stop.requested is not None
-            self.save_is_late = self.policy.is_late()
+            self.save_is_late = self.saver.is_late()
             if step.bad:
                 self.bad += [(step.update, *pair) for pair in step.bad]
                 self._list_bad_samples()
             return
-        lap = self.run_.parts.parallel.watch.last
+        lap = self.watch.last
         self.bad += [(step.update, *pair) for pair in step.bad]
         word = self.council.hear(
             stop=self.run_.stop.requested is not None,
-            save=self.run_.parts.world.is_first and self.policy.is_late(),
+            save=self.run_.parts.world.is_first and self.saver.is_late(),
             num_bad=len(step.bad),
             seconds=lap.seconds if lap else None,
             samples=self.shares.made(lap.update)[self.order.rank] if lap else 0,
@@ -437,6 +575,8 @@ class Phase:
         if word is None:
             return
         self.must_stop = self.must_stop or word.stop
+        if self.must_stop and self._asked_at is None:
+            self._asked_at = time.monotonic()
         if word.num_bad:
             self._list_bad_samples()
         if all(word.seconds):
@@ -445,7 +585,6 @@ class Phase:
     def _compare_ranks(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: tuple[int, ...]) -> None:
         """Name who holds the others up, and deal the next updates as it is fastest, where that was asked for."""
         self.parts_of_ranks.append(seconds)
-        self.clock.ranks += seconds[self.run_.parts.world.rank]["wait"]
         if update % self.run_.plan.settings.log_every == 0:
             self.idle = self.run_.parts.parallel.idle()
         if not self.order.shares:  # stages of a pipeline have unlike work
@@ -464,7 +603,7 @@ class Phase:
     def _follow_decision(self, update: int, decision: Decision) -> None:
         self.observers.screen.say(decision.reason)
         row = {"shares": list(decision.shares), "old_ms": 1e3 * decision.old_s, "new_ms": 1e3 * decision.new_s}
-        self.observers.write({"update": update, "phase": self.name, **{f"balance/{key}": row[key] for key in row}})
+        self._write({"update": update, "phase": self.name, **{f"balance/{key}": row[key] for key in row}})
         self.observers.screen.event("shares", update=update, reason=decision.reason, **row)
         if decision.drop and self.run_.parts.world.is_watched and not self.is_over:
             self.run_.dropped = decision.drop
@@ -487,20 +626,28 @@ class Phase:
         if self.run_.parts.parallel.splits_batch:  # what one rank's samples do not reach those of another may
             missed = [name for name in missed if all(name in there for there in of_ranks)]
         if missed and self.position.update == 1:  # after a resumption the first update may have other samples
-            shown = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if missed[4:] else "")
-            self.observers.screen.warn(f"no gradient reached {shown} in the first update of {self.name}")
+            self.observers.screen.warn(f"no gradient reached {shortened(missed)} in the first update of {self.name}")
 
     def _after_the_first_update(self, step: StepInfo) -> None:
-        """What must not delay the first update begins now: the tracker and the monitor."""
-        spent = time.perf_counter() - self.clock.started - self.clock.starting
+        """What must not delay the first update begins now."""
+        self._first = self.watch.bookmark()
+        spent = time.perf_counter() - self._updating_since
         self.observers.screen.first_update(step.update, spent, self.run_.parts.attention, self.work.attention)
         self.meter.restart_clock()
+        with self.watch.during("starting"):
+            self._start_the_rest()
+
+    def _start_the_rest(self) -> None:
         gc.enable()  # off while everything was imported and built, see cli.py
         gc.freeze()  # what is there now lives as long as the run
         self.observers.tracker.start()
         if self.run_.tracker_id is not None:
             self.observers.tracker.replay(self.run_.directory.metrics)
-        self.observers.monitor.start()
+        parts = self.run_.parts
+        of_model = sum(tensor.nbytes for tensor in parts.bare.state_dict().values())
+        # Of each tensor the last cache line is filled up: 1 % is more than that takes.
+        nbytes = int(1.01 * (of_model + self.work.state_bytes()[0]))
+        self.saver.prepare(nbytes, for_gpu=parts.world.device.type == "cuda")
 
     def _values(self, step: StepInfo) -> dict[str, float]:
         """Return what the screen shows; waits for the device, so only when something is drawn."""
@@ -513,7 +660,8 @@ class Phase:
         if step.grad_norm is not None:
             values["grad_norm"] = float(step.grad_norm)
         values["items_per_s"] = row.get("perf/items_per_s") or math.nan
-        values["data_wait"] = row.get("perf/data_wait", math.nan)
+        data_wait = self.meter.data_wait()
+        values["data_wait"] = math.nan if data_wait is None else data_wait
         device = self.run_.parts.world.device
         if device.type == "cuda":
             values["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
@@ -522,15 +670,20 @@ class Phase:
     def _readings(self) -> dict[str, Any]:
         """Return what belongs into a row besides the loss: loss scale, memory of torch, what the monitor saw."""
         parts = self.run_.parts
-        found: dict[str, Any] = {**parts.precision.values(), **self.observers.monitor.latest()}
+        found: dict[str, Any] = {**parts.precision.values(), **self.observers.monitor.row()}
         found |= {**_mean_ms(self.parts_of_ranks), **self.idle}
-        self.parts_of_ranks.clear()
+        self._add_ranks()
         device = parts.world.device
         if device.type == "cuda":
             found["memory/allocated_gib"] = torch.cuda.memory_allocated(device) / 2**30
             found["memory/reserved_gib"] = torch.cuda.memory_reserved(device) / 2**30
             found["memory/peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         return found
+
+    def _write(self, row: Row) -> None:
+        with self.watch.during("logging"):
+            self.run_.tally.num_rows += 1
+            self.observers.write(row)
 
     def _evaluation_is_due(self) -> bool:
         """Tell whether the evaluation of this update is missing; that of the last one is `_close`'s."""
@@ -541,22 +694,29 @@ class Phase:
     def _evaluate(self) -> None:
         if self.held_out is None or self.evaluated_at == self.position.update:
             return
-        began = time.perf_counter()
+        with self.watch.during("evaluation"), self.observers.profiler.aside():
+            self._evaluate_on(self.held_out)
+
+    def _evaluate_on(self, held_out: Loader) -> None:
+        self.pulse.now = (EVALUATION, self.position.update)
         self.meter.flush()
         parts = self.run_.parts
         parts.parallel.settle(parts.bare)
         measured = evaluate(
-            parts.task, parts.model, self.held_out, parts.prefetch, parts.precision, parts.parallel,
+            parts.task, parts.model, held_out, parts.prefetch, parts.precision, parts.parallel,
             self.held_out_samples, self.planned.batch.micro_batch_size, self.run_.plan.settings.seed,
-            lambda: self.run_.stop.requested is not None,
+            self._evaluation_must_stop, self._all_is_measured,
         )  # fmt: skip
+        self.pulse.done.add(SUMMARY)
+        self.pulse.now = (UPDATE, self.position.update)
         if measured is None:  # asked to stop: the resumed run makes this evaluation
             self.must_stop = True
             return
         self.evaluated_at = self.position.update
         metrics = {f"val/{name}": value for name, value in measured.items()}
         self.run_.metrics = metrics
-        self.observers.write({"update": self.position.update, "phase": self.name, **metrics})
+        self.run_.tally.num_evaluations += 1
+        self._write({"update": self.position.update, "phase": self.name, **metrics})
         self.record.metrics |= metrics
         self.work.observe(metrics)
         self.stopping.observe(metrics)
@@ -564,26 +724,37 @@ class Phase:
         if self.stopping.is_on:
             self._warn_of_unknown("early_stopping.metric", self.planned.early_stopping.metric, metrics)
         self.observers.screen.evaluated(self.position.update, metrics)
-        self.clock.evaluation += time.perf_counter() - began
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             self.observers.screen.warn(f"not finite at update {self.position.update}: {', '.join(bad)}")
         self._keep_if_best(metrics)
 
+    def _evaluation_must_stop(self) -> bool:
+        """Tell whether somebody asked to stop; asked before each batch, so that each has its time."""
+        if self.num_evaluated:
+            self.pulse.done.add(EVALUATION)
+        self.num_evaluated += 1
+        self.pulse.now = (EVALUATION, self.position.update)
+        return self.run_.stop.requested is not None
+
+    def _all_is_measured(self) -> None:
+        self.pulse.now = (SUMMARY, self.position.update)
+
     def _keep_if_best(self, metrics: Mapping[str, float]) -> None:
-        name = self.policy.best
+        name = self.saver.policy.best
         if name is None:
             return
         if name not in metrics:
-            self.policy.best = None
+            self.saver.policy.best = None
             self._warn_of_unknown("checkpoint.best", name, metrics)
             return
-        bests, value = self.run_.bests, metrics[name]
-        full = len(bests) >= self.policy.keep_best
-        if math.isfinite(value) and self.policy.is_better(value, bests[-1][0] if full else None):
-            ranked = sorted([*bests, (value, self.number)], reverse=self.policy.better == "max")
-            self.run_.bests = ranked[: self.policy.keep_best]
-            self._save()
+        value = metrics[name]
+        if not self.run_.parts.world.from_first(self.saver.is_best(value)):  # who writes knows which saves failed
+            return
+        if self.saved_at == self.position.update:  # the run was stopped in the middle of this evaluation
+            self.saver.join(value, self.number)
+        else:
+            self._save(value)
 
     def _warn_of_unknown(self, key: str, name: str, metrics: Mapping[str, float]) -> None:
         if name not in metrics:
@@ -593,15 +764,78 @@ class Phase:
                 + (f"; {near}" if near else "")
             )
 
-    def _save(self) -> None:
-        if self.saved_at == self.position.update:
+    def _save(self, value: float | None = None) -> str | None:
+        """The state is being written, for the sake of `value` of the metric, or None; returns why not."""
+        # Stopped in its last evaluation, a run was saved before it was finished: who goes on from it must know.
+        anew = self.saved_at == self.position.update and self.record.finished and not self.is_saved_finished
+        if self.saved_at == self.position.update and not anew:
+            return None
+        too_late = self._too_late_to_save()
+        if too_late:
+            return too_late
+        with self.watch.during("saving"), self.observers.profiler.aside():
+            self._save_now(value, anew=anew)
+        return None
+
+    def _save_now(self, value: float | None, *, anew: bool) -> None:
+        self.pulse.now = (CHECKPOINT, self.position.update)
+        if not self.is_alone:  # who goes on from here does not read the samples of this update again
+            self._list_bad_samples()
+        is_waited_for = not self.is_over and not self.must_stop
+        self.saver.save(
+            self.number, self._snapshot, value=value, kept=self._kept, is_waited_for=is_waited_for, anew=anew
+        )
+        self.run_.tally.num_saves += 1
+        self.saved_at, self.is_saved_finished = self.position.update, self.record.finished
+        self.pulse.now = (UPDATE, self.position.update)
+
+    def _saver(self, start: Loaded | None) -> Saver:
+        run, choice = self.run_, self.run_.plan.choices["checkpoint"]
+        policy = make(CHECKPOINTS, choice.function, **choice.options)
+        writer: Writer | NoWriter = NoWriter()
+        if run.parts.world.is_first:
+            writer = Writer(
+                run.directory.checkpoints,
+                keep_last=max(2, policy.keep),
+                on_retry=lambda error: run.observers.screen.warn(f"the save is tried again: {error}"),
+                on_failure=lambda error: run.observers.screen.warn(f"the checkpoint was not saved: {error}"),
+                sync_first=run.observers.metrics.sync,
+                check=self._check_finite,
+            )
+        is_ours = start is not None and start.path.parent == run.directory.checkpoints
+        on_disk = start.update if start is not None and is_ours else None
+        found = start.state["bests"] if start is not None and is_ours else []
+        bests = [(float(value), int(number)) for value, number in found]
+        return Saver(policy, writer, run.toll, run.room, run.observers.screen, on_disk, bests)
+
+    def _being_written(self) -> tuple[int, object] | None:
+        """Return the update whose checkpoint is on its way to the disk, and what changes while the disk moves."""
+        under_way = self.saver.writer.under_way
+        return (under_way[0] - self.run_.updates_before, under_way) if under_way else None
+
+    @property
+    def remains(self) -> int | None:
+        """The number of the newest checkpoint of this run, None where it has none."""
+        newest = self.saver.remains()
+        return max(self.run_.kept, default=None) if newest is None else newest
+
+    def _too_late_to_save(self) -> str | None:
+        """Return why a save that would not be done before the end by force is not begun, None where there is time."""
+        if self.saver.policy.grace_s is None:
+            return None
+        self.saver.count_written()
+        found: str | None = self.run_.parts.world.from_first(
+            self.saver.why_too_late(self.run_.stop.requested_at or self._asked_at)
+        )
+        return found
+
+    def _say_what_remains(self, reason: str) -> None:
+        remains = self.remains
+        if remains is None:
+            self.observers.screen.warn(f"{reason}; there is no checkpoint yet: the same command begins at update 0")
             return
-        began = time.perf_counter()
-        snapshot = self._snapshot()
-        self.saved_at = self.position.update
-        self.writer.submit(snapshot, best=self._kept())
-        self.policy.saved()
-        self.clock.saving += time.perf_counter() - began
+        name = checkpoints.path_of(self.run_.directory.checkpoints, remains).name
+        self.observers.screen.warn(f"{reason}; {name} remains, {self.number - remains} updates after it are repeated")
 
     def _close(self) -> None:
         if self.is_over:
@@ -609,30 +843,41 @@ class Phase:
             self._finish_work()
             self._evaluate()
         self._note()
-        self._save()
-        self.observers.metrics.flush(sync=True)
-        acknowledged = self.writer.wait()
-        if (acknowledged if acknowledged is not None else self._on_disk) != self.number:
-            raise self.writer.failures[-1]
+        if self.observers.profiler.only:
+            self.observers.metrics.sync()
+            self.observers.screen.end()
+            return
+        too_late = self._save()
+        if too_late:
+            self.is_unsaved = True
+            self._say_what_remains(too_late)
+        self.pulse.now = (CHECKPOINT, self.position.update)
+        with self.watch.during("saving"):
+            self.observers.metrics.sync()
+            if self.saver.remains() != self.number and not too_late:
+                raise self.saver.writer.failures[-1]
         self.observers.screen.end()
 
     def _finish_work(self) -> None:
         """Once no update is left to make, put the result into the model; once only, resumed or not."""
         if not self.is_over or self.closed:
             return
+        self.pulse.now = (FINISH, self.position.update)
         found = {f"{self.planned.kind}/{name}": value for name, value in self.work.close().items()}
         self.closed = True
+        self.pulse.now = (UPDATE, self.position.update)
         if found:
             self.record.metrics |= found
-            self.observers.write({"update": self.position.update, "phase": self.name, **found})
+            self._write({"update": self.position.update, "phase": self.name, **found})
             self.observers.screen.evaluated(self.position.update, found)
 
     # ------------------------------------------------------------ what a checkpoint holds
 
     def _snapshot(self) -> Snapshot:
         parts, plan = self.run_.parts, self.run_.plan
-        meter = self.meter.state()  # raises where the loss is not finite: such weights are never saved
-        work, numbers = self.work.state()
+        parts.precision.num_skipped()  # raises where an update was not finite: such weights are never saved
+        meter = self.meter.state()
+        work, numbers = self.work.state(self.run_.room.copy)
         self._note()
         random, rest = random_state(parts.world.device)
         of_ranks = parts.world.gather([{name: tensor.tolist() for name, tensor in random.items()}, rest])
@@ -651,10 +896,11 @@ class Phase:
             "kept": self.run_.kept,
             "precision": parts.precision.state(),
             "meter": meter,
+            "saving": self.run_.toll.state(),
             "random": rest,
             "random_of_ranks": [there for _, there in of_ranks[1:]],
             "shares": self.shares.state(),
-            "bests": self.run_.bests,
+            "bests": self.saver.bests,
             "evaluated_at": self.evaluated_at,
             "skipped_before": self.position.skipped_before,
             "metrics": self.run_.metrics,
@@ -670,28 +916,81 @@ class Phase:
             "config_hash": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(),
             "run_id": self.run_.directory.name,
             "wandb_id": self.observers.tracker.id,
-            "metrics_bytes": self.observers.metrics.length,
+            "metrics_bytes": self.observers.metrics.promised,  # they are on disk before the checkpoint has its name
         }
-        tensors = {"model": parts.parallel.whole(parts.bare.state_dict()), **work}
+        tensors = {"model": parts.parallel.whole(parts.bare.state_dict(), self.run_.room.copy), **work}
         for rank, (generators, _) in enumerate(of_ranks):
             stem = checkpoints.rank_stem("random", rank) if rank else "random"
             tensors[stem] = {name: torch.tensor(state, dtype=torch.uint8) for name, state in generators.items()}
         return Snapshot(self.number, tensors, state, facts)
+
+    def _check_finite(self, snapshot: Snapshot) -> None:
+        """Raise NumericError where what was learned is not finite: a loss sees only what it reaches."""
+        learned = [(name, snapshot.tensors["model"][name]) for name in self.work.learned]
+        held = snapshot.tensors.get("optimizer", {}).items() if learned else ()
+        where = f"phase {self.name}, update {snapshot.state['phase_update']}"
+        numeric.must_be_finite([*learned, *held], where)
+        model = snapshot.tensors["model"]
+        gathered = [(name, model[name]) for name in self.finite_buffers if name in model]
+        numeric.must_be_finite(gathered, where, numeric.GATHERED)
 
     def _note(self) -> None:
         """Bring the record of this phase up to date."""
         self.record.updates = self.position.update
         evaluated = self.held_out is None or self.evaluated_at == self.position.update
         self.record.finished = self.is_over and self.closed and evaluated
-        self.record.seconds = self._seconds_before + time.perf_counter() - self._began
+        self._note_time(self.watch.spent)
         self.record.peak_host_gib = max(self.record.peak_host_gib, host_peak_gib())
         device = self.run_.parts.world.device
         if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device) / 2**30
-            self.record.peak_device_gib = max(self.record.peak_device_gib or 0.0, peak)
+            peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            self.record.peak_device_gib = max(self.record.peak_device_gib or 0.0, peak / 2**30)
+            self.record.peak_reserved_gib = max(self.record.peak_reserved_gib or 0.0, reserved / 2**30)
+
+    def _note_time(self, seconds_of: Callable[[], Seconds]) -> dict[str, float]:
+        """Bring the times of the record up to date; return the seconds of this process in this phase by part."""
+        parts_s = self._parts_s(seconds_of)
+        self.record.seconds = self._seconds_before + time.perf_counter() - self._began
+        self.record.parts_s = added(self._parts_before, parts_s)
+        return parts_s
+
+    def _parts_s(self, seconds_of: Callable[[], Seconds]) -> dict[str, float]:
+        """Return the seconds by part, the first update of the process apart from those that are like each other."""
+        if self._first is None or self.num_made < 2:
+            return dict(seconds_of())
+        until_first = self._first()  # before the rest, which then knows of it
+        first = {part: spent for part, spent in until_first.items() if part in PARTS}
+        rest = {part: spent - first.get(part, 0.0) for part, spent in seconds_of().items()}
+        return {**rest, "first_update": sum(first.values())}
+
+    @property
+    def num_made(self) -> int:
+        """Updates that this process has made in this phase."""
+        return self.position.update - self._made_before
+
+    def _account(self) -> None:
+        """The phase is over: what it took and what was seen is on the accounts of the run."""
+        parts_s = self._note_time(self.watch.finish)
+        self.clock.end(parts_s, self.num_made - ("first_update" in parts_s))
+        self._add_ranks()
+        tally, meter = self.run_.tally, self.meter
+        tally.step_times_ms += meter.step_times_ms
+        tally.items_per_s += meter.items_per_s
+        tally.items_per_update = meter.items_seen / self.position.update if self.position.update else None
+
+    def _add_ranks(self) -> None:
+        """What the ranks told of themselves is added up."""
+        ranks_s = self.run_.tally.ranks_s
+        for seconds in self.parts_of_ranks:
+            ranks_s[:] = [added(*pair) for pair in zip(ranks_s or [{}] * len(seconds), seconds, strict=True)]
+        self.parts_of_ranks.clear()
 
     def _restore(self, start: Loaded) -> None:
         parts = self.run_.parts
+        with understood(start):
+            self._put_back(start, parts)
+
+    def _put_back(self, start: Loaded, parts: Parts) -> None:
         load_model(parts.bare, start, parts.parallel)
         self.work.load(start)
         self.stopping.load(start.state["early_stopping"])
@@ -702,9 +1001,10 @@ class Phase:
         self.position.skipped_before = int(start.state["skipped_before"])
         self.evaluated_at = int(start.state["evaluated_at"])
         self.shares.load(start.state.get("shares", {}), self.position.update)
+        self.run_.toll.load(start.state.get("saving", []))
         if start.path.parent == self.run_.directory.checkpoints:  # else it is another run's, and this one has none yet
-            self.run_.bests = [(float(value), int(number)) for value, number in start.state["bests"]]
-            self.saved_at, self._on_disk = self.position.update, start.update
+            self.saved_at = self.position.update
+            self.is_saved_finished = bool(start.state["records"][self.name]["finished"])
         # Last, for building the parts drew from the generators too.
         restore_random_state_of(parts.world, start, self.run_.plan.settings.seed)
 
@@ -715,13 +1015,15 @@ class Phase:
 
     def _kept(self) -> tuple[Path, ...]:
         """Return the checkpoints that are kept whatever their age: the best ones, and those of earlier phases."""
-        numbers = [*(number for _, number in self.run_.bests), *self.run_.kept]
+        numbers = [*(number for _, number in self.saver.bests), *self.run_.kept]
         return tuple(checkpoints.path_of(self.run_.directory.checkpoints, number) for number in numbers)
 
     # ------------------------------------------------------------ what it is made of
 
     def _held_out(self) -> tuple[Loader | None, Indices]:
         """Return the reader and the samples of the evaluation; (None, []) for a task without validation data."""
+        if self.observers.profiler.only:
+            return None, evenly_spread(0, None)
         try:
             fetcher = self.run_.parts.fetcher("val")
         except NotImplementedError:
@@ -730,25 +1032,35 @@ class Phase:
 
     def _batches(self) -> Iterator[MicroBatch]:
         keys = self.order.from_update(self.position.update, self.shares.of)
-        batches = self.run_.parts.prefetch(iter(self.loader.batches(keys)))
+        batches = self.run_.parts.prefetch(iter(self.loader.batches(keys)), self.watch.lap)
         if self.run_.plan.choices["backend"].name == "fast":
             batches = watch_shapes(batches, self.observers.screen.warn)
         return batches
 
 
-class _Timed:
-    """Batches, with the seconds spent waiting for them on the clock."""
+class _Told:
+    """Batches, of which the watchdog is told.
 
-    def __init__(self, batches: Iterator[MicroBatch], clock: Clock) -> None:
-        self.batches, self.clock = batches, clock
+    shapes  those of the first tensor of each batch are added here
+    last    what was given last, where it is kept: on a CPU, where numbers are looked at in the update they are of
+    """
 
-    def __iter__(self) -> _Timed:
+    def __init__(
+        self, batches: Iterator[MicroBatch], pulse: Pulse, position: Position, shapes: set[object], *, keeps: bool
+    ) -> None:
+        self.batches, self.pulse, self.position = batches, pulse, position
+        self.shapes, self.keeps, self.last = shapes, keeps, None
+
+    def __iter__(self) -> _Told:
         return self
 
     def __next__(self) -> MicroBatch:
-        began = time.perf_counter()
+        self.pulse.now = (DATA, self.position.update + 1)
         batch = next(self.batches)
-        self.clock.data += time.perf_counter() - began
+        self.pulse.done.add(DATA)
+        self.pulse.now = (UPDATE, self.position.update + 1)
+        self.last = batch.batch if self.keeps else None
+        self.shapes.add(first_shape(batch.batch))
         return batch
 
 
@@ -857,6 +1169,7 @@ def _mean_ms(updates: list[tuple[Mapping[str, float], ...]]) -> dict[str, float]
         f"rank{rank}/{part}_ms": 1e3 * sum(update[rank][part] for update in updates) / len(updates)
         for rank in range(len(updates[0]))
         for part in PARTS
+        if any(there.get(part) for update in updates for there in update)
     }
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,9 +15,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runner.base.errors import AccelRunError, CannotCreate, Exit, Problem, RankLost, SystemLimit, remake
+from runner.base import stacks
+from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, SystemLimit, remake
+from runner.base.family import LAST_S, adopting_orphans, children, clear_away
 from runner.base.ranks import Member
-from runner.launch.family import LAST_S, adopting_orphans, children, clear_away
+from runner.base.scratch import private_folder
+from runner.launch.hangs import TICK_S, Found, Hangs
 from runner.launch.rank import Main, live, read_report
 from runner.observe.events import Console
 
@@ -54,9 +55,11 @@ class Ending:
     code      0; 75 where a rank saved and stopped; 130 where the user would not wait; else the exit code of the cause
     cause     the first failure that is not a mere consequence of another; None where there is no failure
     failures  in the order of time
-    killed    ranks that were ended here, since they did not end after the failure of another
+    killed    ranks that were ended here, since they did not end after the failure of another, or in a hang
     results   what `main` returned besides the code, by rank; None where a rank did not end well
     stop      the first signal that asked to stop, such as "SIGINT", or None: who starts ranks again must not after it
+    made      updates that a rank had made, of all phases; 0 where none was made in this start
+    place     of the cause: rank, phase and update, as far as they are known
     """
 
     code: int
@@ -65,6 +68,8 @@ class Ending:
     killed: tuple[int, ...]
     results: tuple[Any, ...]
     stop: str | None
+    made: int = 0
+    place: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_ranks(
@@ -80,16 +85,17 @@ def run_ranks(
     `main` returns its exit code and something JSON can write; an AccelRunError ends the rank with its code. After the
     first failure the others have `grace_s` to end by themselves (twice that, until a rank is known to be the cause),
     and are killed then. SIGINT, SIGTERM or SIGUSR1 asks every rank to save and stop, by SIGUSR1; a second SIGINT or
-    SIGTERM kills them. This process must have one thread, must not have started CUDA, and must not have computed on
-    several threads: their locks and pools do not survive a fork. Raises SystemLimit or CannotCreate where the ranks
-    cannot be started.
+    SIGTERM kills them. Where ranks show that they hang, the stacks of all are collected, the odd one is named, and all
+    are killed: 83. This process must have one thread, must not have started CUDA, and must not have computed on several
+    threads: their locks and pools do not survive a fork. Raises SystemLimit or CannotCreate where the ranks cannot be
+    started.
 
     say  told at once which rank failed, and of what; default: a warning on the console
     """
     assert threading.current_thread() is threading.main_thread(), "ranks die with the thread that started them"
     assert threading.active_count() == 1, f"cannot fork beside other threads: {threading.enumerate()}"
     assert not _cuda_has_started(), "CUDA does not survive a fork: let a process of its own ask for devices"
-    with _private_folder() as folder, _Asked() as asked, _everything_ended() as ranks:
+    with private_folder() as folder, _Asked() as asked, _everything_ended() as ranks:
         started = time.monotonic()
         for rank in range(num_ranks):
             member = Member(rank, rank, num_ranks, num_ranks, f"file://{folder}/store", attempt)
@@ -103,6 +109,8 @@ def as_error(ending: Ending) -> AccelRunError:
     """Return the error that explains a failure: the rank's own, with its exit code, or RankLost."""
     cause = ending.cause
     assert cause is not None, "nothing failed"
+    if cause.exit_code == Exit.HANG and cause.problems:  # it names the rank itself
+        return remake(Hang, cause.problems, Exit.HANG, ending.place)
     if cause.problems:
         is_of_one = cause.rank != 0 and not any(
             other.problems == cause.problems for other in ending.failures if other is not cause
@@ -112,16 +120,29 @@ def as_error(ending: Ending) -> AccelRunError:
             Problem(problem.what, f"{lead}{problem.where}".removesuffix(": "), problem.fix)
             for problem in cause.problems
         ]
-        return remake(AccelRunError, tuple(named), Exit(cause.exit_code))
+        return remake(AccelRunError, tuple(named), Exit(cause.exit_code), ending.place)
     what = f"rank {cause.rank} of {len(ending.results)} {cause.what}, after {cause.seconds:.1f} s"
     if cause.is_victim and ending.killed:
         ranks = ", ".join(str(rank) for rank in ending.killed)
         what += f"; rank {ranks} did not answer" if len(ending.killed) == 1 else f"; ranks {ranks} did not answer"
-    fix = f"{cause.traceback}\n{_WAY_OUT}" if cause.traceback else _HINTS.get(cause.signal or "", _WAY_OUT)
+    if cause.signal and cause.traceback:  # in C; all threads are in stacks.txt
+        fix = "\n".join([*_where_it_crashed(cause.traceback), _WAY_OUT])
+    else:
+        fix = f"{cause.traceback}\n{_WAY_OUT}" if cause.traceback else _HINTS.get(cause.signal or "", _WAY_OUT)
     error = RankLost(what, fix=fix.replace("\n", "\n    "))
+    error.place = ending.place
     if cause.signal is None and cause.exit_code == Exit.SOFTWARE and not cause.is_victim:
         error.exit_code = Exit.SOFTWARE  # the same fault with one rank ends so too
     return error
+
+
+def _where_it_crashed(traceback: str) -> list[str]:
+    """Return the innermost calls of a rank that crashed in C, and what that may mean."""
+    frames = stacks.main_thread(traceback)
+    lines = ["the main thread was at", *stacks.in_brief(frames), "stacks.txt in the run's folder has all threads"]
+    if frames and stacks.is_collective(frames[0]):
+        lines.append("in a collective: do all ranks call the same ones in the same order, with tensors of one size?")
+    return lines
 
 
 # ---------------------------------------------------------------- watching
@@ -166,6 +187,10 @@ class _Watch:
     limit: float = float("inf")  # when the ranks that live are killed
     next_reminder: float = 0.0
     is_named: bool = False
+    hangs: Hangs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hangs = Hangs(self.folder, {rank.number: rank.pid for rank in self.ranks})
 
     def until_the_end(self) -> None:
         while living := [rank for rank in self.ranks if rank.status is None]:
@@ -173,6 +198,9 @@ class _Watch:
                 rank.status = _status(rank)
                 self._judge(rank)
             self._heed()
+            found = None if self.failures else self.hangs.look([rank.number for rank in living if rank.status is None])
+            if found is not None:
+                self._end_hang(found)
             if time.monotonic() > self.limit + LAST_S:
                 self.say("a process does not die of SIGKILL: the system holds it, as it does when a disk hangs")
                 return
@@ -181,8 +209,8 @@ class _Watch:
 
     def ending(self) -> Ending:
         cause = self._cause() if self.failures else None
-        stopped = any(rank.status == Exit.PREEMPTED for rank in self.ranks)
-        code = cause.exit_code if cause else int(Exit.PREEMPTED if stopped else Exit.DONE)
+        stopped = [rank.status for rank in self.ranks if rank.status in (Exit.PREEMPTED, Exit.INTERRUPTED)]
+        code = cause.exit_code if cause else int(max(stopped, default=Exit.DONE))
         return Ending(
             int(Exit.INTERRUPTED) if self.asked.leaves_at_once else code,
             cause,
@@ -190,13 +218,17 @@ class _Watch:
             tuple(rank.number for rank in self.ranks if rank.is_killed),
             tuple(rank.result for rank in self.ranks),
             self.asked.stop,
+            self.hangs.made(),
+            self.hangs.place(cause.rank) if cause else {},
         )
 
     def _judge(self, rank: _Rank) -> None:
         """Take note of a rank that has ended."""
         assert rank.status is not None
         report = read_report(self.folder, rank.number)
-        if rank.status in (Exit.DONE, Exit.PREEMPTED):
+        is_unsaved = rank.status == Exit.INTERRUPTED and report.result is not None
+        has_left = rank.status in (Exit.DONE, Exit.PREEMPTED) and not report.is_told  # by os._exit, in the middle
+        if (rank.status in (Exit.DONE, Exit.PREEMPTED) and not has_left) or is_unsaved:
             rank.result = report.result
             return
         if rank.is_killed and rank.status == -signal.SIGKILL:
@@ -205,9 +237,9 @@ class _Watch:
         by = _name_of(-rank.status) if rank.status < 0 else None
         failure = Failure(
             rank.number,
-            128 - rank.status if by else rank.status,
+            128 - rank.status if by else int(Exit.RANK_LOST) if has_left else rank.status,
             by,
-            f"was ended by {by}" if by else report.what or f"ended with exit code {rank.status}",
+            f"was ended by {by}" if by else report.what or f"left in the middle, with exit code {rank.status}",
             report.problems,
             report.traceback,
             not by and (report.is_victim or rank.status == Exit.RANK_LOST),
@@ -218,6 +250,16 @@ class _Watch:
         self.limit = min(self.limit, now + self.grace_s * (2 if failure.is_victim else 1))
         if not failure.is_victim and not self.is_named:
             self._name(failure)
+
+    def _end_hang(self, found: Found) -> None:
+        """End all ranks; the one that holds the others up is the cause."""
+        problem, seconds = found.error.problems[0], time.monotonic() - self.started
+        self.failures.append(
+            Failure(found.rank, int(Exit.HANG), None, problem.what, (problem,), found.stacks, False, seconds)
+        )
+        self.limit = time.monotonic()
+        self._name(self.failures[-1])
+        self._heed()
 
     def _name(self, failure: Failure) -> None:
         self.is_named = True
@@ -242,12 +284,10 @@ class _Watch:
             for rank in self.ranks:
                 rank.kill()
 
-    def _patience(self) -> float | None:
-        """Return for how many seconds nothing is due, None for ever."""
-        due = min(self.limit, self.next_reminder if self.asked.stop else float("inf"))
+    def _patience(self) -> float:
+        """Return for how many seconds nothing is due."""
         now = time.monotonic()
-        if due == float("inf"):
-            return None
+        due = min(self.limit, self.next_reminder if self.asked.stop else float("inf"), now + TICK_S)
         return max(0.0, due - now) if now < self.limit else 0.1
 
     def _suspend(self) -> None:
@@ -276,8 +316,8 @@ class _Asked:
     def __enter__(self) -> _Asked:
         self.bell, self._rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous_bell = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP):
-            if number != signal.SIGTSTP or signal.getsignal(number) == signal.SIG_DFL:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP):
+            if number not in (signal.SIGTSTP, signal.SIGHUP) or signal.getsignal(number) == signal.SIG_DFL:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -308,16 +348,16 @@ class _Asked:
             self.suspends = True
             return
         self.stop = self.stop or signal.Signals(number).name
-        self._stops += number != signal.SIGUSR1
+        self._stops += number not in (signal.SIGUSR1, signal.SIGHUP)
 
 
-def _wait(living: Iterable[_Rank], asked: _Asked, patience_s: float | None) -> list[_Rank]:
+def _wait(living: Iterable[_Rank], asked: _Asked, patience_s: float) -> list[_Rank]:
     """Return the ranks that have ended; none after `patience_s`, or where a signal came."""
     by_descriptor = {rank.descriptor: rank for rank in living}
     poll = select.poll()
     for descriptor in (asked.bell, *by_descriptor):
         poll.register(descriptor, select.POLLIN)
-    ready = [descriptor for descriptor, _ in poll.poll(None if patience_s is None else patience_s * 1000 + 1)]
+    ready = [descriptor for descriptor, _ in poll.poll(patience_s * 1000 + 1)]
     asked.hear()
     return [by_descriptor[descriptor] for descriptor in ready if descriptor in by_descriptor]
 
@@ -372,23 +412,6 @@ def _cuda_has_started() -> bool:
 
 
 @contextmanager
-def _private_folder() -> Iterator[Path]:
-    """A folder that is readable by its owner alone, gone at the end."""
-    try:
-        folder = tempfile.mkdtemp(prefix="accel-run-")
-    except OSError as error:
-        raise CannotCreate(
-            f"the folder where the ranks meet cannot be made: {error.strerror}",
-            where=error.filename or tempfile.gettempdir(),
-            fix="make room there, or name another place: TMPDIR=/path",
-        ) from error
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
 def _everything_ended() -> Iterator[list[_Rank]]:
     """A list for ranks; at the end they and what they started are gone, whatever happened.
 
@@ -404,7 +427,8 @@ def _everything_ended() -> Iterator[list[_Rank]]:
         finally:
             for rank in ranks:
                 rank.kill()
-            has_failed = any(rank.status not in (Exit.DONE, Exit.PREEMPTED) and not rank.is_killed for rank in ranks)
+            well = (Exit.DONE, Exit.PREEMPTED, Exit.INTERRUPTED)
+            has_failed = any(rank.status not in well and not rank.is_killed for rank in ranks)
             clear_away({rank.pid for rank in ranks}, known, _OTHERS_S if has_failed else None)
             for rank in ranks:
                 os.close(rank.descriptor)
@@ -414,7 +438,7 @@ def _everything_ended() -> Iterator[list[_Rank]]:
 _REMINDER_S = 0.5
 _OTHERS_S = 4.0  # for what outlives its rank on purpose; with the grace, nobody is left after 10 s
 
-_WAY_OUT = "the same command goes on from the last checkpoint"
+_WAY_OUT = "run the same command again"
 _HINTS: Mapping[str, str] = {
     "SIGKILL": "for want of memory? `dmesg` tells; use fewer dataloader.num_workers or a smaller micro_batch_size; "
     + _WAY_OUT,

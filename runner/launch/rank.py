@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import faulthandler
 import gc
 import json
-import multiprocessing.process
 import os
 import signal
 import sys
@@ -19,7 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from runner.base.errors import AccelRunError, Exit, Problem
+from runner.base.parent import die_with_parent
 from runner.base.ranks import Member
+from runner.base.stacks import answer_in
 from runner.distributed.lost import is_of_a_lost_rank
 
 Main = Callable[[Member], tuple[int, Any]]
@@ -29,6 +29,7 @@ Main = Callable[[Member], tuple[int, Any]]
 class Report:
     """What a rank told before it ended.
 
+    is_told     it had time to tell anything: it has returned or raised
     what        how it ended, as in "raised ValueError: no such file"; empty where it returned
     time_s      of the monotonic clock, which all processes of a machine share
     """
@@ -39,6 +40,7 @@ class Report:
     traceback: str = ""
     is_victim: bool = False
     time_s: float | None = None
+    is_told: bool = True
 
 
 def live(main: Main, member: Member, supervisor: int, folder: Path, mask: set[signal.Signals]) -> NoReturn:
@@ -74,26 +76,23 @@ def read_report(folder: Path, rank: int) -> Report:
         crash = (folder / f"crash-{rank}").read_text(encoding="utf-8", errors="replace")
     except OSError:
         crash = ""
-    return Report(traceback=crash.partition("\nExtension modules:")[0].strip())
+    return Report(traceback=crash.partition("\nExtension modules:")[0].strip(), is_told=False)
 
 
 def _settle_in(supervisor: int, folder: Path, rank: int) -> None:
     """Die with the supervisor, hear no terminal, and leave a traceback also where Python itself crashes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != supervisor:  # it died before that
-            os._exit(Exit.SOFTWARE)
+    die_with_parent(supervisor)
     gc.freeze()  # what was imported stays: looking through it again would take 0.2 s, and copy its pages
     os.setsid()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP):
-        signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.SIG_DFL)
     # The supervisor repeats it until the rank has ended: who does not listen yet, or no longer, must not die of it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Sockets of data workers lie there; no finalizer runs in a process that is killed, or left by os._exit.
-    multiprocessing.process.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
     descriptor = os.open(folder / f"crash-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     faulthandler.enable(descriptor, all_threads=True)
+    answer_in(folder)
 
 
 def _lived(main: Main, member: Member) -> tuple[int, Report]:
@@ -127,6 +126,3 @@ def _what(error: BaseException) -> str:
     if isinstance(error, AccelRunError):
         return f"ended: {error.problems[0]}".splitlines()[0]
     return f"raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
-
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h

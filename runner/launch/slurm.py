@@ -57,10 +57,11 @@ class Slurm:
             raise ConfigError(problems)
         name = configuration.settings.run or default_name(configuration.choices["task"].name)
         check_name(name)
-        folder = Path(configuration.settings.output_root) / name / "slurm"
+        folder = configuration.settings.root / name / "slurm"
+        _refuse_unprintable(folder.absolute())
         make_directory(folder.parent)
         make_directory(folder)
-        job_id = self._submitted(folder, name, configuration.request, configuration.settings.resume == "fresh")
+        job_id = self._submitted(folder, name, self._words(configuration, name))
         say = Console().info
         say(f"job {job_id} of SLURM trains run {name}: {self._in_words()}")
         say(f"  its output   tail -F {folder}/{job_id}_0_log.out")
@@ -80,7 +81,16 @@ class Slurm:
             problems.append(Problem(what, "launcher.signal_s"))
         return problems
 
-    def _submitted(self, folder: Path, name: str, request: Request, fresh: bool) -> str:
+    def _words(self, configuration: Configuration, name: str) -> str:
+        """Return the shell words that train in a task of the job, the same for every rank."""
+        own = ["launcher=local", f"run={name}"]
+        if configuration.choices["checkpoint"].options["grace_s"] is None:
+            own.append(f"checkpoint.grace_s={self.signal_s}")
+        if configuration.settings.resume == "fresh":
+            own.append("resume=fresh")
+        return _in_shell(configuration.request, own)
+
+    def _submitted(self, folder: Path, name: str, words: str) -> str:
         """Return the number of the submitted job."""
         submitit = require("submitit", "slurm")
         executor = submitit.SlurmExecutor(folder=folder)
@@ -101,10 +111,9 @@ class Slurm:
             additional_parameters={"signal": f"USR1@{self.signal_s}", "requeue": True},
             wckey=None,
             srun_args=self._srun_arguments(),
-            setup=_RESUME_ANEW if fresh else None,
+            setup=_RESUME_ANEW if '"$resume"' in words else None,
             teardown=_queue_again(self.requeue_times),
         )
-        words = _words(request, name, fresh)
         try:
             # Not `submit`: it would pickle a function here to unpickle it there, and hide its exit code.
             with redirect_stderr(StringIO()):  # it repeats what sbatch says, which the error holds
@@ -132,9 +141,7 @@ class Slurm:
         )
 
 
-def _words(request: Request, name: str, fresh: bool) -> str:
-    """Return the shell words that train in a task of the job, the same for every rank."""
-    own = ["launcher=local", f"run={name}", *(["resume=fresh"] if fresh else [])]
+def _in_shell(request: Request, own: list[str]) -> str:
     words = [sys.executable, "-m", "runner", "train", *merge_overrides(request.overrides, own)]
     words += ["--task", str(request.task_file)] if request.task_file else []
     words += ["--config-dir", str(request.config_dir)] if request.config_dir else []
@@ -160,6 +167,13 @@ def _queue_again(times: int) -> list[str]:
         "fi",
         "exit $code",
     ]
+
+
+def _refuse_unprintable(folder: Path) -> None:
+    """Raise ConfigError where the name of the job's folder would end the line of the script in which it stands."""
+    if not str(folder).isprintable():
+        what = "must be in one line of printable characters for a script of SLURM"
+        raise ConfigError(Problem(what, str(folder), "give another output_root, or start from another folder"))
 
 
 def _not_here() -> list[Problem]:

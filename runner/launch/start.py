@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import hashlib
 import os
 import time
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from importlib import import_module
@@ -16,9 +18,11 @@ from runner.base.configuration import Configuration, Request, compose, merge_ove
 from runner.base.errors import ConfigError, Exit, Problem
 from runner.base.phases import INFERENCE
 from runner.base.ranks import Member, member_of, starter
+from runner.base.scratch import private_folder
 from runner.durable.files import read_object
 from runner.engine.session import Ended, Job, name_of, record_failure, take_part
 from runner.launch.launcher import launched
+from runner.observe.trackers import must_be_installed
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, allow_for, make_plan, wants_footprint
 from runner.plan.ranks import RankDevice
@@ -58,7 +62,12 @@ def _train(request: Request, member: Member | None, *, then_infer: bool) -> Exit
         return Exit(code)
     if wanted is not None and set(wanted) == {INFERENCE}:
         return _infer(request, None)
+    must_be_installed(configuration.choices["tracker"].function)
     name = name_of(configuration)
+    if member is None and configuration.settings.weights and not (configuration.settings.root / name).exists():
+        from runner.engine.weights import require_weights
+
+        require_weights(Path(configuration.settings.weights).expanduser())
     if member is not None:
         ended, job = _as_member(request, configuration, name, member)
         if member.rank:
@@ -75,7 +84,10 @@ def _train(request: Request, member: Member | None, *, then_infer: bool) -> Exit
 def _infer(request: Request, name: str | None) -> Exit:
     from runner.engine.infer import infer
 
-    overrides = merge_overrides(request.overrides, [f"run={name}"]) if name else request.overrides
+    overrides = request.overrides
+    if name:  # what was just trained predicts, not what it began with
+        began_with = tuple(word for word in overrides if word.partition("=")[0] == "weights")
+        overrides = merge_overrides((word for word in overrides if word not in began_with), [f"run={name}"])
     return infer(dataclasses.replace(request, overrides=overrides))
 
 
@@ -89,8 +101,17 @@ def _from_here(request: Request, configuration: Configuration, name: str) -> tup
     need = _footprint(configuration, inventory) if wants_footprint(configuration, inventory) else None
     job = Job(request, configuration, make_plan(configuration, inventory, footprint=need), inventory, name, need)
     if job.plan.world_size == 1:
-        return _taken_part(job, Member()), job
+        _tell_of_crashes()
+        with private_folder():
+            return _taken_part(job, Member()), job
     return _launched(job)
+
+
+def _tell_of_crashes() -> None:
+    """A crash in C writes the lines that were being run to standard error, for it leaves no time for more."""
+    if not faulthandler.is_enabled():
+        with suppress(OSError, ValueError, RuntimeError, AttributeError):  # there is no standard error
+            faulthandler.enable(all_threads=True)
 
 
 def _inventory(configuration: Configuration, *, is_forked: bool) -> Inventory:
@@ -143,7 +164,9 @@ def _launched(job: Job) -> tuple[Ended, Job]:
             job = _without(job, dropped, began)
             continue
         error = as_error(ending)
-        record_failure(job, error, began)
+        # A hang is not tried again: it would come again, and somebody wants to look.
+        has_stacks = error.exit_code == Exit.HANG or ending.cause.signal is not None
+        record_failure(job, error, began, ending.cause.traceback if has_stacks else "", ending.made)
         if not restarts or not _can_go_on(ending):
             raise error
         restarts -= 1
@@ -151,10 +174,10 @@ def _launched(job: Job) -> tuple[Ended, Job]:
 
 
 def _say_of_signals(text: str) -> None:
-    """Say at once that a rank was killed; what a rank says itself is said when all have ended."""
+    """Say at once that a rank was killed or has left; what a rank says itself is said when all have ended."""
     from runner.observe.events import Console
 
-    if " was ended by " in text or "does not die" in text:
+    if " was ended by " in text or " left in the middle" in text or "does not die" in text:
         Console().warning(text)
 
 
@@ -218,7 +241,7 @@ def _as_member(request: Request, configuration: Configuration, name: str, member
     timeout_s = float(configuration.choices["parallelism"].options.get("timeout_s", 600.0))
     is_open = wants_footprint(configuration, inventory, member.world_size)
     need = _footprint(configuration, inventory) if is_open and member.rank == 0 else None
-    with joined(member, torch.device(mine.device), timeout_s=timeout_s) as world:
+    with private_folder(), joined(member, torch.device(mine.device), timeout_s=timeout_s) as world:
         source = task_source(configuration.choices["task"].name, request.task_file).read_bytes()
         _must_agree(
             world.gather(
@@ -252,7 +275,7 @@ def _is_started_again(configuration: Configuration, name: str) -> bool:
     """Tell whether an earlier attempt of the same starter has left a checkpoint."""
     from runner.durable.checkpoint import newest_valid
 
-    folder = Path(configuration.settings.output_root) / name
+    folder = configuration.settings.root / name
     is_ours = read_object(folder / "run.json").get("started_by") == starter()
     return is_ours and newest_valid(folder / "checkpoints") is not None
 

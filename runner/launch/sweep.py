@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 from runner.base.configuration import Configuration, Request, compose, expand_sweep, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
 from runner.durable.directory import check_name, default_name
+from runner.durable.files import read_object
 from runner.launch.apart import apart
 from runner.observe.events import Console
 from runner.plan.inventory import take_inventory
@@ -89,7 +89,7 @@ def _trials(request: Request) -> list[Trial]:
         Trial(
             Request(merge_overrides(one.overrides, [f"run={name}-{number}"]), one.task_file, one.config_dir),
             f"{name}-{number}",
-            Path(settings.output_root) / f"{name}-{number}",
+            settings.root / f"{name}-{number}",
             " ".join(word for word in one.overrides if _key(word) in varied),
         )
         for number, one in enumerate(requests, 1)
@@ -158,7 +158,9 @@ class _OneAtATime:
         return self.num_asked > 0
 
     def __enter__(self) -> _OneAtATime:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._hand_on)
         return self
 
@@ -203,11 +205,7 @@ def _is_finished(trial: Trial) -> bool:
 
 
 def _record(trial: Trial) -> Mapping[str, Any]:
-    try:
-        content = json.loads((trial.folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(trial.folder / "run.json")
 
 
 def _table(rows: Sequence[tuple[Trial, int]]) -> str:

@@ -11,6 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from runner.base.pinned import beside
+from runner.base.secret import fit_to_show
+
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
 
@@ -50,6 +53,10 @@ class Console:
         """Say what went wrong."""
         self._say("error", text)
 
+    def say(self, level: Level, text: str) -> None:
+        """Say it at this level."""
+        self._say(level, text)
+
     def speak_through(self, note: Callable[[str], None] | None) -> None:
         """Print with `note` from now on, as a progress bar needs it; None: straight to the terminal again."""
         self._above = note
@@ -59,6 +66,7 @@ class Console:
         self._file.close()
 
     def _say(self, level: Level, text: str) -> None:
+        text = fit_to_show(text)
         self._file.append(f"{_now()} {level:<7} {text}\n")
         if LEVELS.index(level) < self._from:
             return
@@ -78,7 +86,7 @@ class Events:
 
     def record(self, kind: str, **fields: Any) -> None:
         """Append what happened, with the time in UTC. Values JSON does not know are written as text."""
-        self._file.append(json.dumps({"time": _now(), "kind": kind, **fields}, default=str) + "\n")
+        self._file.append(fit_to_show(json.dumps({"time": _now(), "kind": kind, **fields}, default=str)) + "\n")
 
     @property
     def num_lost(self) -> int:
@@ -91,16 +99,28 @@ class Events:
 
 
 class _Appender:
-    """A file that is only ever appended to, readable by its owner alone; None: nothing is kept."""
+    """A file that is only ever appended to, readable by its owner alone; None: nothing is kept.
+
+    What is longer than 16 MiB when it is opened is called `...-earlier` from then on, in the place of the one before:
+    a run that is started again and again does not fill the disk. A line that a crash left without its end gets one.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.num_lost = 0
         self._descriptor = -1
         self._wanted = path is not None
         if path is not None:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            with contextlib.suppress(OSError):
-                self._descriptor = os.open(path, flags, 0o600)
+            with contextlib.suppress(OSError), beside(path) as (folder, name):
+                if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size > _MOST_BYTES:
+                    earlier = path.with_name(f"{path.stem}-earlier{path.suffix}")
+                    os.replace(name, earlier.name if folder else earlier, src_dir_fd=folder, dst_dir_fd=folder)
+            # O_NONBLOCK: opening a named pipe would otherwise wait for a reader for ever.
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            with contextlib.suppress(OSError), beside(path) as (folder, name):
+                self._descriptor = os.open(name, flags, 0o600, dir_fd=folder)
+                size = os.fstat(self._descriptor).st_size
+                if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                    os.write(self._descriptor, b"\n")
 
     def append(self, text: str) -> None:
         if not self._wanted:
@@ -121,6 +141,9 @@ def _print(stream: TextIO, text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
         encoding = stream.encoding or "utf-8"
         print(text.encode(encoding, errors="replace").decode(encoding), file=stream, flush=True)
+
+
+_MOST_BYTES = 16 << 20  # of a log when it is opened
 
 
 def _now() -> str:

@@ -6,11 +6,13 @@ GPUs that says why; where one reading is missing, it is None and never 0.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 Answer = TypeVar("Answer")
 
@@ -48,11 +50,46 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Metric:
-    """One changing number of a GPU: a row of METRICS."""
+    """One changing number of a GPU: a row of METRICS.
+
+    query  may raise what NVML raises
+    pace   how often it is worth asking: `always`; `seldom` for what hardly changes; `in turn`, one GPU after the
+           other, for a query in which the driver itself waits
+    """
 
     name: str
     unit: str
-    query: Callable[[Any, Any], float]  # (pynvml, handle) -> value; may raise
+    query: Callable[[Look], float]
+    pace: Literal["always", "seldom", "in turn"] = "always"
+
+
+class Look:
+    """A GPU at one moment: what several metrics are read from is asked for once."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self.nvml, self.handle = nvml, handle
+
+    @cached_property
+    def memory(self) -> Any:
+        """Bytes as nvidia-smi shows them: version 2 tells what the driver reserves, version 1 counts it as used."""
+        try:
+            return self.nvml.nvmlDeviceGetMemoryInfo(self.handle, version=self.nvml.nvmlMemory_v2)
+        except (self.nvml.NVMLError, AttributeError, TypeError):
+            return self.nvml.nvmlDeviceGetMemoryInfo(self.handle)
+
+    @cached_property
+    def rates(self) -> Any:
+        """Percent of the time in which the SMs (`gpu`) and the memory's bus (`memory`) were busy."""
+        return self.nvml.nvmlDeviceGetUtilizationRates(self.handle)
+
+
+@dataclass(frozen=True)
+class GpuEvent:
+    """An error that the driver reported; `code` is the number of an XID."""
+
+    gpu: Gpu
+    kind: Literal["xid", "ecc corrected", "ecc uncorrected"]
+    code: int = 0
 
 
 class Nvml:
@@ -63,6 +100,8 @@ class Nvml:
     cuda_version    the newest CUDA that the driver serves, e.g. "13.0"
     gpus            physical GPUs in bus order
     notes           GPUs that are there but do not answer, with the reason
+    lost            GPU -> why it answers no more; it is not asked again
+    denied          GPU -> metrics that this user may not read
     """
 
     def __init__(self, library: Any = None, why_not: str = "") -> None:
@@ -71,20 +110,42 @@ class Nvml:
         self.cuda_version: str | None = None
         self.gpus: tuple[Gpu, ...] = ()
         self.notes: tuple[str, ...] = ()
+        self.lost: dict[Gpu, str] = {}
+        self.denied: dict[Gpu, set[str]] = {}
         self._library = library
         self._handles: dict[Gpu, Any] = {}
+        self._events: tuple[Any, Mapping[int | None, Gpu]] | None = None
         if library is not None:
             self.driver_version = _asked(library, library.nvmlSystemGetDriverVersion)
             version = _asked(library, library.nvmlSystemGetCudaDriverVersion)
             self.cuda_version = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
             self._find_gpus(library)
 
-    def read(self, gpu: Gpu) -> dict[str, float | None]:
-        """Return the present value of every metric of METRICS, None where the GPU does not tell."""
+    def read(self, gpu: Gpu, names: Collection[str] | None = None) -> dict[str, float | None]:
+        """Return the present value of each metric of METRICS, None where the GPU does not tell.
+
+        names  which ones; None: all but those for which the driver waits (`in turn`)
+        """
+        wanted = [each for each in METRICS if (each.pace != "in turn" if names is None else each.name in names)]
         handle = self._handles.get(gpu)
         if handle is None:
-            return {metric.name: None for metric in METRICS}
-        return {metric.name: _asked(self._library, metric.query, self._library, handle) for metric in METRICS}
+            return {metric.name: None for metric in wanted}
+        look = Look(self._library, handle)
+        return {metric.name: self._value(gpu, metric, look) for metric in wanted}
+
+    def _value(self, gpu: Gpu, metric: Metric, look: Look) -> float | None:
+        if gpu in self.lost:
+            return None
+        try:
+            value = metric.query(look)
+        except (self._library.NVMLError, self._library.NVMLLibraryMismatchError, AttributeError) as error:
+            code = getattr(error, "value", None)
+            if code in _LOST:
+                self.lost[gpu] = _LOST[code]
+            elif code == _NO_PERMISSION:
+                self.denied.setdefault(gpu, set()).add(metric.name)
+            return None
+        return None if value in _NOT_AVAILABLE else value
 
     def processes(self, gpu: Gpu) -> tuple[GpuProcess, ...] | None:
         """Return who computes on this GPU, None where the driver does not tell."""
@@ -92,6 +153,37 @@ class Nvml:
             return None
         found = _asked(self._library, self._library.nvmlDeviceGetComputeRunningProcesses, self._handles[gpu])
         return None if found is None else tuple(GpuProcess(item.pid, item.usedGpuMemory) for item in found)
+
+    def watch_events(self, gpus: Sequence[Gpu]) -> None:
+        """Errors of these GPUs, and of those that they are instances of, are kept for `events` from now on."""
+        if self._library is None:
+            return
+        events = _asked(self._library, self._library.nvmlEventSetCreate)
+        numbers = {gpu.index for gpu in gpus}
+        watched = {}
+        for gpu in self.gpus if events is not None else ():
+            handle = self._handles[gpu]
+            types = (_asked(self._library, self._library.nvmlDeviceGetSupportedEventTypes, handle) or 0) & sum(_EVENTS)
+            if gpu.index in numbers and types:
+                try:
+                    self._library.nvmlDeviceRegisterEvents(handle, types, events)
+                except self._library.NVMLError:
+                    continue
+                watched[_address(handle)] = gpu
+        self._events = (events, watched) if events is not None else None
+
+    def events(self) -> list[GpuEvent]:
+        """Return what was reported since the last call; waits for nothing."""
+        found: list[GpuEvent] = []
+        while self._events is not None and len(found) < _MOST_EVENTS:
+            event_set, gpus = self._events
+            data = _asked(self._library, self._library.nvmlEventSetWait_v2, event_set, 0)
+            if data is None:  # nothing more for now, which NVML calls a timeout
+                break
+            gpu, kind = gpus.get(_address(data.device)), _EVENTS.get(data.eventType)
+            if gpu is not None and kind is not None:
+                found.append(GpuEvent(gpu, kind, int(data.eventData) if kind == "xid" else 0))
+        return found
 
     def find(self, uuid: str) -> Gpu | None:
         """Return the GPU or MIG instance with this UUID, whether or not it is written with its GPU- or MIG-."""
@@ -101,8 +193,10 @@ class Nvml:
     def close(self) -> None:
         """Let go of the driver; closing twice is harmless."""
         if self._library is not None:
+            if self._events is not None:
+                _asked(self._library, self._library.nvmlEventSetFree, self._events[0])
             _asked(self._library, self._library.nvmlShutdown)
-        self._library = None
+        self._library = self._events = None
         self._handles = {}
 
     def __enter__(self) -> Nvml:
@@ -186,11 +280,14 @@ def visible(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> Vis
     for entry in entries:
         gpu = _named(entry, gpus) if by_name else _numbered(entry, gpus)
         if gpu is None:
-            what = f"CUDA_VISIBLE_DEVICES={wanted}: {entry!r} names no single GPU; it and what follows are left out"
-            return Visible(tuple(found), what if not entry.startswith("-") else note)
+            if not entry.startswith("-"):
+                note = f"CUDA_VISIBLE_DEVICES={wanted}: {entry!r} names no single GPU; it and what follows are left out"
+            break
         if gpu in found:
             return Visible((), f"CUDA_VISIBLE_DEVICES={wanted} names a GPU twice, so CUDA shows none")
         found.append(gpu)
+    if gpus and not found and (not entries or entries[0].startswith("-")):
+        note = f"CUDA_VISIBLE_DEVICES={wanted} hides {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
     return Visible(tuple(found), note)
 
 
@@ -226,7 +323,7 @@ def _describe(
 ) -> Gpu:
     mig_mode = _asked(library, library.nvmlDeviceGetMigMode, handle)
     pci = _asked(library, library.nvmlDeviceGetPciInfo, handle)
-    memory = _asked(library, lambda: int(_memory(library, handle).total))
+    memory = _asked(library, lambda: int(Look(library, handle).memory.total))
     return Gpu(
         index=index,
         uuid=uuid,
@@ -257,26 +354,47 @@ def _order_note(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
     return "CUDA numbers unlike GPUs fastest first, the driver by bus: set CUDA_DEVICE_ORDER=PCI_BUS_ID for one order"
 
 
-def _memory(nvml: Any, handle: Any) -> Any:
-    """Memory as nvidia-smi shows it: version 2 counts what the driver reserves apart, version 1 as used."""
-    try:
-        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    except (nvml.NVMLError, AttributeError, TypeError):
-        return nvml.nvmlDeviceGetMemoryInfo(handle)
+def _address(handle: Any) -> int | None:
+    """Return what tells handles apart: NVML gives an event's device as a pointer of its own."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
-def _temperature(nvml: Any, handle: Any) -> float:
+def _temperature(look: Look) -> float:
+    nvml = look.nvml
     try:
-        return float(nvml.nvmlDeviceGetTemperatureV(handle, nvml.NVML_TEMPERATURE_GPU))
+        return float(nvml.nvmlDeviceGetTemperatureV(look.handle, nvml.NVML_TEMPERATURE_GPU))
     except (nvml.NVMLError, AttributeError):  # an older driver; the call below is the one being retired
-        return float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        return float(nvml.nvmlDeviceGetTemperature(look.handle, nvml.NVML_TEMPERATURE_GPU))
 
 
-def _throttle_reasons(nvml: Any, handle: Any) -> float:
+def _temperature_limit(look: Look) -> float:
+    nvml = look.nvml
+    return float(nvml.nvmlDeviceGetTemperatureThreshold(look.handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN))
+
+
+def _throttle_reasons(look: Look) -> float:
     try:
-        return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
-    except (nvml.NVMLError, AttributeError):  # an older driver has only the older name
-        return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        return int(look.nvml.nvmlDeviceGetCurrentClocksEventReasons(look.handle))
+    except (look.nvml.NVMLError, AttributeError):  # an older driver has only the older name
+        return int(look.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(look.handle))
+
+
+def _clock(look: Look, domain: str) -> float:
+    kinds = {"sm": look.nvml.NVML_CLOCK_SM, "memory": look.nvml.NVML_CLOCK_MEM}
+    return int(look.nvml.nvmlDeviceGetClockInfo(look.handle, kinds[domain]))
+
+
+def _pcie(look: Look, direction: str) -> float:
+    """Bytes a second that the GPU received (`rx`) or sent (`tx`): the driver counts for 20 ms, and this call waits."""
+    counters = {"rx": look.nvml.NVML_PCIE_UTIL_RX_BYTES, "tx": look.nvml.NVML_PCIE_UTIL_TX_BYTES}
+    return 1000 * int(look.nvml.nvmlDeviceGetPcieThroughput(look.handle, counters[direction]))  # it tells KB/s
+
+
+def _ecc(look: Look, kind: str) -> float:
+    """Memory errors since the driver was loaded."""
+    nvml = look.nvml
+    kinds = {"corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, "uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED}
+    return int(nvml.nvmlDeviceGetTotalEccErrors(look.handle, kinds[kind], nvml.NVML_VOLATILE_ECC))
 
 
 def _text(value: bytes | str) -> str:
@@ -303,14 +421,37 @@ THROTTLE_REASONS: Mapping[int, str] = {
     1024: "reliability",
 }
 
+_NO_PERMISSION = 4
+_LOST: Mapping[Any, str] = {
+    15: "it has fallen off the bus; restart the machine, and have its power and seating checked if it comes again",
+    16: "it must be reset before it can be used again: nvidia-smi --gpu-reset, or restart the machine",
+}
+_MOST_EVENTS = 64  # at one look: a GPU in trouble may report them without end
+_EVENTS: Mapping[int, Literal["xid", "ecc corrected", "ecc uncorrected"]] = {
+    0x1: "ecc corrected",  # nvmlEventTypeSingleBitEccError
+    0x2: "ecc uncorrected",  # nvmlEventTypeDoubleBitEccError
+    0x8: "xid",  # nvmlEventTypeXidCriticalError
+}
+
 METRICS: tuple[Metric, ...] = (
-    Metric("util_percent", "%", lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-    Metric("memory_used_bytes", "B", lambda nvml, handle: _memory(nvml, handle).used),
-    Metric("memory_total_bytes", "B", lambda nvml, handle: _memory(nvml, handle).total),
-    Metric("memory_free_bytes", "B", lambda nvml, handle: _memory(nvml, handle).free),
+    Metric("util_percent", "%", lambda gpu: gpu.rates.gpu),
+    Metric("memory_util_percent", "%", lambda gpu: gpu.rates.memory),
+    Metric("memory_used_bytes", "B", lambda gpu: gpu.memory.used),
+    Metric("memory_reserved_bytes", "B", lambda gpu: gpu.memory.reserved),
+    Metric("memory_free_bytes", "B", lambda gpu: gpu.memory.free),
+    Metric("memory_total_bytes", "B", lambda gpu: gpu.memory.total),
     Metric("temperature_c", "degC", _temperature),
-    Metric("power_w", "W", lambda nvml, handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-    Metric("sm_clock_mhz", "MHz", lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+    Metric("temperature_limit_c", "degC", _temperature_limit, "seldom"),
+    Metric("power_w", "W", lambda gpu: gpu.nvml.nvmlDeviceGetPowerUsage(gpu.handle) / 1000),
+    Metric("power_limit_w", "W", lambda gpu: gpu.nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.handle) / 1000, "seldom"),
+    Metric("energy_j", "J", lambda gpu: gpu.nvml.nvmlDeviceGetTotalEnergyConsumption(gpu.handle) / 1000),
+    Metric("sm_clock_mhz", "MHz", lambda gpu: _clock(gpu, "sm")),
+    Metric("memory_clock_mhz", "MHz", lambda gpu: _clock(gpu, "memory")),
     Metric("throttle_reasons", "bits", _throttle_reasons),
-    Metric("energy_j", "J", lambda nvml, handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000),
+    Metric("pcie_generation", "", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu.handle), "seldom"),
+    Metric("pcie_width", "lanes", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu.handle), "seldom"),
+    Metric("pcie_rx_bytes_s", "B/s", lambda gpu: _pcie(gpu, "rx"), "in turn"),
+    Metric("pcie_tx_bytes_s", "B/s", lambda gpu: _pcie(gpu, "tx"), "in turn"),
+    Metric("ecc_corrected", "errors", lambda gpu: _ecc(gpu, "corrected"), "seldom"),
+    Metric("ecc_uncorrected", "errors", lambda gpu: _ecc(gpu, "uncorrected"), "seldom"),
 )

@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TextIO
 
 from rich.console import Console, ConsoleDimensions, Group
@@ -113,7 +114,7 @@ class Bar(Progress):
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         # The bar is what the user watches while output is redirected elsewhere, so nothing but `stream` decides.
-        self._console = _Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+        self._console = TerminalConsole(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._clock = clock
         self._live: Live | None = None
         self._total = 0
@@ -149,11 +150,7 @@ class Bar(Progress):
 
     def _draw(self, do: Callable[[Live], None]) -> None:
         """Draw, unless the terminal is gone: then never again."""
-        try:
-            if self._live is not None:
-                self._console.fit()
-                do(self._live)
-        except (OSError, ValueError):
+        if self._live is not None and not self._console.draw(partial(do, self._live)):
             self._live, self._next_s = None, float("inf")
 
     def _frame(self, update: int, pace: float | None, values: Values, monitor: str) -> Group:
@@ -185,13 +182,22 @@ class Bar(Progress):
         return self._console.encoding.lower().startswith("utf")
 
 
-class _Console(Console):
+class TerminalConsole(Console):
     """A console as wide as its own terminal, that leaves the cursor visible: a killed run could not bring it back."""
 
     def fit(self) -> None:
         """Take the size of the terminal that is drawn on; rich asks those of the standard streams."""
         columns, rows = os.get_terminal_size(self.file.fileno())
         self.size = ConsoleDimensions(columns or 80, rows or 24)
+
+    def draw(self, do: Callable[[], None]) -> bool:
+        """Draw at the size that the terminal has now; return False where it is gone."""
+        try:
+            self.fit()
+            do()
+        except (OSError, ValueError):
+            return False
+        return True
 
     def show_cursor(self, show: bool = True) -> bool:
         return False

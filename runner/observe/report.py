@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TextIO
 
-LIMITING_SHARE = 0.10  # a part of the time below this is not worth a user's attention
+from runner.observe import limits
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,37 @@ class StartOfRun:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """GiB of a device or of the host; None is unknown.
+
+    peak       most that was in use at once
+    allocated  in use at the end
+    reserved   most that torch took from the driver
+    total      of the device
+    """
+
+    peak: float | None = None
+    allocated: float | None = None
+    reserved: float | None = None
+    total: float | None = None
+
+    def __str__(self) -> str:
+        figures = {"peak": self.peak, "allocated": self.allocated, "reserved": self.reserved}
+        known = [f"{name} {gib:.2f}" for name, gib in figures.items() if gib is not None]
+        total = "" if self.total is None else f" of {self.total:.2f}"
+        return f"{', '.join(known)}{total} GiB" if known else ""
+
+
+@dataclass(frozen=True)
 class EndOfRun:
     """What is known after the last update. None is unknown and is left out, never shown as 0.
 
     outcome          "done", "saved to be continued", "stopped by an error"
     metrics          the last validation
     baselines        metric -> value of a trivial model
-    seconds          part of the update loop -> seconds: data_wait, transfer, compute, hooks,
-                     checkpoint_wait, ranks_wait
-    peak_memory_gib  device -> GiB
+    parts_s          part -> seconds; updates_timed is how many updates those of updates are of
+    busy_percent     GPU -> percent of the time in which it computed
+    memory           device -> GiB
     places           what -> path
     next_commands    to be pasted
     phases           a line for each, where there are several
@@ -68,10 +90,12 @@ class EndOfRun:
     loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     baselines: Mapping[str, float] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    updates_timed: int = 0
+    busy_percent: Mapping[str, float] = field(default_factory=dict)
     items_per_s: float | None = None
     item: str = "sample"
-    peak_memory_gib: Mapping[str, float | None] = field(default_factory=dict)
+    memory: Mapping[str, Memory] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     next_commands: tuple[str, ...] = ()
@@ -102,34 +126,14 @@ def end_summary(end: EndOfRun, *, ascii_only: bool = False) -> str:
         *_repeat("phase", end.phases),
         *_repeat("loss", () if end.loss is None else (f"{end.loss:.4g}",)),
         *_repeat("validation", (_metric(name, value, end.baselines) for name, value in end.metrics.items())),
-        *_repeat("time", (_split(end.seconds, end.total_s),) if end.seconds and end.total_s > 0 else ()),
-        ("limited by", limited_by(end.seconds, end.total_s)),
-        *_repeat(
-            "peak memory",
-            (f"{device} {gib:.2f} GiB" for device, gib in end.peak_memory_gib.items() if gib is not None),
-        ),
+        *_repeat("time", limits.table(end.parts_s, end.total_s, end.updates_timed)),
+        ("limited by", limits.limited_by(end.parts_s, end.total_s, end.busy_percent)),
+        *_repeat("memory", (f"{device}: {memory}" for device, memory in end.memory.items() if str(memory))),
         *((what, path) for what, path in end.places.items()),
         *_repeat("note", end.notes),
         *_repeat("next", end.next_commands),
     ]
     return _in_ascii(_table(rows)) if ascii_only else _table(rows)
-
-
-def limited_by(seconds: Mapping[str, float], total: float) -> str:
-    """Return in one sentence what a faster run would need, with the numbers that show it.
-
-    The largest part besides compute counts when it is at least a tenth of the time; else compute is the limit.
-    """
-    if total <= 0 or not seconds:
-        return "unknown: the time was not measured"
-    name = max(seconds, key=lambda part: seconds[part] if part != "compute" else 0.0)
-    if name == "compute" or seconds[name] < LIMITING_SHARE * total:
-        name = "compute"
-    if name not in seconds:
-        return "unknown: the time of compute was not measured"
-    what, meaning = LIMITS.get(name, (name, "was spent there"))
-    spent = seconds[name]
-    return f"{what}: {spent / total:.0%} of the time ({spent:.1f} of {total:.1f} s) {meaning}"
 
 
 def prints_only_ascii(stream: TextIO) -> bool:
@@ -155,13 +159,6 @@ def _batch(start: StartOfRun) -> str:
 def _metric(name: str, value: float, baselines: Mapping[str, float]) -> str:
     beside = f" (baseline {baselines[name]:.4g})" if name in baselines else ""
     return f"{name} {value:.4g}{beside}"
-
-
-def _split(seconds: Mapping[str, float], total: float) -> str:
-    """Return the parts in percent, largest first; what no part accounts for is `other`."""
-    parts = sorted(seconds.items(), key=lambda part: -part[1])
-    parts.append(("other", max(0.0, total - sum(seconds.values()))))
-    return ", ".join(f"{name.replace('_', ' ')} {spent / total:.0%}" for name, spent in parts)
 
 
 def _count(number: int) -> str:
@@ -197,13 +194,3 @@ def _in_ascii(text: str) -> str:
 
 
 ASCII: Mapping[str, str] = {"✓": "+", "–": "-", "—": "-"}  # noqa: RUF001
-
-# Part of the time -> what the limit is called, and what the device or the program did meanwhile.
-LIMITS: Mapping[str, tuple[str, str]] = {
-    "compute": ("compute", "went into forward, backward and optimizer"),
-    "data_wait": ("the data loader", "was spent waiting for the next batch"),
-    "transfer": ("copies to the device", "was spent moving batches"),
-    "hooks": ("work between updates", "went into evaluation, logging and other hooks"),
-    "ranks_wait": ("other ranks", "was spent waiting for other ranks and exchanging gradients"),
-    "checkpoint_wait": ("checkpoints", "was spent waiting for a checkpoint to be written"),
-}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-LINGER_S = 20.0  # when the run was killed: time to keep what it gave, then this process ends too
+LINGER_S = 8.0  # when the run was killed: time to keep what it gave, then this process ends too
 Row = Mapping[str, Any]
 
 
@@ -147,6 +147,9 @@ def serve(line: socket.socket) -> None:
     orders = line.makefile("r", encoding="utf-8")
     try:
         opening = json.loads(orders.readline())
+        for name in ("wandb", ".wandb", "tensorboard"):
+            if (Path(opening["run_dir"]) / name).is_symlink():
+                raise OSError(f"{name} in the run directory must be a folder, but is a link")
         sink = SINKS[opening.pop("sink")](**opening)
         try:
             answer(opened=sink.opened)

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from runner.base.errors import AccelRunError
+from runner.base.errors import MissingPackage
+from runner.base.secret import without_secrets
 from runner.base.values import Positive
 
 Row = Mapping[str, Any]
@@ -169,7 +170,8 @@ class BackgroundTracker(Tracker):
         try:
             if time.monotonic() >= self._ends_at - kept_s:
                 raise Failed("no time left to start it")
-            self._process = process = Process()
+            keep = ("WANDB_",) if attempt.order.get("mode") == "online" else ()
+            self._process = process = Process(keep)
         except (Failed, OSError) as error:
             self._reasons.append(f"{attempt.name}: {error}")
             return False
@@ -262,15 +264,24 @@ def tensorboard(
     """Write TensorBoard event files into the run directory.
 
     flush_s  seconds between writes to the disk
-    Raises AccelRunError where tensorboard is not installed.
+    Raises MissingPackage where tensorboard is not installed.
     """
-    if importlib.util.find_spec("tensorboard") is None:
-        raise AccelRunError(
-            "tensorboard must be installed, but is not", where="tracker=tensorboard", fix="pip install tensorboard"
-        )
+    must_be_installed("tensorboard")
     order = {"sink": "tensorboard", "run_dir": str(run_dir), "flush_s": flush_s}
     show = Attempt("tensorboard", order, lambda folder, url: f"tensorboard --logdir {shlex.quote(folder)}")
     return BackgroundTracker((show,))
+
+
+def wandb_mode(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return how `tracker=wandb` would log, online, offline or disabled, and why where that is not plain."""
+    return _choose_mode("auto", environ)
+
+
+def must_be_installed(tracker: str) -> None:
+    """Raise MissingPackage for a tracker whose package is not here; wandb goes on without."""
+    if tracker == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        fix = 'pip install tensorboard, which "accel-run[tensorboard]" brings; or say tracker=none'
+        raise MissingPackage("tensorboard must be installed, but is not", where="tracker=tensorboard", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -317,7 +328,8 @@ class Failed(Exception):
 class Process:
     """runner.observe.tracker_process, running, and the line to it. Leaving the `with` block ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: tuple[str, ...] = ()) -> None:
+        """Start it; of the environment's secrets it is given those whose names begin with `keep`."""
         self._line, theirs = socket.socketpair()
         self._heard = b""
         try:
@@ -330,7 +342,7 @@ class Process:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl+C and signals to the group of the run do not reach it
-                    env={"WANDB_ERROR_REPORTING": "false", **os.environ},
+                    env={"WANDB_ERROR_REPORTING": "false", **without_secrets(os.environ, keep=keep)},
                 )
         except OSError:
             self._line.close()

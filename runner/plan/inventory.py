@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -304,6 +304,16 @@ def cgroup_limits(root: Path = Path("/")) -> tuple[float | None, int | None]:
     return min(quotas, default=None), min(memories, default=None)
 
 
+def cgroup_processes(root: Path = Path("/")) -> tuple[int, int] | None:
+    """Return how many processes and threads the tightest cgroup grants, and how many it has; None without a limit."""
+    found: list[tuple[int, int]] = []
+    for controllers, path in _cgroups(_text(root / "proc/self/cgroup"), {"pids"}):
+        for folder in _folders_up(root / "sys/fs/cgroup", controllers, path):
+            granted, counted = _text(folder / "pids.max"), _text(folder / "pids.current")
+            found += [(int(granted), int(counted))] if granted.isdigit() and counted.isdigit() else []
+    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
+
+
 # ---------------------------------------------------------------- GPUs
 
 
@@ -393,7 +403,7 @@ def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str])
 
 
 def _free_bytes(nvml: Nvml, gpu: Gpu | None) -> int | None:
-    free = nvml.read(gpu)["memory_free_bytes"] if gpu else None
+    free = nvml.read(gpu, ["memory_free_bytes"])["memory_free_bytes"] if gpu else None
     return None if free is None else int(free)
 
 
@@ -431,12 +441,12 @@ def _cpu_facts(root: Path) -> tuple[str, tuple[str, ...]]:
     return name, tuple(flag for flag in CPU_FLAGS if flag in words)
 
 
-def _cgroups(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (controllers, path) of each line `id:controllers:path`; controllers are empty in version 2."""
+def _cgroups(text: str, wanted: Set[str] = frozenset({"cpu", "memory"})) -> Iterator[tuple[str, str]]:
+    """Yield (controllers, path) of each line `id:controllers:path` of these; controllers are empty in version 2."""
     for line in text.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if controllers == "" or {"cpu", "memory"} & set(controllers.split(",")):
+        if controllers == "" or wanted & set(controllers.split(",")):
             yield controllers, path.strip("/")
 
 

@@ -26,7 +26,8 @@ class RankDevice:
         """Return the place of a rank on a GPU, or on the CPU."""
         if gpu is None:
             cpu = inventory.cpu
-            return RankDevice("cpu", f"CPU ({cpu.name}, {cpu.logical_cores} cores)", "", cpu.memory_bytes)
+            cores = f"{cpu.logical_cores} core{'s' * (cpu.logical_cores != 1)}"
+            return RankDevice("cpu", f"CPU ({cpu.name}, {cores})", "", cpu.memory_bytes)
         return RankDevice(gpu.torch_name, gpu.name, gpu.uuid, gpu.memory_bytes)
 
 

@@ -153,3 +153,18 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     source = batches(2)
     assert none(CPU)(source) is source
     assert stream(CPU)(source) is source
+
+
+def test_reading_and_copying_are_told_apart() -> None:
+    laps: list[str] = []
+    plain = Prefetch(torch.device("meta"))(batches(2), laps.append)
+    assert [item.batch.device.type for item in plain] == ["meta", "meta"]
+    assert laps == ["data", "transfer"] * 2
+    streams = Recorded()
+    for item in CopyAhead(CPU, streams)(batches(2), streams.said.append):
+        streams.said.append(("out", int(item.batch)))
+    assert streams.said == [
+        "copy", "data",
+        "join", "transfer", ("hold", 0), "copy", ("out", 0),
+        "join", "transfer", ("hold", 1), ("out", 1),
+    ]  # fmt: skip

@@ -284,6 +284,8 @@ NO_OPTIONS = (
 )
 UNKNOWN_OF_SGD = f"unknown key of optimizer=sgd; known: {', '.join(f'optimizer.{key}' for key in OPTIONS_OF_SGD)}"
 
+ONE_OF = "must be one of adam, adamw, adamw8bit, mine, sgd"
+
 # files of the folder, words, problems; {folder} is where it lies
 FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
     "unknown key": (
@@ -292,7 +294,7 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
     ),
     "wrong type": (
         {"optimizer/mine.yaml": "option: sgd\nlr: fast\n"}, ("optimizer=mine",),
-        ['optimizer.lr=fast: must be a number above 0, but is "fast"'],
+        ['{folder}/optimizer/mine.yaml: optimizer.lr=fast: must be a number above 0, but is "fast"'],
     ),
     "no variant": (
         {"optimizer/adamm.yaml": "lr: 3\n"}, ("optimizer=adamm",),
@@ -316,7 +318,7 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
     ),
     "builds on nothing": (
         {"optimizer/mine.yaml": "defaults:\n  - nothing\n"}, ("optimizer=mine",),
-        ["{folder}: In 'optimizer/mine': Could not load 'optimizer/nothing'."],
+        [f"{{folder}}/optimizer/mine.yaml: In 'optimizer/mine': Could not load 'optimizer/nothing'; {ONE_OF}"],
     ),
     "half a config.yaml": (
         {"config.yaml": "seed: 5\n"}, (),
@@ -338,7 +340,8 @@ def test_a_fault_in_a_file_of_the_folder_names_the_file_or_the_key(name: str, tm
 
 def test_an_interpolation_that_leads_nowhere_is_a_problem(tmp_path: Path) -> None:
     folder = write(tmp_path, {"optimizer/mine.yaml": "option: sgd\nlr: ${nowhere}\n"})
-    assert refused("optimizer=mine", folder=folder)[0] == "conf: Interpolation key 'nowhere' not found"
+    where = f"{folder}/optimizer/mine.yaml: optimizer.lr"
+    assert refused("optimizer=mine", folder=folder)[0].startswith(f"{where}: Interpolation key 'nowhere' not found")
 
 
 @pytest.mark.parametrize(

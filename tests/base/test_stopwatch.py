@@ -1,94 +1,200 @@
-"""The parts of an update add up to it, and belong to the update that they are told of."""
+"""The parts add up to the time that has passed, and belong to the update that they are told of."""
 
 from __future__ import annotations
 
-import time
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runner.base import stopwatch as module
-from runner.base.stopwatch import PARTS, DeviceStopwatch, Stopwatch, stopwatch
+from runner.base.stopwatch import BETWEEN, PARTS, DeviceStopwatch, Stopwatch, between, stopwatch
 
 
-def test_each_part_has_the_time_since_the_mark_before() -> None:
-    watch = Stopwatch()
+class Timeline:
+    """The host's clock and the device's, moved on by hand; the device reaches a mark when the test says so."""
+
+    now = 100.0
+    reached = 0.0
+    waited = 0
+    num_made = 0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class FakeEvent:
+    """A mark on the timeline."""
+
+    line: Timeline
+
+    def __init__(self, device: Any, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.line.num_made += 1
+
+    def record(self) -> None:
+        self.at = self.line.now
+
+    def query(self) -> bool:
+        return self.line.reached >= self.at
+
+    def synchronize(self) -> None:
+        self.line.waited += not self.query()
+        self.line.reached = max(self.line.reached, self.at)
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert later.query(), "torch raises for a mark that the device has not reached"
+        return 1e3 * (later.at - self.at)
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> Timeline:
+    made = FakeEvent.line = Timeline()
+    monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(module, "torch", SimpleNamespace(Event=FakeEvent))
+    return made
+
+
+@pytest.fixture(params=["host", "device"])
+def watch(request: pytest.FixtureRequest, line: Timeline) -> Stopwatch:
+    return Stopwatch() if request.param == "host" else DeviceStopwatch(torch.device("cuda"))
+
+
+STEPS = st.lists(st.tuples(st.sampled_from([*PARTS, "hooks", "stop", *BETWEEN[1:]]), st.integers(0, 8)), max_size=60)
+
+
+@given(STEPS)
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[str, int]]) -> None:
+    line = FakeEvent.line = Timeline()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "time", line)
+        patch.setattr(module, "torch", SimpleNamespace(Event=FakeEvent))
+        watch = Stopwatch() if kind == "host" else DeviceStopwatch(torch.device("cuda"))
+        expected: dict[str, float] = {}
+        update, bookmarks = 0, [watch.bookmark()]
+        for part, eighths in steps:
+            line.now += eighths / 8
+            if part == "stop":
+                line.now -= eighths / 8  # what is stopped has ended with its last lap
+                update += 1
+                watch.stop(update)
+                bookmarks.append(watch.bookmark())
+            elif part in BETWEEN[1:]:
+                expected["hooks"] = expected.get("hooks", 0.0) + eighths / 8
+                with watch.during(part):
+                    line.now += 0.25
+                expected[part] = expected.get(part, 0.0) + 0.25
+            else:
+                watch.lap(part)
+                expected[part] = expected.get(part, 0.0) + eighths / 8
+            line.reached = max(line.reached, line.now - eighths / 4)  # the device lags behind
+        spent = watch.finish()
+        assert {part: seconds for part, seconds in spent.items() if seconds} == {
+            part: seconds for part, seconds in expected.items() if seconds
+        }
+        assert sum(spent.values()) == line.now - 100.0
+        windows = [between(one(), other()) for one, other in itertools.pairwise(bookmarks)]
+        rest = between(bookmarks[-1](), spent)
+        assert sum(sum(window.values()) for window in [*windows, rest]) == line.now - 100.0
+
+
+def test_what_lies_inside_something_else_has_its_own_part(watch: Stopwatch, line: Timeline) -> None:
+    with watch.during("evaluation"):
+        line.now += 1.0
+        with watch.during("saving"):
+            line.now += 0.5
+        line.now += 0.25
+    line.now += 0.125
+    assert watch.finish() == {"hooks": 0.125, "evaluation": 1.25, "saving": 0.5}
+
+
+def test_an_error_inside_leaves_the_parts_as_they_were(watch: Stopwatch, line: Timeline) -> None:
+    with pytest.raises(KeyError), watch.during("evaluation"):
+        line.now += 1.0
+        raise KeyError
+    line.now += 0.5
+    assert watch.finish() == {"hooks": 0.5, "evaluation": 1.0}
+
+
+def test_the_last_update_is_told_with_its_parts_only(watch: Stopwatch, line: Timeline) -> None:
+    assert watch.last is None
     for update, part in ((1, "data"), (2, "backward")):
-        watch.start()
-        time.sleep(0.02)
+        line.now += update
         watch.lap(part)
-        watch.lap("wait")
+        line.reached = line.now
         watch.stop(update)
         assert watch.last is not None
         assert watch.last.update == update
-        assert watch.last.seconds[part] >= 0.02
-        assert sum(watch.last.seconds.values()) < watch.last.seconds[part] + 0.01
-        assert set(watch.last.seconds) == set(PARTS)
+        assert watch.last.seconds == {part: float(update)}
+
+
+def test_another_phase_begins_with_nothing(watch: Stopwatch, line: Timeline) -> None:
+    line.now += 1.0
+    watch.lap("data")
+    watch.stop(7)
+    watch.begin()
+    line.reached = line.now
+    assert watch.last is None, "update 7 was of the phase before"
+    line.now += 0.5
+    watch.lap("forward")
+    line.reached = line.now
+    watch.stop(1)
+    assert watch.last is not None
+    assert watch.last.update == 1
+    assert watch.finish() == {"forward": 0.5} | ({"hooks": 0.0} if watch.spent().get("hooks") == 0.0 else {})
 
 
 def test_a_cpu_has_the_clock_of_the_host() -> None:
     assert type(stopwatch(torch.device("cpu"))) is Stopwatch
 
 
-class FakeEvent:
-    """A mark on a timeline that the test moves on; the device reaches it when the test says so."""
-
-    now = 0.0
-    reached = 0.0
-
-    def __init__(self, device: Any, *, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.at = FakeEvent.now
-
-    def query(self) -> bool:
-        return FakeEvent.reached >= self.at
-
-    def elapsed_time(self, later: FakeEvent) -> float:
-        return 1e3 * (later.at - self.at)
+# ---------------------------------------------------------------- on a device
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> DeviceStopwatch:
-    FakeEvent.now = FakeEvent.reached = 0.0
-    monkeypatch.setattr(module, "torch", SimpleNamespace(Event=FakeEvent))
-    return DeviceStopwatch(torch.device("cuda"))
-
-
-def test_a_device_is_read_when_it_is_there_and_never_waited_for(device: DeviceStopwatch) -> None:
+def test_a_device_is_read_when_it_is_there_and_never_waited_for(line: Timeline) -> None:
+    device = DeviceStopwatch(torch.device("cuda"))
     for update in (1, 2):
-        device.start()
-        FakeEvent.now += update
+        line.now += update
         device.lap("forward")
-        FakeEvent.now += 0.5
+        line.now += 0.5
         device.lap("backward")
         device.stop(update)
         assert device.last is None, "the device has not reached it"
-    FakeEvent.reached = 1.5
-    device.start()
+        assert device.spent() == {}
+    line.reached = 101.5
     device.stop(3)
     assert device.last is not None
-    assert (device.last.update, device.last.seconds["forward"], device.last.seconds["backward"]) == (1, 1.0, 0.5)
-    FakeEvent.reached = 10.0
-    device.start()
+    assert (device.last.update, device.last.seconds) == (1, {"forward": 1.0, "backward": 0.5})
+    line.reached = 110.0
     device.stop(4)
     assert device.last.update == 4
+    assert line.waited == 0
 
 
-def test_another_phase_begins_with_nothing(device: DeviceStopwatch) -> None:
-    device.start()
-    FakeEvent.now = FakeEvent.reached = 1.0
-    device.stop(7)
-    assert device.last is not None
-    device.start()
-    FakeEvent.now = 2.0
-    device.stop(8)
-    device.forget()
-    FakeEvent.reached = 10.0
-    device.start()
-    device.stop(1)
-    assert device.last is not None
-    assert device.last.update == 1, "update 8 was of the phase before"
+def test_a_bookmark_tells_of_its_own_moment_however_late_it_is_asked(line: Timeline) -> None:
+    device = DeviceStopwatch(torch.device("cuda"))
+    bookmarks = []
+    for update in range(1, 4):
+        line.now += 1.0
+        device.lap("forward")
+        device.stop(update)
+        bookmarks.append(device.bookmark())
+    line.reached = 110.0
+    device.stop(4)
+    assert [bookmark() for bookmark in bookmarks] == [{"forward": 1.0}, {"forward": 2.0}, {"forward": 3.0}]
+
+
+def test_marks_that_are_over_are_used_again(line: Timeline) -> None:
+    device = DeviceStopwatch(torch.device("cuda"))
+    for update in range(1, 50):
+        for part in ("hooks", *PARTS):
+            line.now += 0.125
+            device.lap(part)
+        device.stop(update)
+        line.reached = line.now
+    assert line.num_made < 4 * len(PARTS), "the memory of the marks does not grow with the run"

@@ -89,12 +89,20 @@ def test_inference_takes_a_run_by_name_and_by_folder(server: ForkServer, folder:
     for words, here in [
         ("inference run=first", folder),
         ("inference run=outputs/first", folder),
-        (f"inference run={folder}/outputs/first", elsewhere),
+        (f"inference run={folder}/outputs/first --task {TASK}", elsewhere),
         ("inference run=first output_root=../outputs", elsewhere),
     ]:
         ended = server.run(words, here)
         assert ended.code == 0, ended.err
         assert ended.out.startswith("first: ")
+
+
+def test_a_folder_from_elsewhere_does_not_decide_what_code_is_run(server: ForkServer, folder: Path) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    ended = server.run(f"inference run={folder}/outputs/first", elsewhere)
+    assert ended.code == 89
+    assert ended.err.endswith(f"read that file, and where you trust it say --task {TASK}\n")
 
 
 def test_the_same_seed_predicts_the_same_and_another_does_not(server: ForkServer, folder: Path) -> None:

@@ -51,7 +51,8 @@ def offered(line: str) -> list[str]:
 # line -> exactly what is offered
 OFFERS = {
     "accel-run t": "train",
-    "accel-run i": "inference",
+    "accel-run in": "inference",
+    "accel-run i": "inference import",
     "accel-run com": "completion",
     "accel-run --": "--help --version",
     "accel-run frobnicate x": "",
@@ -89,20 +90,27 @@ OFFERS = {
     "accel-run train task.size=t": "task.size=tiny",
     "accel-run train --task my_task.py task.": "task.hidden= task.kind=",
     "accel-run train --task my_task.py task.kind=": "task.kind=wide task.kind=deep",
-    "accel-run train --task ": "mine/ my_task.py outputs/ with space/",
+    "accel-run train --task ": "mine/ my_task.py outputs/",
     "accel-run train --task ./m": "./mine/ ./my_task.py",
     "accel-run train --task=m": "--task=mine/ --task=my_task.py",
     "accel-run train --task nowhere/": "",
-    "accel-run train --config-dir ": "mine/ outputs/ with space/",
+    "accel-run train --config-dir ": "mine/ outputs/",
     "accel-run train output_root=o": "output_root=outputs/",
     "accel-run train run=": "run=second run=first",
     "accel-run train run=f": "run=first",
     "accel-run train resume=": "resume=auto resume=fresh resume=second resume=first",
     "accel-run train -m precision=fp32,b": "precision=fp32,bf16",
     "accel-run train precision=fp32,b": "",
+    "accel-run monitor ": "seconds= interval_s= log_dir= run= output_root=",
+    "accel-run monitor --": "--once --json --help",
+    "accel-run monitor --once seconds=3 --": "--json --help",
+    "accel-run monitor run=": "run=last run=second run=first",
+    "accel-run monitor log_dir=o": "log_dir=outputs/",
     "accel-run status ": "last second first output_root=",
     "accel-run status first ": "output_root=",
     "accel-run status output_root=elsewhere ": "last output_root=",
+    "accel-run doctor -": "--quick --json --help",
+    "accel-run doctor checks=[disk,m": "checks=[disk,memory checks=[disk,matmul",
     "accel-run inference run=": "run=last run=second run=first",
     "accel-run infer run=first inference.p": "inference.prompt=",
     "accel-run infer inference.c": "inference.colour=",
@@ -164,6 +172,7 @@ def test_an_unknown_shell_is_exit_78(words: str, capsys: pytest.CaptureFixture[s
     assert "zsh" in capsys.readouterr().err
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "words", ["train optim", "train precision=", "train optimizer.", "inference inference.", "status ", "train --task "]
 )

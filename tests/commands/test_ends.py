@@ -71,6 +71,7 @@ def test_a_fault_of_ours_in_a_run_is_one_line_and_the_traceback_in_error_json(
     assert ended.err.splitlines() == [
         "accel-run: TypeError: 'StepInfo' object cannot be interpreted as an integer",
         "           this is a fault of accel-run, not yours; please report it with outputs/mine/error.json",
+        "           no checkpoint yet (1 update is repeated)",
     ]
     error = json.loads((tmp_path / "outputs" / "mine" / "error.json").read_text())
     assert error["cause"] == "TypeError: 'StepInfo' object cannot be interpreted as an integer"

@@ -73,7 +73,7 @@ def test_it_is_found_from_another_folder(server: ForkServer, folder: Path) -> No
     assert ended.code == 0, ended.err
     assert state(elsewhere / "outputs" / "mine") == "done"
     # The run remembers where its task is, whatever folder asks.
-    asked = server.run(["inference", "run=else/where/outputs/mine"], folder)
+    asked = server.run(["inference", "run=mine", "output_root=else/where/outputs"], folder)
     assert asked.code == 0, asked.err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.forkserver import Ended, ForkServer
+from tests.nvml_stub import PAIR, build_stub
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -43,7 +45,7 @@ def test_wandb_offline_writes_its_folder_into_the_run(tracked: tuple[Path, Ended
     (record,) = folder.glob("run-*.wandb")
     assert record.stat().st_size > 0
     assert folder.name.endswith(f"-{json.loads((run / 'run.json').read_text())['tracker_id']}")
-    assert "upload with: wandb sync outputs/mine/wandb/offline-run-" in ended.out
+    assert f"upload with: wandb sync {run}/wandb/offline-run-" in ended.out
     assert not [path for path in run.parents[1].iterdir() if path.name == "wandb"]
 
 
@@ -79,6 +81,57 @@ def test_the_monitor_writes_gpu_csv(server: ForkServer, tmp_path: Path) -> None:
     assert all(0 < float(sample["ram_percent"]) < 100 for sample in samples)
 
 
+def test_the_monitor_sums_up_the_run_with_what_came_before_a_resumption(server: ForkServer, tmp_path: Path) -> None:
+    words = ("monitor=on", "monitor.interval_s=0.05", "task.sleep_s=0.01")
+    path, seen = tmp_path / "outputs" / "mine" / "monitor.json", []
+    for updates in (60, 120):
+        ended = train(server, tmp_path, *words, f"updates={updates}", "resume_allow=[updates]")
+        assert ended.code == 0, ended.err
+        seen.append(json.loads(path.read_text()))
+    with path.with_name("gpu.csv").open() as file:
+        rows_written = len(list(csv.DictReader(file)))
+
+    assert {"cpu/percent", "ram/percent", "process/memory_gib"} <= set(seen[0]["whole"]["metrics"])
+    assert list(seen[1]["phases"]) == ["train"]
+    assert rows_written == seen[1]["whole"]["samples"] > seen[0]["whole"]["samples"]
+
+
+def test_what_happens_to_a_gpu_is_said_once_and_training_goes_on(
+    server: ForkServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    stub = build_stub(tmp_path_factory.mktemp("nvml_stub"))
+    state = PAIR | {"event_types": 11, "events": "0:8:48,0:8:48", "0.throttle": 64, "1.err.util": 15}
+    env = {"NVML_STUB": str(stub.write(state)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    library = stub.folder / "new" / "libnvidia-ml.so.1"
+    words = ["monitor.interval_s=0.05", "task.sleep_s=0.01", "updates=100"]
+    ended = server.run(
+        ["train", "--task", str(TASK), "run=mine", "device=cpu", *words],
+        tmp_path,
+        env=env,
+        before=f"import ctypes; ctypes.CDLL({str(library)!r})",
+    )
+    assert ended.code == 0, ended.err
+    run = tmp_path / "outputs" / "mine"
+    said = [row for row in rows(run / "events.jsonl") if row["kind"] == "machine"]
+
+    assert sorted(row["what"] for row in said) == ["lost", "slowed", "xid"]
+    assert {row["what"]: row["device"] for row in said} == {"lost": "gpu1", "slowed": "gpu0", "xid": "gpu0"}
+    assert "busy" not in ended.out, "the run is on the CPU: what the GPUs do is not its work"
+    for row in said:
+        assert (ended.out + ended.err).count(f"warning: {row['text']}") == 1
+    notes = json.loads((run / "monitor.json").read_text())["notes"]
+    assert sorted(notes) == sorted(row["text"] for row in said)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "often"])
+def test_an_interval_that_cannot_be_is_a_configuration_error(server: ForkServer, tmp_path: Path, value: str) -> None:
+    ended = train(server, tmp_path, "monitor=on", f"monitor.interval_s={value}")
+
+    assert ended.code == 78
+    assert f"monitor.interval_s={value}: must be a number of seconds from 0.01 to 3600, but is" in ended.err
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_without_the_monitor_there_is_no_gpu_csv(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "updates=5").code == 0
     assert not (tmp_path / "outputs" / "mine" / "gpu.csv").exists()
@@ -88,18 +141,19 @@ def test_the_profiler_writes_a_trace_and_the_operators(server: ForkServer, tmp_p
     ended = train(server, tmp_path, "profiler=trace", "updates=20")
     assert ended.code == 0, ended.err
     profile = tmp_path / "outputs" / "mine" / "profile"
-    names = {event.get("name") for event in json.loads((profile / "trace.json").read_text())["traceEvents"]}
+    trace = json.loads(gzip.decompress((profile / "trace.json.gz").read_bytes()))
+    names = {event.get("name") for event in trace["traceEvents"]}
     assert "aten::linear" in names
     operators = (profile / "operators.txt").read_text()
     assert "aten::" in operators
     assert "Self CPU time total" in operators
-    assert "profile of 10 updates: outputs/mine/profile/trace.json" in ended.out
+    assert f"profile: {profile}/report.txt" in ended.out
 
 
 def test_a_run_shorter_than_the_profiler_still_writes_what_it_saw(server: ForkServer, tmp_path: Path) -> None:
     ended = train(server, tmp_path, "profiler=trace", "updates=8")
     assert ended.code == 0, ended.err
-    assert (tmp_path / "outputs" / "mine" / "profile" / "trace.json").is_file()
+    assert (tmp_path / "outputs" / "mine" / "profile" / "trace.json.gz").is_file()
 
 
 def test_the_benchmark_writes_the_step_times(server: ForkServer, tmp_path: Path) -> None:
@@ -131,10 +185,10 @@ def test_events_tell_the_story_of_a_run(server: ForkServer, tmp_path: Path) -> N
     assert train(server, tmp_path, "updates=50", "task.fail_at=45", env={"NO_KILL": "1"}).code == 0
     events = rows(tmp_path / "outputs" / "mine" / "events.jsonl")
     assert [event["kind"] for event in events] == [
-        "start", "phase", "first update", "resume", "phase", "first update", "end",
+        "start", "phase", "first update", "saving", "resume", "phase", "first update", "end",
     ]  # fmt: skip
     assert events[1]["total"] == 50
-    assert events[3] == {**events[3], "update": 40, "checkpoint": "update-0000000040"}
+    assert events[4] == {**events[4], "update": 40, "checkpoint": "update-0000000040"}
     assert events[-1] == {**events[-1], "update": 50, "stopped_by": None}
     times = [event["time"] for event in events]
     assert times == sorted(times)

@@ -83,13 +83,17 @@ def test_a_run_that_failed_shows_its_last_error(folder: Path, capsys: pytest.Cap
     ]
 
 
-def test_an_error_of_an_earlier_attempt_is_called_that(
+def test_an_error_is_shown_as_long_as_it_matters(
     folder: Path, server: ForkServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    file = folder / "outputs" / "broken" / "run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "state": "running", "pid": 0}))
+    assert status(capsys, "broken")[-2].endswith("(exit 70) (an earlier attempt)"), "the attempt after it was killed"
     assert server.run([*BASE, "run=broken", "task.fail_at=50"], folder, env={"NO_KILL": "1"}).code == 0
     lines = status(capsys, "broken")
     assert lines[0].startswith("broken: done ")
-    assert lines[-2].endswith("(exit 70) (an earlier attempt)")
+    assert not any("last error" in line for line in lines)
+    assert not (folder / "outputs" / "broken" / "error.json").exists()
 
 
 def test_a_run_that_was_killed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,6 +173,15 @@ def test_a_run_is_found_by_its_path(
     assert status(capsys, str(path))[0] == f"finished: done   ({path})"
     assert status(capsys, "finished", "output_root=../outputs")[0] == "finished: done   (../outputs/finished)"
     assert status(capsys, "run=finished", "output_root=../outputs")[0] == "finished: done   (../outputs/finished)"
+
+
+def test_a_checkpoint_that_was_being_written_is_not_called_put_aside(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = folder / "outputs" / "killed" / "checkpoints" / ".tmp-update-0000000041-00ff"
+    begun.mkdir()
+    assert f"{begun.name}: half written" in "\n".join(status(capsys, "killed"))
+    begun.rmdir()
 
 
 def test_an_unknown_run_is_exit_66_with_the_name_that_was_meant(

@@ -72,9 +72,7 @@ FAULTS = {
     "build raises": Fault(
         "return Mine(size)", "return {}['size']", 70, "build raised KeyError: 'size'", "return {}['size']"
     ),
-    "build leaves": Fault(
-        "return Mine(size)", "sys.exit('no')", 70, "the task raised SystemExit: no", "sys.exit('no')"
-    ),
+    "build leaves": Fault("return Mine(size)", "sys.exit('no')", 70, "build raised SystemExit: no", "sys.exit('no')"),
     "build returns nothing": Fault(
         "return Mine(size)", "Mine(size)", 70, "build must return a runner.Task, but returned NoneType", "def build("
     ),
@@ -89,6 +87,12 @@ FAULTS = {
         "(*, size: int = 4)", "(size: int = 4)", 70, "the settings of build must stand after *, but size", "def build("
     ),
     "no model": Fault("self.model =", "self.net =", 70, "Mine.model must be a torch.nn.Module", "class Mine(Task)"),
+    "a model whose state is no tensor": Fault(
+        "        self.calls = 0\n",
+        "        self.calls = 0\n        torch.nn.Sequential.get_extra_state = lambda self: {'calls': 0}\n",
+        70,
+        "the model's state has _extra_state, a dict and no tensor: a checkpoint could not hold it",
+    ),
     "no loss": Fault("def loss", "def los", 70, "Mine must define loss(model, batch) -> (loss_sum, num_items)"),
     "no dataset": Fault("def dataset", "def data", 70, "Mine must define dataset(split)"),
     "the loss is one tensor": Fault(
@@ -120,7 +124,12 @@ FAULTS = {
         LOSS, f"        {AT_12}next(iter(()))\n{LOSS}", 70, "raised StopIteration", "next(iter(()))", saved=True
     ),
     "the loss leaves": Fault(
-        LOSS, f"        {AT_12}sys.exit(3)\n{LOSS}", 70, "the task raised SystemExit: 3", "sys.exit(3)", saved=True
+        LOSS,
+        f"        {AT_12}sys.exit(3)\n{LOSS}",
+        70,
+        "update 12 of phase train raised SystemExit: 3",
+        "sys.exit(3)",
+        saved=True,
     ),
     "the loss is not a number": Fault(
         "return total, len(y)",
@@ -220,6 +229,20 @@ def test_what_was_saved_before_the_fault_is_gone_on_from(server: ForkServer, tmp
     assert "resumes at update 10" in again.out
 
 
+def test_a_task_that_goes_to_another_folder_saves_where_it_began(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    went = f"    import os\n    os.chdir({str(tmp_path / 'elsewhere')!r})\n    return Mine(size)\n"
+    (tmp_path / "mine.py").write_text(TASK.replace("    return Mine(size)\n", went, 1))
+    assert "os.chdir" in (tmp_path / "mine.py").read_text()
+    for updates in (10, 20):
+        ended = server.run(
+            f"train --task ./mine.py run=mine device=cpu monitor=off updates={updates} resume_allow=[updates]", tmp_path
+        )
+        assert ended.code == 0, ended.err
+    assert (tmp_path / "outputs" / "mine" / "checkpoints" / "update-0000000020").is_dir()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_setting_without_default_must_be_given(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("size: int = 4", "size: int"))
     words = "train --task ./mine.py run=mine device=cpu monitor=off"
@@ -249,14 +272,14 @@ def test_a_task_without_validation_data_is_trained(server: ForkServer, tmp_path:
 
 def test_a_fault_of_ours_is_not_blamed_on_a_task_that_lies_above_us() -> None:
     """A task in the root of a checkout has our files below its folder, and maybe an environment."""
-    from runner.engine.faults import _is_of_task
+    from runner.engine.faults import is_of_task
 
     root = Path(__file__).parents[2]
     task = root / "my_task.py"
-    assert _is_of_task(str(task), task)
-    assert _is_of_task(str(root / "helpers" / "mine.py"), task)
-    assert not _is_of_task(str(root / "runner" / "engine" / "loop.py"), task)
-    assert not _is_of_task(str(root / ".venv" / "lib" / "site-packages" / "torch" / "nn.py"), task)
+    assert is_of_task(str(task), task)
+    assert is_of_task(str(root / "helpers" / "mine.py"), task)
+    assert not is_of_task(str(root / "runner" / "engine" / "loop.py"), task)
+    assert not is_of_task(str(root / ".venv" / "lib" / "site-packages" / "torch" / "nn.py"), task)
     ours = root / "tasks" / "gpt" / "task.py"
-    assert _is_of_task(str(root / "tasks" / "gpt" / "model.py"), ours)
-    assert not _is_of_task(str(root / "runner" / "engine" / "loop.py"), ours)
+    assert is_of_task(str(root / "tasks" / "gpt" / "model.py"), ours)
+    assert not is_of_task(str(root / "runner" / "engine" / "loop.py"), ours)

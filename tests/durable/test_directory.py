@@ -44,7 +44,7 @@ def test_other_names_are_refused_and_nothing_is_made(tmp_path: Path, name: str) 
     with pytest.raises(ConfigError) as caught:
         RunDirectory.create_or_open(tmp_path / "outputs", name)
     assert caught.value.exit_code == Exit.CONFIG
-    assert caught.value.problems[0].where == f"run={name}"
+    assert caught.value.problems[0].where == f"run={name!r}".replace("'", "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -106,7 +106,7 @@ def test_a_run_that_cannot_be_made_ends_with_73(tmp_path: Path) -> None:
 
 
 def test_missing_permission_ends_with_77(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deny(*_: object) -> Any:  # chmod does not keep root out
+    def deny(*_: object, **__: object) -> Any:  # chmod does not keep root out
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "mkdir", deny)
@@ -172,7 +172,7 @@ def test_nothing_is_written_outside_the_run(tmp_path: Path, name: str) -> None:
 
 
 def test_default_names_are_allowed_and_differ(tmp_path: Path) -> None:
-    assert re.fullmatch(r"gpt-\d{8}-\d{6}-[0-9a-f]{4}", default_name("gpt"))
+    assert re.fullmatch(r"gpt-\d{8}-\d{6}-[0-9a-f]{6}", default_name("gpt"))
     assert len({default_name("gpt") for _ in range(20)}) > 15
     for task in ("my task.py", "../x", "ä", "", "-"):
         RunDirectory.create_or_open(tmp_path, default_name(task)).release()

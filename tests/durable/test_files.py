@@ -17,6 +17,7 @@ import pytest
 
 from runner.base.errors import Exit, StorageError
 from runner.durable import files
+from runner.durable.system import System
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,10 +59,10 @@ def test_content_is_on_disk_before_its_name_and_the_name_after(tmp_path: Path, m
     trace: list[str] = []
 
     def traced(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(*arguments: Any) -> Any:
+        def operation(*arguments: Any, **keywords: Any) -> Any:
             is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode)
             trace.append("fsync folder" if is_folder else name)
-            return real(*arguments)
+            return real(*arguments, **keywords)
 
         return operation
 
@@ -87,6 +88,48 @@ def test_size_and_hash_are_those_of_the_content(tmp_path: Path) -> None:
     assert content == b"".join(chunks)
     assert (size, digest) == (len(content), hashlib.sha256(content).hexdigest())
     assert digest == files.digest_of(tmp_path / "data")
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1], [3, 0, 5], [9 << 20], [100, 8 << 20, 7, 17 << 20, 1]])
+def test_pieces_of_any_size_are_written_in_order(tmp_path: Path, sizes: list[int]) -> None:
+    chunks = [os.urandom(size) for size in sizes]
+    size, digest = files.write_new(tmp_path / "data", chunks)
+    whole = b"".join(chunks)
+    assert (size, digest) == (len(whole), hashlib.sha256(whole).hexdigest())
+    assert (tmp_path / "data").read_bytes() == whole
+
+
+def test_a_large_file_is_on_its_way_to_the_disk_before_it_is_synced(tmp_path: Path) -> None:
+    class Watching(System):
+        def __init__(self) -> None:
+            self.begun: list[tuple[int, int]] = []
+            self.left: int | None = None
+
+        def begin_write_back(self, descriptor: int, start: int, length: int) -> None:
+            self.begun.append((start, length))
+            raise OSError("a hint may fail")
+
+        def fsync(self, descriptor: int) -> None:
+            self.left = os.fstat(descriptor).st_size - sum(length for _, length in self.begun)
+
+    with files.through(watching := Watching()):
+        files.write_new(tmp_path / "data", [b"head", bytes(100 << 20)])
+    assert watching.left is not None
+    assert watching.left < 16 << 20
+    ends = [0, *(start + length for start, length in watching.begun)]
+    assert [start for start, _ in watching.begun] == ends[:-1]
+
+
+def test_a_write_that_fails_leaves_no_thread_behind(tmp_path: Path) -> None:
+    class Full(System):
+        def write(self, descriptor: int, data: memoryview) -> int:
+            raise OSError(errno.ENOSPC, "full")
+
+    before = threading.enumerate()
+    with files.through(Full()), pytest.raises(StorageError, match="full"):
+        files.write_new(tmp_path / "data", [bytes(64 << 20)])
+    assert threading.enumerate() == before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +207,50 @@ def test_length_counts_what_is_in_the_file(tmp_path: Path) -> None:
         log.flush()
         assert log.length == 4
         log.write("zwölf\n")
-        log.flush(sync=True)
+        log.sync()
         assert log.length == (tmp_path / "log").stat().st_size == 11
     with files.AppendLog(tmp_path / "log") as log:
         assert log.length == 11
     log.close()
     assert (tmp_path / "log").read_text() == "one\nzwölf\n"
     assert mode_of(tmp_path / "log") == 0o600
+
+
+def test_rows_are_written_while_the_disk_is_busy(tmp_path: Path) -> None:
+    class Slow(System):
+        def __init__(self) -> None:
+            self.reached, self.gate = threading.Event(), threading.Event()
+
+        def fsync(self, descriptor: int) -> None:
+            self.reached.set()
+            assert self.gate.wait(10)
+
+    with files.AppendLog(tmp_path / "log") as log, files.through(slow := Slow()):
+        syncing = threading.Thread(target=log.sync)
+        log.write("one")
+        syncing.start()
+        assert slow.reached.wait(10)
+        log.write("two")
+        log.flush()
+        assert (tmp_path / "log").read_text() == "one\ntwo\n"
+        slow.gate.set()
+        syncing.join()
+
+
+def test_a_sync_that_failed_is_never_believed_again(tmp_path: Path) -> None:
+    class Broken(System):
+        def fsync(self, descriptor: int) -> None:
+            raise OSError(errno.EIO, "broken")
+
+    with files.AppendLog(tmp_path / "log") as log:
+        log.write("one")
+        with files.through(Broken()), pytest.raises(StorageError, match="cannot sync: the disk reports an error"):
+            log.sync()
+        log.write("two")
+        with pytest.raises(StorageError):
+            log.sync()
+    with files.AppendLog(tmp_path / "log") as log:
+        log.sync()
 
 
 @pytest.mark.parametrize("whole", ["", "one\n", "one\ntwo\n", "x" * (3 << 20) + "\n"])
@@ -242,6 +322,7 @@ def test_a_lock_ends_with_its_process_even_if_a_forked_child_lives_on(tmp_path: 
 import os, sys, time
 from pathlib import Path
 from runner.durable import files
+from runner.durable.system import System
 lock = files.Lock(Path({str(tmp_path / ".lock")!r}), "held")
 child = os.fork()
 if child == 0:

@@ -51,7 +51,7 @@ def test_the_schedule_of_a_phase_begins_at_its_beginning_whatever_was_skipped_be
 
 
 def test_a_phase_in_which_every_update_is_skipped_is_an_error(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run([*BASE, "precision=fp16", "precision.init_scale=1e36"], tmp_path)
+    ended = server.run([*BASE, "precision=fp16", "precision.init_scale=1e36", "precision.max_skips=30"], tmp_path)
     assert ended.code == 82
     assert "nothing was learned" in ended.err
 

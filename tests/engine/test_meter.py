@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.base.errors import Exit, NumericError
+from runner.base import stopwatch
+from runner.base.arriving import Arriving
+from runner.base.stopwatch import PARTS, Stopwatch
 from runner.base.world import World
 from runner.engine import meter as module
 from runner.engine.loop import StepInfo
@@ -35,13 +37,12 @@ class Time:
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     stopped = Time()
     monkeypatch.setattr(module, "time", stopped)
+    monkeypatch.setattr(stopwatch, "time", stopped)
     return stopped
 
 
-def made(rows: list[Row], *, every: int = 4, skipped: bool = False, readings: Any = dict, kind: Any = Meter) -> Any:
-    return kind(
-        CPU, "train", every=every, write=rows.append, readings=readings, clock=Clock(), overflow_is_skipped=skipped
-    )
+def made(rows: list[Row], *, every: int = 4, readings: Any = dict, kind: Any = Meter) -> Any:
+    return kind(CPU, "train", every=every, write=rows.append, readings=readings, watch=Stopwatch())
 
 
 def step(update: int, loss: float, items: Tensor | int = 1, norm: float | None = 0.5) -> StepInfo:
@@ -106,9 +107,9 @@ def test_a_row_is_a_line_of_json_without_nan() -> None:
 
 
 def test_the_state_is_json_also_where_numbers_overflowed() -> None:
-    meter = made([], every=4, skipped=True)
+    meter = made([], every=4)
     meter(step(1, math.nan, norm=math.inf))
-    again = made([], every=4, skipped=True)
+    again = made([], every=4)
     again.load(json.loads(json.dumps(meter.state())))
     assert str(again.state()) == str(meter.state()), "as text, because NaN is not equal to NaN"
 
@@ -136,32 +137,9 @@ def test_a_stopped_window_gives_the_same_row(total: int, every: int, stops: list
 # ---------------------------------------------------------------- what is not a number
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_ends_the_run_with_the_number_of_its_update(bad: float) -> None:
+def test_an_overflow_is_left_out_of_the_row() -> None:
     rows: list[Row] = []
-    meter = made(rows, every=4)
-    for number in range(1, 7):
-        meter(step(number, 1.0))
-    meter(step(7, bad))
-    with pytest.raises(NumericError, match="the loss is not finite at update 7") as caught:
-        meter(step(8, bad))
-    assert caught.value.exit_code == Exit.NUMERIC == 82
-    assert caught.value.problems[0].where == "phase train"
-    assert (rows[-1]["update"], rows[-1]["train/loss"]) == (8, 1.0), "the row is written, of what is finite"
-
-
-def test_a_checkpoint_is_not_made_of_a_loss_that_is_not_finite() -> None:
-    meter = made([], every=10)
-    meter(step(1, 1.0))
-    meter(step(2, math.nan))
-    meter(step(3, 1.0))
-    with pytest.raises(NumericError, match="at update 2"):
-        meter.state()
-
-
-def test_where_overflow_is_skipped_it_is_left_out_of_the_row() -> None:
-    rows: list[Row] = []
-    meter = made(rows, every=2, skipped=True)
+    meter = made(rows, every=2)
     meter(step(1, 6.0, 3))
     meter(step(2, math.inf, 5))
     for number in (3, 4):
@@ -175,37 +153,82 @@ def test_where_overflow_is_skipped_it_is_left_out_of_the_row() -> None:
 # ---------------------------------------------------------------- time
 
 
+def update_of(meter: Any, time: Time, number: int, parts_s: dict[str, float], items: int = 3) -> None:
+    """Make an update whose parts take so long, and note it."""
+    for part, seconds in parts_s.items():
+        time.now += seconds
+        meter.watch.lap(part)
+    meter.watch.stop(number)
+    meter(step(number, 1.0, items))
+
+
 def test_time_is_that_of_the_updates_and_not_of_the_hooks(time: Time) -> None:
     rows: list[Row] = []
     meter = made(rows, every=2)
     for number in range(1, 5):
-        time.now += 0.5
-        meter.clock.data += 0.125
-        time.now += 10.0
-        meter.clock.hooks += 10.0
-        meter(step(number, 1.0, 3))
+        update_of(meter, time, number, {"hooks": 10.0, "data": 0.125, "forward": 0.25, "optimizer": 0.125})
     for row in rows:
         assert (row["perf/step_time_ms"], row["perf/items_per_s"], row["perf/data_wait"]) == (500.0, 6.0, 0.25)
+
+
+def test_the_parts_of_a_row_add_up_to_the_time_of_its_updates(time: Time) -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=2)
+    for number in range(1, 7):
+        update_of(meter, time, number, {"hooks": 1.0, "data": number / 8, "forward": 0.5, "backward": 1 / number})
+        with meter.watch.during("evaluation"):
+            time.now += 2.0
+    for row in rows:
+        parts = [row[f"perf/{part}_ms"] for part in PARTS if f"perf/{part}_ms" in row]
+        assert sum(parts) == pytest.approx(row["perf/step_time_ms"], abs=1e-3)
+        assert row["perf/hooks_ms"] == 1000.0
+    assert "perf/wait_ms" not in rows[0], "what there was not is missing, and not 0"
+    assert [row.get("perf/evaluation_ms") for row in rows] == [1000.0, 2000.0, 2000.0], (
+        "of those before its last update"
+    )
+
+
+def test_the_share_of_data_is_known_before_the_first_row(time: Time) -> None:
+    meter = made([], every=100)
+    assert meter.data_wait() is None
+    update_of(meter, time, 1, {"data": 5.0, "forward": 1.0})
+    meter.restart_clock()
+    assert meter.data_wait() is None, "the first update is start-up"
+    for number, (data, forward) in enumerate([(1.0, 1.0), (2.0, 0.0)], 2):
+        update_of(meter, time, number, {"data": data, "forward": forward})
+    assert meter.data_wait() == 0.75
 
 
 def test_updates_that_the_clock_has_not_seen_do_not_count_for_it(time: Time) -> None:
     rows: list[Row] = []
     meter = made(rows, every=4)
-    time.now += 60.0  # the first update starts everything
-    meter(step(1, 1.0, 100))
+    update_of(meter, time, 1, {"data": 60.0}, items=100)  # the first update starts everything
     meter.restart_clock()
     state = None
     for number in range(2, 7):
-        time.now += 0.5
-        meter(step(number, 1.0, 3))
+        update_of(meter, time, number, {"forward": 0.5})
         state = meter.state()
     again = made(rows, every=4)
     again.load(state)
     for number in (7, 8):
-        time.now += 0.25
-        again(step(number, 1.0, 3))
+        update_of(again, time, number, {"forward": 0.25})
     assert [row["perf/step_time_ms"] for row in rows] == [500.0, 250.0]
     assert [row["perf/items_per_s"] for row in rows] == [6.0, 12.0]
+
+
+def test_every_second_of_a_process_has_its_part(time: Time) -> None:
+    clock = Clock(started=time.now)
+    time.now += 3.0
+    clock.begin()
+    time.now += 10.0
+    clock.end({"data": 4.0, "starting": 6.0}, updates=5)
+    time.now += 0.5
+    clock.begin()
+    time.now += 1.0
+    clock.end({"data": 1.0}, updates=2)
+    time.now += 0.25
+    assert clock.all() == {"starting": 9.5, "data": 5.0, "closing": 0.25}
+    assert (sum(clock.all().values()), clock.updates) == (time.now - 100.0, 7)
 
 
 def test_a_window_without_any_timed_update_has_no_speed(time: Time) -> None:
@@ -227,12 +250,12 @@ class Late(Meter):
     arrived = False
     waited = 0
 
-    def _copy(self, row: Row, values: list[Tensor]) -> Any:
+    def _sent(self, values: list[Tensor]) -> Arriving:
         def wait() -> None:
             self.waited += 1
 
         event: Any = SimpleNamespace(query=lambda: self.arrived, synchronize=wait)
-        return module._Pending(row, torch.stack(values), event)
+        return Arriving(torch.stack(values), event)
 
 
 def test_a_row_is_written_when_its_numbers_have_come_and_in_order() -> None:

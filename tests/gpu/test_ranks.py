@@ -1,4 +1,4 @@
-"""Ranks on GPUs: the same curve over NCCL, and the stopwatch on the device's own timeline."""
+"""Ranks on GPUs: the same curve over NCCL."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from runner.base.stopwatch import DeviceStopwatch
 
 pytestmark = pytest.mark.gpu
 GPT = (
@@ -45,28 +43,3 @@ def test_one_gpu_is_a_world_of_size_one_of_every_strategy(tmp_path: Path) -> Non
     for number, strategy in enumerate(("ddp", "fsdp", "pipeline", "auto")):
         words = f"parallelism={strategy}" + (" parallelism.world_size=1" if strategy != "auto" else "")
         assert curve(tmp_path, f"same{number}", words) == pytest.approx(one, rel=1e-6)
-
-
-def test_the_stopwatch_tells_what_the_device_did_without_waiting_for_it() -> None:
-    device = torch.device("cuda")
-    watch = DeviceStopwatch(device)
-    matrix = torch.randn(4096, 4096, device=device)
-    for update in range(1, 4):
-        watch.start()
-        for _ in range(20):
-            matrix = (matrix @ matrix).clamp(-1, 1)
-        watch.lap("forward")
-        matrix = matrix + 1
-        watch.lap("backward")
-        watch.stop(update)
-    torch.cuda.synchronize()
-    watch.start()
-    watch.stop(4)
-    assert watch.last is not None
-    assert watch.last.update >= 3
-    torch.cuda.synchronize()
-    watch.start()
-    watch.stop(5)
-    assert watch.last.update >= 3
-    seconds = watch.last.seconds
-    assert set(seconds) == {"data", "forward", "backward", "optimizer", "wait"}

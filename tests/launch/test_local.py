@@ -39,6 +39,13 @@ from runner.launch.local import Ending, as_error
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder with a short name: those of sockets, which data workers make in it, have 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        yield Path(name)
+
+
 @pytest.fixture(autouse=True)
 def _nobody_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test here ends without processes or folders of its ranks, or fails."""
@@ -614,7 +621,7 @@ def test_a_system_that_has_no_room_for_all_ranks_is_left_with_none(
 
 def test_a_missing_temporary_folder_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    with pytest.raises(AccelRunError, match="where the ranks meet cannot be made: No such file") as caught:
+    with pytest.raises(AccelRunError, match="the processes of a run share cannot be made: No such file") as caught:
         run_ranks(lambda member: (0, None))
     assert caught.value.exit_code == Exit.CANNOT_CREATE
 

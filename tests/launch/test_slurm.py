@@ -107,10 +107,17 @@ def test_every_rank_runs_the_same_command_with_a_name_and_without_the_launcher(c
     assert {"--open-mode=append", "--kill-on-bad-exit=0", "--wait=120"} <= set(given)
     begin = given.index(sys.executable)
     assert given[begin + 1 : begin + 4] == ["-m", "runner", "train"]
-    *words, name = given[begin + 4 :]
+    *words, name, grace = given[begin + 4 :]
     assert words == ["optimizer.lr=0.5", "task.size=tiny", "output_root=my runs", "launcher=local"]
+    assert grace == "checkpoint.grace_s=120", "the warning comes so long before the end"
     assert name.startswith("run=gpt-"), "the job is queued again under the name it began with"
     assert (cluster / "my runs" / name.removeprefix("run=") / "slurm").is_dir()
+
+
+def test_the_time_that_the_user_names_is_not_changed(cluster: Path) -> None:
+    launch("launcher=slurm", "launcher.signal_s=300", "run=a", "checkpoint.grace_s=40")
+    given = run_script(cluster, 0)[1]
+    assert [word for word in given if word.startswith("checkpoint.")] == ["checkpoint.grace_s=40"]
 
 
 def test_srun_is_told_the_cores_which_it_does_not_take_from_the_job(cluster: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import inspect
 import io
 import itertools
+import json
 import stat
 import subprocess
 import sys
@@ -18,10 +19,15 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from runner.base.errors import ConfigError
+from runner.observe import earlier
 from runner.observe import monitor as module
-from runner.observe.monitor import COLUMNS, MONITORS, Monitor, NoMonitor, as_line
+from runner.observe.earlier import sums_beside
+from runner.observe.machine import Host
+from runner.observe.monitor import COLUMNS, MONITORS, Monitor, NoMonitor, Summary, as_line, read_samples
 from runner.observe.nvml import Nvml
-from tests.nvml_stub import PAIR, ROOT, T4, NvmlStub, build_stub
+from runner.observe.samples import Part, read_rows
+from tests.nvml_stub import PAIR, ROOT, SLICED, T4, NvmlStub, build_stub
 
 WATCH = """
 import json, os, pathlib, time
@@ -67,14 +73,22 @@ def test_a_t4_is_in_the_file_the_metrics_and_the_line(nvml_stub: NvmlStub) -> No
     assert float(row.pop("timestamp")) == pytest.approx(time.time(), abs=60)
     assert 0 <= float(row.pop("cpu_percent")) <= 100
     assert 0 < float(row.pop("ram_percent")) <= 100
+    assert 0 < float(row.pop("span_s")) < 5
+    assert float(row.pop("process_memory_gib")) > 0
+    for name in ("process_cpu_percent", "disk_free_gib", "disk_read_mb_s", "disk_write_mb_s", "other_memory_gib"):
+        del row[name]
     assert row == {
         "phase": "train", "device": "gpu0", "uuid": T4["0.uuid"], "util_percent": "85", "memory_used_gib": "8",
-        "memory_total_gib": "15", "temperature_c": "61", "power_w": "54.321", "clock_mhz": "1590",
+        "memory_total_gib": "15", "temperature_c": "61", "power_w": "54.321", "clock_mhz": "1590", "name": "Tesla T4",
+        "memory_util_percent": "40", "memory_reserved_gib": "0.391", "memory_free_gib": "6.609",
+        "temperature_limit_c": "93", "power_limit_w": "70", "energy_j": "1234", "memory_clock_mhz": "5000",
+        "throttle_reasons": "4", "pcie_generation": "3", "pcie_width": "16", "pcie_rx_mb_s": "120",
+        "pcie_tx_mb_s": "30", "ecc_corrected": "0", "ecc_uncorrected": "0", "other_processes": row["other_processes"],
     }  # fmt: skip
     assert (seen["latest"]["gpu0/util"], seen["latest"]["gpu0/memory_gib"]) == (85.0, 8.0)
     assert {"cpu/percent", "ram/percent", "process/cpu_percent", "process/memory_gib"} < set(seen["latest"])
     assert seen["line"].startswith("GPU: 8.0/15.0GB (53%) | Util: 85% | CPU: ")
-    assert seen["notes"] == []
+    assert [note for note in seen["notes"] if "is also used by" not in note and "power limit" not in note] == []
 
 
 def test_each_gpu_has_its_row_in_the_order_asked_for(nvml_stub: NvmlStub) -> None:
@@ -93,6 +107,15 @@ def test_only_visible_gpus_are_watched(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(WATCH, PAIR, CUDA_VISIBLE_DEVICES="GPU-3070")
 
     assert {row["uuid"] for row in rows_of(seen["csv"])} == {PAIR["1.uuid"]}
+
+
+@pytest.mark.parametrize("name", [f"MIG-{SLICED['0.uuid']}/2/0", "MIG-0000bbbb"])
+def test_an_instance_of_a_gpu_is_watched_by_either_of_its_names(nvml_stub: NvmlStub, name: str) -> None:
+    row = rows_of(nvml_stub.run(WATCH, SLICED, CUDA_VISIBLE_DEVICES=name)["csv"])[0]
+
+    assert (row["device"], row["uuid"]) == ("gpu0", SLICED["0.mig.1.uuid"])
+    assert row["memory_total_gib"] == "39.25"
+    assert row["util_percent"] == "", "an instance does not tell"
 
 
 def test_a_missing_reading_is_an_empty_cell_and_never_0(nvml_stub: NvmlStub) -> None:
@@ -127,6 +150,7 @@ def test_the_line_reads_as_promised() -> None:
 
     assert as_line(sample) == "GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%"
     assert as_line(machine) == "CPU: 45.3% | RAM: 67.2%"
+    assert as_line(sample, num_gpus=2).startswith("GPU0: "), "the other one is lost, and still counts"
 
 
 def test_samples_come_at_the_interval_without_drift(tmp_path: Path) -> None:
@@ -190,7 +214,7 @@ def test_a_monitor_that_fails_inside_is_a_note_and_not_an_error(monkeypatch: pyt
     with Monitor(None, 0.01) as monitor:
         assert wait_for(lambda: monitor.notes)
 
-    assert monitor.notes == ("monitor stopped: ValueError: nobody expects this",)
+    assert monitor.notes == ("the monitor stopped: ValueError: nobody expects this",)
     assert monitor.latest() == {}
 
 
@@ -224,7 +248,8 @@ def test_starting_and_stopping_twice_leaves_no_thread() -> None:
 
 
 def test_the_children_of_the_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module._Sampler, "REFRESH", 1)
+    monkeypatch.setattr(Host, "SELDOM_S", 0.0)
+    monkeypatch.setattr(Host, "SEARCH_SHARE", 1.0)
     hungry = "import sys; held = bytearray(b'x') * (200 << 20); print('up', flush=True); sys.stdin.read()"
 
     with Monitor(None, 0.02) as monitor:
@@ -242,7 +267,8 @@ def test_off_has_the_same_verbs() -> None:
         monitor.enter_phase("train")
 
     assert type(monitor) is NoMonitor
-    assert (monitor.latest(), monitor.line(), monitor.notes) == ({}, "", ())
+    assert (monitor.latest(), monitor.line(), monitor.notes, monitor.news()) == ({}, "", (), ())
+    assert monitor.summary() == Summary()
     public = {name for name in vars(Monitor) if not name.startswith("_")}
     assert public <= set(vars(NoMonitor))
 
@@ -265,3 +291,365 @@ def test_watching_does_not_import_torch(nvml_stub: NvmlStub) -> None:
         nvml_stub.run("import json, sys, runner.observe.monitor; print(json.dumps('torch' in sys.modules))", None)
         is False
     )
+
+
+@pytest.mark.parametrize("interval_s", [0, -1, float("nan"), float("inf"), 1e-9, 3601, "one"])
+def test_an_interval_that_cannot_be_is_answered_in_words(interval_s: Any) -> None:
+    with pytest.raises(ConfigError, match=r"a number of seconds from 0\.01 to 3600, but is"):
+        Monitor(None, interval_s)
+
+
+OLD = (
+    "timestamp,phase,device,uuid,util_percent,memory_used_gib,memory_total_gib,temperature_c,power_w,clock_mhz,"
+    "cpu_percent,ram_percent"
+)
+
+
+def test_a_file_of_an_older_version_goes_on_with_its_columns_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.csv"
+    path.write_text(f"{OLD}\n100.0,train,cpu,,,,,,,,12.5,50\n101.0,train,cpu,,,,,,,,37.5,50\n")
+    with Monitor(path, 0.01) as monitor:
+        assert wait_for(monitor.latest)
+    lines = path.read_text().splitlines()
+
+    assert {line.count(",") for line in lines} == {11}
+    assert len(lines) > 3
+    (note,) = [note for note in monitor.notes if "columns" in note]
+    assert "goes on with the 12 columns" in note
+    assert "move it away" in note
+    assert monitor.summary().phases["train"].metrics["cpu/percent"].max == 37.5, "the earlier rows count too"
+
+
+def test_a_file_that_is_not_the_monitors_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.csv"
+    path.write_text("my,own,table\n1,2,3\n")
+    with Monitor(path, 0.01) as monitor:
+        assert wait_for(monitor.latest)
+
+    assert path.read_text() == "my,own,table\n1,2,3\n"
+    assert [note for note in monitor.notes if "no table of the monitor's" in note]
+
+
+def test_the_summary_is_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.csv"
+    with Monitor(path, 0.01) as monitor:
+        monitor.enter_phase("one")
+        assert wait_for(lambda: "one" in monitor.summary().phases and monitor.summary().whole.samples > 3)
+        monitor.enter_phase("two, or three")
+        assert wait_for(lambda: "two, or three" in monitor.summary().phases)
+    mine, read = monitor.summary().whole, Summary.of(read_samples(path))
+
+    assert (mine.samples, mine.seconds) == (read.whole.samples, pytest.approx(read.whole.seconds, abs=0.01))
+    assert {"one", "two  or three"} <= set(read.phases)
+    for name, own in mine.metrics.items():
+        assert read.whole.metrics[name].mean == pytest.approx(own.mean, abs=0.06, rel=0.01), name
+    assert sum(part.samples for part in read.phases.values()) == read.whole.samples
+
+
+LOSE = """
+import json, pathlib, os, time
+from runner.observe.monitor import Monitor
+state, path = pathlib.Path(os.environ["NVML_STUB"]), pathlib.Path("gpu.csv")
+path.unlink(missing_ok=True)
+def wait(for_what):
+    until = time.monotonic() + 20
+    while not for_what() and time.monotonic() < until:
+        time.sleep(0.01)
+monitor = Monitor(path, 0.02)
+with monitor:
+    wait(monitor.latest)
+    state.write_text(state.read_text() + "1.err.all=15\\n")
+    wait(lambda: monitor.notes)
+    rows = len(path.read_text().splitlines())
+    wait(lambda: len(path.read_text().splitlines()) > rows + 6)
+print(json.dumps({"csv": path.read_text(), "notes": monitor.notes, "latest": dict(monitor.latest())}))
+"""
+
+
+def test_after_a_gpu_is_lost_its_cells_are_empty_and_the_others_go_on(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(LOSE, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    rows = rows_of(seen["csv"])
+
+    (note,) = seen["notes"]
+    assert note.startswith("gpu1 (NVIDIA GeForce RTX 3070) is lost: it has fallen off the bus")
+    assert rows[1]["util_percent"] == "40"
+    assert rows[-1]["device"] == "gpu1"
+    measured = [name for name in rows[-1] if name.endswith(("_gib", "_percent", "_c", "_w", "_mhz"))]
+    of_gpu = [name for name in measured if not name.startswith(("cpu", "ram", "process", "disk"))]
+    assert {rows[-1][name] for name in of_gpu} == {""}
+    assert rows[-2]["util_percent"] == "90"
+    assert not [name for name in seen["latest"] if name.startswith("gpu1/")]
+
+
+def test_each_device_has_a_row_per_interval_of_the_run(nvml_stub: NvmlStub) -> None:
+    code = """
+import json, pathlib, time
+from runner.observe.monitor import Monitor
+path = pathlib.Path("gpu.csv")
+path.unlink(missing_ok=True)
+began = time.monotonic()
+with Monitor(path, 0.1):
+    time.sleep(3.0)
+passed = time.monotonic() - began
+print(json.dumps([passed / 0.1, [line.split(",")[2] for line in path.read_text().splitlines()[1:]]]))
+"""
+    passed, devices = nvml_stub.run(code, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID")
+
+    for name in ("gpu0", "gpu1"):
+        assert devices.count(name) >= passed - 2, "in intervals: d seconds at one second have d - 2 rows"
+
+
+def test_the_last_moments_of_a_run_count(tmp_path: Path) -> None:
+    with Monitor(None, 60.0) as monitor:
+        assert wait_for(monitor.latest)
+        time.sleep(0.4)
+    whole = monitor.summary().whole
+
+    assert whole.samples == 2
+    assert whole.seconds > 0.4
+
+
+def test_a_child_that_is_forked_while_it_watches_does_not_watch(nvml_stub: NvmlStub) -> None:
+    code = """
+import json, os, threading, time
+from runner.observe.monitor import Monitor
+with Monitor(None, 0.01) as monitor:
+    while not monitor.latest():
+        time.sleep(0.01)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        before = monitor.latest()
+        monitor.start()
+        time.sleep(0.1)
+        monitor.stop()
+        known = [threading.active_count(), monitor.latest() is before, monitor.summary().whole.samples]
+        os.write(write, json.dumps(known).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    alive = monitor.latest()
+    while monitor.latest() is alive:
+        time.sleep(0.01)
+print(os.read(read, 1000).decode())
+"""
+    assert nvml_stub.run(code, T4) == [1, True, 0]
+
+
+USERS = """
+import json, os, pathlib, time
+from runner.observe import machine
+from runner.observe.monitor import Monitor
+state = pathlib.Path(os.environ["NVML_STUB"])
+mine = os.environ.get("MINE", "yes") == "yes"
+others = [os.getppid(), 1]
+ours = [os.getpid()] if mine else []
+listed = ",".join(f"{pid}:{(n + 1) << 30}" for n, pid in enumerate([*others, *ours, *range(4000000, 4000007)]))
+state.write_text(state.read_text() + f"0.processes={listed}\\n")
+machine._FIRST_PID_NAMESPACE = None  # as in a container
+with Monitor(None, 0.02) as monitor:
+    while not monitor.users():
+        time.sleep(0.01)
+    time.sleep(0.1)
+users = [[user.pid, user.name, user.memory_gib, user.is_ours] for user in monitor.users()["gpu0"]]
+print(json.dumps({"users": users, "mine": os.getpid(), "parent": os.getppid(), "notes": monitor.notes,
+                  "latest": dict(monitor.latest())}))
+"""
+
+
+def test_who_uses_a_gpu_is_told_from_this_run(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(USERS, T4 | {"0.throttle": 0})
+    by_pid = {pid: rest for pid, *rest in seen["users"]}
+
+    assert len(by_pid) == 10
+    assert by_pid[seen["mine"]][1:] == [3.0, True]
+    assert by_pid[seen["parent"]][2] is False
+    assert by_pid[4000000][0] == "", "a process that /proc does not know has no name"
+    assert seen["latest"]["gpu0/other_processes"] == 9
+    (note,) = seen["notes"]
+    assert note.startswith("gpu0 (Tesla T4) is also used by 9 other processes: unknown (pid 4000006, 10.0 GiB)")
+    assert note.endswith(", 6 more")
+
+
+def test_a_child_that_began_after_the_last_search_is_this_runs(nvml_stub: NvmlStub) -> None:
+    code = """
+import json, os, pathlib, subprocess, sys
+from runner.observe import machine
+from runner.observe.nvml import open_nvml
+state = pathlib.Path(os.environ["NVML_STUB"])
+host = machine.Host()
+host.sample()
+# a child of a child, as a data worker of a rank is
+code = "import subprocess, sys; p = subprocess.Popen(['cat'], stdin=0); print(p.pid, flush=True); p.wait()"
+child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+pid = int(child.stdout.readline())
+state.write_text(state.read_text() + f"0.processes={os.getpid()}:1,{pid}:1,{os.getppid()}:1\\n")
+with open_nvml() as nvml:
+    gpus = machine.Gpus(nvml, nvml.gpus, host.family)
+    gpus.sample()
+print(json.dumps([pid in host.family.pids, [user.is_ours for user in gpus.users[0]]]))
+child.communicate(b"")
+"""
+    assert nvml_stub.run(code, T4) == [False, [True, True, False]]
+
+
+def test_numbers_of_another_namespace_are_nobodys(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(USERS, T4 | {"0.throttle": 0}, MINE="no")
+
+    assert {ours for *_, ours in seen["users"]} == {None}
+    assert seen["notes"] == []
+    assert "gpu0/other_processes" not in seen["latest"]
+
+
+def test_of_two_gpus_the_driver_waits_for_one_at_a_time(nvml_stub: NvmlStub) -> None:
+    code = """
+import json
+from runner.observe.machine import Gpus, Host
+from runner.observe.nvml import open_nvml
+Gpus.TURN_S = 0.0
+with open_nvml() as nvml:
+    machine = Gpus(nvml, nvml.gpus, Host().family)
+    print(json.dumps([[sorted(name for name in machine.sample() if "pcie_rx" in name), sorted(machine.held())]
+                      for _ in range(3)]))
+"""
+    rates = {f"{gpu}.pcie_{way}": 1000 for gpu in (0, 1) for way in ("rx", "tx")}
+    both = [f"gpu{gpu}/pcie_{way}_mb_s" for gpu in (0, 1) for way in ("rx", "tx")]
+    assert nvml_stub.run(code, PAIR | rates) == [
+        [["gpu0/pcie_rx_mb_s"], both[:2]], [["gpu1/pcie_rx_mb_s"], both], [["gpu0/pcie_rx_mb_s"], both],
+    ]  # fmt: skip
+
+
+HANG = """
+import json, os, pathlib, time
+from runner.observe import earlier
+from runner.observe import monitor as module
+from runner.observe.earlier import sums_beside
+from runner.observe.monitor import Monitor
+module.PATIENCE_S, module.OLD_S = 0.1, 0.3
+state, path = pathlib.Path(os.environ["NVML_STUB"]), pathlib.Path("gpu.csv")
+path.unlink(missing_ok=True)
+def wait(for_what):
+    until = time.monotonic() + 20
+    while not for_what() and time.monotonic() < until:
+        time.sleep(0.01)
+with Monitor(path, 0.02) as monitor:
+    wait(lambda: "gpu0/util" in monitor.latest())
+    monitor.news()
+    fresh = state.with_suffix(".new")
+    fresh.write_text(state.read_text() + "0.pcie_wait_ms=60000\\n")
+    fresh.replace(state)
+    wait(lambda: any("has not answered" in note for note in monitor.notes))
+    rows = len(path.read_text().splitlines())
+    wait(lambda: len(path.read_text().splitlines()) > rows + 5)
+    seen = [dict(monitor.row()), monitor.line(), [notice.text for notice in monitor.news()], bool(monitor.users())]
+    begin = time.monotonic()
+print(json.dumps([*seen, time.monotonic() - begin, path.read_text()]), flush=True)
+os._exit(0)  # the driver sleeps for a minute
+"""
+
+
+def test_a_driver_that_hangs_leaves_no_old_readings_and_cpu_and_ram_go_on(nvml_stub: NvmlStub) -> None:
+    readings, line, news, has_users, stopped_s, table = nvml_stub.run(HANG, T4 | {"0.processes": ""})
+    last = rows_of(table)[-1]
+
+    assert not [name for name in readings if name.startswith("gpu")]
+    assert readings["ram/percent"] > 0
+    assert line.startswith("CPU: ")
+    assert [text for text in news if "has not answered" in text] == [
+        text for text in news if "its readings are absent until it does" in text
+    ]
+    assert len([text for text in news if "has not answered" in text]) == 1, "said once"
+    assert not has_users
+    assert stopped_s < 2.5
+    assert (last["device"], last["util_percent"]) == ("gpu0", "")
+    assert float(last["ram_percent"]) > 0
+
+
+def test_a_driver_that_hangs_when_it_is_opened_leaves_cpu_and_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(module, "OPEN_S", 0.1)
+    monkeypatch.setattr(module, "OLD_S", 0.2)
+    monkeypatch.setattr(module, "open_nvml", lambda: release.wait(20) and Nvml())
+    with Monitor(None, 0.02) as monitor:
+        assert wait_for(lambda: "ram/percent" in monitor.latest())
+        assert wait_for(lambda: any("the GPUs are not watched" in note for note in monitor.notes))
+        release.set()
+    assert wait_for(lambda: all(thread.name != "accel-run NVML" for thread in threading.enumerate()))
+
+
+def test_readings_of_a_sampler_that_stands_still_are_absent_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, release = threading.Event(), threading.Event()
+    real = Host.sample
+
+    def sample(self: Host) -> dict[str, float]:
+        if stuck.is_set():
+            release.wait(20)
+        return real(self)
+
+    monkeypatch.setattr(Host, "sample", sample)
+    monkeypatch.setattr(module, "OLD_S", 0.1)
+    with Monitor(None, 0.02) as monitor:
+        assert wait_for(monitor.latest)
+        stuck.set()
+        assert wait_for(lambda: not monitor.latest() and not monitor.row() and not monitor.line())
+        told = [notice for _ in range(15) for notice in (time.sleep(0.1), monitor.news())[1]]
+        release.set()
+        assert wait_for(monitor.latest)
+
+    assert len([notice for notice in told if "has not been sampled" in notice.text]) == 1
+
+
+def ended(path: Path, samples: int = 3) -> Monitor:
+    """Return a monitor that has watched, and leave monitor.json as an orderly end does."""
+    with Monitor(path, 0.01) as monitor:
+        monitor.enter_phase("train")
+        assert wait_for(lambda: monitor.summary().phases.get("train", Part()).samples >= samples)
+    sums_beside(path).write_text(json.dumps(monitor.summary().to_json()))
+    return monitor
+
+
+def test_a_run_that_goes_on_sums_up_both_parts_and_reads_no_row_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gpu.csv"
+    first = ended(path)
+    read: list[int] = []
+    monkeypatch.setattr(earlier, "read_rows", lambda path, rows: read.append(len(rows)) or read_rows(path, rows))
+    second = ended(path)
+    assert read == [], "the sums of the first part were there"
+    text = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*text, f"{time.time():.3f}{text[-1][text[-1].index(',') :]}"]))  # of a run that was killed
+    third = ended(path)
+    assert read == [2], "its head, and the row that nobody had counted"
+
+    whole = third.summary().whole
+    assert whole.samples == len(read_samples(path)) > second.summary().whole.samples > first.summary().whole.samples
+    assert whole.seconds == pytest.approx(Summary.of(read_samples(path)).whole.seconds, abs=0.02)
+
+
+def test_the_end_never_passes_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpu.csv"
+    ended(path)
+    sums_beside(path).unlink()
+    text = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([text[0], *(f"{n}.000{text[1][text[1].index(',') :]}" for n in range(20_000))]))
+    monkeypatch.setattr(earlier, "SHARE", 1e-4)
+    with Monitor(path, 0.01) as monitor:
+        assert wait_for(monitor.latest)
+        begin = time.monotonic()
+    summary = monitor.summary()
+
+    assert time.monotonic() - begin < 2.5
+    assert summary.covered is None, "whoever goes on reads it all"
+    assert "not summed up here" in summary.notes[-1]
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"phases": {"train": 3}}', '{"phases": {}, "covered": {"bytes": 9}}']
+)
+def test_sums_that_do_not_fit_are_not_trusted(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "gpu.csv"
+    ended(path)
+    sums_beside(path).write_text(damage)
+    monitor = ended(path)
+
+    assert monitor.summary().whole.samples == len(read_samples(path))

@@ -22,7 +22,7 @@ import psutil
 import pytest
 import yaml
 
-from runner.base.errors import AccelRunError
+from runner.base.errors import MissingPackage
 from runner.base.schema import read_functions
 from runner.observe import tracker_process, trackers
 from runner.observe.trackers import TRACKERS, Tracker
@@ -92,12 +92,12 @@ def next_second() -> None:
     time.sleep(1.01 - time.time() % 1)
 
 
-def offline_rows(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
+def offline_rows(run_dir: Path, folders: str = "offline-run-*") -> list[tuple[int, dict[str, Any]]]:
     """Return (step, row) of all offline folders, in the order of their names, which is that of time."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []
-    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
+    for path in sorted(run_dir.glob(f"wandb/{folders}/*.wandb")):
         for data in tracker_process._records(path.read_bytes()):
             record = Record.FromString(data)
             if record.HasField("history"):
@@ -255,9 +255,13 @@ def test_a_killed_run_leaves_its_rows_and_no_process(tmp_path: Path) -> None:
 
 
 class Server:
-    """As much of a wandb server as one run needs; keeps the rows it was sent."""
+    """As much of a wandb server as one run needs; keeps the rows it was sent.
 
-    def __init__(self, status: int = 200) -> None:
+    delay_s    seconds before each answer
+    lives_for  requests, after which it hangs up without a word; None: for ever
+    """
+
+    def __init__(self, status: int = 200, *, delay_s: float = 0.0, lives_for: int | None = None) -> None:
         self.history: list[str] = []
         self.requests = 0
         outer = self
@@ -268,6 +272,10 @@ class Server:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
                 outer.requests += 1
+                if lives_for is not None and outer.requests > lives_for:
+                    self.close_connection = True
+                    return
+                time.sleep(delay_s)
                 answer = json.dumps(outer.answer(self.path, body)).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(answer)))
@@ -367,6 +375,29 @@ def test_a_network_that_swallows_everything_costs_no_time_and_no_rows(
     held = [step for step, _ in offline_rows(tmp_path / "run")]
     assert len(held) + tracker.num_dropped == 100
     assert held == list(range(len(held)))
+
+
+@pytest.mark.parametrize("does", [{"status": 500}, {"delay_s": 1.0}, {"lives_for": 0}, {"lives_for": 6}], ids=str)
+def test_a_server_that_fails_is_slow_or_dies_loses_and_doubles_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: dict[str, Any]
+) -> None:
+    with Server(**does) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        tracker = make(tmp_path)
+        assert timed(tracker.start) < 0.2
+        assert log_all(tracker, rows(0, 60)) < 0.2
+        time.sleep(2.0)  # somewhere in what it does
+        assert log_all(tracker, rows(60, 100)) < 0.2
+        assert timed(tracker.finish, 5.0) < 6.0
+        sent = server.updates
+    assert server.requests > 0
+    held = [
+        step for step, _ in offline_rows(tmp_path / "run", "*run-*")
+    ]  # online, too: `wandb sync` takes it from there
+    assert held == list(range(len(held)))
+    assert len(held) + tracker.num_dropped == 100
+    assert sent == list(range(len(sent)))
 
 
 # A wandb that does whatever is asked of it
@@ -578,7 +609,7 @@ def test_rows_of_a_tracker_that_was_never_started_are_counted(tmp_path: Path) ->
 
 def test_without_tensorboard_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(AccelRunError, match="pip install tensorboard"):
+    with pytest.raises(MissingPackage, match="pip install tensorboard"):
         TRACKERS["tensorboard"](tmp_path / "run", "a run", {}, None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ class OtherNvml(Nvml):
         super().__init__(why_not="" if gpus else "no driver")
         self.gpus, self.cuda_version, self.driver_version = tuple(gpus), cuda_version, "580.0"
 
-    def read(self, gpu: Gpu) -> dict[str, float | None]:
-        return super().read(gpu) | {"memory_free_bytes": GIB}
+    def read(self, gpu: Gpu, names: Collection[str] | None = None) -> dict[str, float | None]:
+        return super().read(gpu, names) | {"memory_free_bytes": GIB}
 
 
 # The driver counts by bus: the slow card first. CUDA counts the fast one first.

@@ -39,14 +39,23 @@ def test_a_t4_is_seen_with_its_facts_readings_and_processes(nvml_stub: NvmlStub)
     assert facts["mig"] is None, "a T4 does not know MIG"
     assert reading == {
         "util_percent": 85,
+        "memory_util_percent": 40,
         "memory_used_bytes": 8 * GIB,
+        "memory_reserved_bytes": 400 * MIB,
         "memory_total_bytes": 15360 * MIB,
         "memory_free_bytes": (15360 - 8192 - 400) * MIB,
         "temperature_c": 61.0,
+        "temperature_limit_c": 93.0,
         "power_w": 54.321,
+        "power_limit_w": 70.0,
         "sm_clock_mhz": 1590,
+        "memory_clock_mhz": 5000,
         "throttle_reasons": 4,
         "energy_j": 1234.0,
+        "pcie_generation": 3,
+        "pcie_width": 16,
+        "ecc_corrected": 0,
+        "ecc_uncorrected": 0,
     }
     assert slowed_by(reading["throttle_reasons"]) == ("power limit",)
     assert seen["processes"] == [[[4242, GIB], [77, None]]]
@@ -57,6 +66,10 @@ def test_an_older_driver_gives_the_same_readings_by_its_older_calls(nvml_stub: N
 
     assert old["readings"][0].pop("memory_used_bytes") == 8 * GIB + 400 * MIB, "it counts what it reserves as used"
     assert new["readings"][0].pop("memory_used_bytes") == 8 * GIB
+    assert (old["readings"][0].pop("memory_reserved_bytes"), new["readings"][0].pop("memory_reserved_bytes")) == (
+        None,
+        400 * MIB,
+    )
     assert old == new
 
 
@@ -85,16 +98,17 @@ def test_without_nvml_there_is_a_reason_and_no_gpu(nvml_stub: NvmlStub, state: A
     assert seen["gpus"] == []
 
 
-@pytest.mark.parametrize("code", [2, 3, 4, 15, 999])
+@pytest.mark.parametrize("code", [2, 3, 4, 999])
 def test_a_missing_reading_is_none_and_leaves_the_others(nvml_stub: NvmlStub, code: int) -> None:
-    broken: State = PAIR | dict.fromkeys(
-        [f"1.err.{name}" for name in ("power", "util", "memory_used", "processes")], code
+    broken: State = T4 | dict.fromkeys(
+        [f"0.err.{name}" for name in ("power", "util", "memory_used", "processes")], code
     )
-    healthy, reading = nvml_stub.run(LOOK, broken)["readings"]
+    (healthy,), (reading,) = nvml_stub.run(LOOK, T4)["readings"], nvml_stub.run(LOOK, broken)["readings"]
 
     assert None not in healthy.values()
     assert {name for name, value in reading.items() if value is None} == {
-        "power_w", "util_percent", "memory_used_bytes", "memory_total_bytes", "memory_free_bytes",
+        "power_w", "util_percent", "memory_util_percent", "memory_used_bytes", "memory_reserved_bytes",
+        "memory_total_bytes", "memory_free_bytes",
     }  # fmt: skip
 
 
@@ -111,6 +125,54 @@ def test_a_lost_gpu_is_named_and_leaves_the_others(nvml_stub: NvmlStub) -> None:
     assert [facts["name"] for facts in seen["gpus"]] == ["NVIDIA GeForce RTX 3070"]
 
 
+def test_a_gpu_that_is_lost_on_the_way_is_not_asked_again(nvml_stub: NvmlStub) -> None:
+    code = """
+import json, os, pathlib
+from runner.observe.nvml import open_nvml
+with open_nvml() as nvml:
+    gpu = nvml.gpus[0]
+    state = pathlib.Path(os.environ["NVML_STUB"])
+    well, text = nvml.read(gpu), state.read_text()
+    state.write_text(text + "0.err.power=15\\n")
+    nvml.read(gpu)
+    state.write_text(text)
+    print(json.dumps([well["util_percent"], nvml.read(gpu)["util_percent"], list(nvml.lost.values())]))
+"""
+    before, after, why = nvml_stub.run(code, T4)
+
+    assert (before, after) == (85, None)
+    assert why[0].startswith("it has fallen off the bus")
+
+
+def test_what_a_user_may_not_read_is_named(nvml_stub: NvmlStub) -> None:
+    code = """
+import json
+from runner.observe.nvml import open_nvml
+with open_nvml() as nvml:
+    nvml.read(nvml.gpus[0])
+    print(json.dumps(sorted(nvml.denied[nvml.gpus[0]])))
+"""
+    assert nvml_stub.run(code, T4 | {"0.err.power": 4, "0.err.util": 3}) == ["power_w"]
+
+
+def test_errors_are_told_once_each_with_their_gpu(nvml_stub: NvmlStub) -> None:
+    code = """
+import json, os, pathlib
+from runner.observe.nvml import open_nvml
+with open_nvml() as nvml:
+    nvml.watch_events(nvml.gpus[1:])
+    state = pathlib.Path(os.environ["NVML_STUB"])
+    told = [nvml.events()]
+    for events in ("0:8:13,1:8:79", "0:8:13,1:8:79,1:2:0,1:64:1"):
+        state.write_text(state.read_text() + f"events={events}\\n")
+        told += [nvml.events(), nvml.events()]
+    print(json.dumps([[(event.gpu.index, event.kind, event.code) for event in each] for each in told]))
+"""
+    assert nvml_stub.run(code, PAIR | {"event_types": 11}) == [
+        [], [[1, "xid", 79]], [], [[1, "ecc uncorrected", 0]], [],
+    ]  # fmt: skip
+
+
 def test_mig_instances_are_found_under_their_gpu(nvml_stub: NvmlStub) -> None:
     (facts,) = nvml_stub.run(LOOK, SLICED)["gpus"]
 
@@ -122,7 +184,9 @@ def test_mig_instances_are_found_under_their_gpu(nvml_stub: NvmlStub) -> None:
 def test_an_absent_nvml_has_the_same_verbs() -> None:
     nvml, stranger = Nvml(why_not="because"), Gpu(0, "GPU-x", "x")
 
-    assert nvml.read(stranger) == {metric.name: None for metric in METRICS}
+    assert nvml.read(stranger) == {metric.name: None for metric in METRICS if metric.pace != "in turn"}
+    assert nvml.events() == []
+    nvml.watch_events([stranger])
     assert nvml.processes(stranger) is None
     assert nvml.find("GPU-x") is None
     nvml.close()
@@ -175,6 +239,12 @@ def test_an_index_between_unlike_gpus_is_said_to_be_a_guess() -> None:
 
 def test_an_entry_that_names_no_gpu_is_pointed_out() -> None:
     assert "'9' names no single GPU" in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,9"}).note
+    for wanted in ("", "-1", "-1,0"):
+        assert visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": wanted}).note == (
+            f"CUDA_VISIBLE_DEVICES={wanted} hides 2 GPUs"
+        )
+    assert visible((), {"CUDA_VISIBLE_DEVICES": ""}).note == "", "there is nothing to hide"
+    assert "hides" not in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,-1"}).note
     assert "twice" in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,0"}).note
 
 

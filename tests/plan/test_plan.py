@@ -113,11 +113,12 @@ AUTO_IS_A_VALUE = {
     "attention",  # torch chooses the kernel at each call
     "backend.threads",  # divides the cores among the ranks of this machine, known when they start
     "checkpoint.every",  # every few minutes
-    "dataloader.start_method",  # the platform's own
     "memory.channels_last",  # looks at the layers of the model
     "evaluate.every",  # ten times in a phase, whose length is known with the data
     "resume",  # goes on where the run stopped, if it did
     "tracker.mode",  # online where there is a key
+    "watchdog.data_s",  # follows the longest wait lately, known while the run goes on
+    "watchdog.update_s",  # the same for updates
 }
 
 

@@ -1,37 +1,67 @@
 // A libnvidia-ml.so.1 that answers from a text file, so that the real pynvml runs on a machine without a GPU.
 //
-// NVML_STUB names the file. It is read again at every call: a test that rewrites it changes the GPUs while they are
-// being watched. Lines are key=value:
+// NVML_STUB names the file. Every call looks whether it has changed: a test that rewrites it changes the GPUs while
+// they are being watched. Lines are key=value:
 //   driver=580.159.03   cuda=13000   count=2   err.init=9
 //   0.name=Tesla T4     0.uuid=GPU-...   0.cc=7.5   0.bus=00000000:00:04.0
 //   0.memory_total=16106127360   0.memory_used=0   0.memory_reserved=0   (bytes)
 //   0.util=85   0.temperature=61   0.power=54321 (mW)   0.sm_clock=1590   0.throttle=4   0.energy=1000 (mJ)
+//   0.memory_util=40   0.temperature_limit=93   0.power_limit=70000 (mW)   0.memory_clock=5000
+//   0.pcie_generation=3   0.pcie_width=16   0.pcie_rx=120 (KB/s)   0.pcie_tx=30   0.pcie_wait_ms=20
+//   0.ecc_corrected=0   0.ecc_uncorrected=0
 //   0.processes=4242:1048576,77:-   0.mig=1   0.mig_max=2   0.mig.0.uuid=MIG-...   0.mig.0.gi=7   0.mig.0.ci=0
 //   1.err.power=3       the reading `power` of GPU 1 fails with NVML's error 3
+//   1.err.all=15        every reading of GPU 1 does: it is lost
+//   events=0:8:79,1:2:0 events since the start, GPU:type:data; each is told once to each set that waits
+//   event_types=11      of all GPUs; without it there are no events
 // A reading without a line is NVML_ERROR_NOT_SUPPORTED. Built with -DOLD_DRIVER, the newer functions do not exist.
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
-enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7 };
+enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10 };
 
 typedef struct { int gpu, instance; } Handle; // instance -1: the whole GPU
 static Handle handles[16][9];
 
-static int look_up(const char *key, char *value, size_t size) {
+// The file as it was read last. A driver answers from memory: reading a file per call would cost more than NVML does.
+static char lines[512][1024];
+static int num_lines;
+static struct stat read_at;
+static pthread_mutex_t reading = PTHREAD_MUTEX_INITIALIZER;
+
+static void read_state(void) {
     const char *path = getenv("NVML_STUB");
-    FILE *file = path ? fopen(path, "r") : NULL;
-    char line[1024];
-    int found = 0;
-    while (file && fgets(line, sizeof line, file)) {
-        char *equals = strchr(line, '=');
-        line[strcspn(line, "\r\n")] = 0;
-        if (!equals || (size_t)(equals - line) != strlen(key) || strncmp(line, key, strlen(key))) continue;
-        snprintf(value, size, "%s", equals + 1);
-        found = 1;
+    struct stat now;
+    if (!path || stat(path, &now)) {
+        num_lines = 0;
+        return;
     }
+    if (now.st_ino == read_at.st_ino && now.st_size == read_at.st_size && now.st_mtim.tv_sec == read_at.st_mtim.tv_sec &&
+        now.st_mtim.tv_nsec == read_at.st_mtim.tv_nsec)
+        return;
+    FILE *file = fopen(path, "r");
+    for (num_lines = 0; file && num_lines < 512 && fgets(lines[num_lines], sizeof *lines, file); num_lines++)
+        lines[num_lines][strcspn(lines[num_lines], "\r\n")] = 0;
     if (file) fclose(file);
+    read_at = now;
+}
+
+static int look_up(const char *key, char *value, size_t size) {
+    size_t length = strlen(key);
+    int found = 0;
+    pthread_mutex_lock(&reading);
+    read_state();
+    for (int i = 0; i < num_lines; i++)
+        if (!strncmp(lines[i], key, length) && lines[i][length] == '=') {
+            snprintf(value, size, "%s", lines[i] + length + 1);
+            found = 1;
+        }
+    pthread_mutex_unlock(&reading);
     return found;
 }
 
@@ -42,6 +72,8 @@ static int text_of(const Handle *h, const char *what, char *value, size_t size) 
     if (h->instance < 0) snprintf(prefix, sizeof prefix, "%d", h->gpu);
     else snprintf(prefix, sizeof prefix, "%d.mig.%d", h->gpu, h->instance);
     snprintf(key, sizeof key, "%s.err.%s", prefix, what);
+    if (look_up(key, code, sizeof code)) return atoi(code);
+    snprintf(key, sizeof key, "%s.err.all", prefix);
     if (look_up(key, code, sizeof code)) return atoi(code);
     snprintf(key, sizeof key, "%s.%s", prefix, what);
     return look_up(key, value, size) ? OK : NOT_SUPPORTED;
@@ -138,7 +170,7 @@ int nvmlDeviceGetMemoryInfo(Handle *h, struct Memory *memory) {
 struct Utilization { unsigned int gpu, memory; };
 
 int nvmlDeviceGetUtilizationRates(Handle *h, struct Utilization *rates) {
-    rates->memory = 0;
+    if (small_number_of(h, "memory_util", &rates->memory)) rates->memory = 0;
     return small_number_of(h, "util", &rates->gpu);
 }
 
@@ -150,7 +182,33 @@ int nvmlDeviceGetTemperature(Handle *h, int sensor, unsigned int *degrees) {
 int nvmlDeviceGetPowerUsage(Handle *h, unsigned int *milliwatts) { return small_number_of(h, "power", milliwatts); }
 
 int nvmlDeviceGetClockInfo(Handle *h, int type, unsigned int *mhz) {
-    return type == 1 ? small_number_of(h, "sm_clock", mhz) : NOT_SUPPORTED;
+    return type == 1 || type == 2 ? small_number_of(h, type == 1 ? "sm_clock" : "memory_clock", mhz) : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetTemperatureThreshold(Handle *h, int kind, unsigned int *degrees) {
+    return kind == 1 ? small_number_of(h, "temperature_limit", degrees) : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetEnforcedPowerLimit(Handle *h, unsigned int *milliwatts) {
+    return small_number_of(h, "power_limit", milliwatts);
+}
+
+int nvmlDeviceGetCurrPcieLinkGeneration(Handle *h, unsigned int *generation) {
+    return small_number_of(h, "pcie_generation", generation);
+}
+
+int nvmlDeviceGetCurrPcieLinkWidth(Handle *h, unsigned int *width) { return small_number_of(h, "pcie_width", width); }
+
+int nvmlDeviceGetPcieThroughput(Handle *h, int counter, unsigned int *kb_per_s) {
+    unsigned int wait_ms = 0;
+    int code = small_number_of(h, counter ? "pcie_rx" : "pcie_tx", kb_per_s);
+    if (!code && !small_number_of(h, "pcie_wait_ms", &wait_ms)) usleep(1000 * wait_ms);
+    return code;
+}
+
+int nvmlDeviceGetTotalEccErrors(Handle *h, int type, int counter, unsigned long long *count) {
+    (void)counter;
+    return number_of(h, type ? "ecc_uncorrected" : "ecc_corrected", count);
 }
 
 int nvmlDeviceGetCurrentClocksThrottleReasons(Handle *h, unsigned long long *bits) {
@@ -233,3 +291,44 @@ int nvmlDeviceGetMigDeviceHandleByIndex(Handle *h, unsigned int index, Handle **
 
 int nvmlDeviceGetGpuInstanceId(Handle *h, unsigned int *id) { return small_number_of(h, "gi", id); }
 int nvmlDeviceGetComputeInstanceId(Handle *h, unsigned int *id) { return small_number_of(h, "ci", id); }
+
+typedef struct { int num_told; unsigned int watched; } EventSet; // a bit per GPU that is registered
+struct Event { Handle *device; unsigned long long type, data; unsigned int gpu_instance, compute_instance; };
+
+int nvmlEventSetCreate(EventSet **set) { return (*set = calloc(1, sizeof **set)) ? OK : INVALID; }
+
+int nvmlEventSetFree(EventSet *set) {
+    free(set);
+    return OK;
+}
+
+int nvmlDeviceGetSupportedEventTypes(Handle *h, unsigned long long *types) {
+    char text[32];
+    if (!h || !look_up("event_types", text, sizeof text)) return NOT_SUPPORTED;
+    *types = strtoull(text, NULL, 10);
+    return OK;
+}
+
+int nvmlDeviceRegisterEvents(Handle *h, unsigned long long types, EventSet *set) {
+    (void)types;
+    if (!h || !set) return INVALID;
+    set->watched |= 1u << h->gpu;
+    return OK;
+}
+
+int nvmlEventSetWait_v2(EventSet *set, struct Event *event, unsigned int timeout_ms) {
+    char text[512], *rest = text;
+    int number = 0;
+    (void)timeout_ms;
+    if (!look_up("events", text, sizeof text)) return TIMEOUT;
+    for (char *item; (item = strsep(&rest, ","));) {
+        unsigned int gpu;
+        unsigned long long type, data;
+        if (sscanf(item, "%u:%llu:%llu", &gpu, &type, &data) != 3 || number++ < set->num_told) continue;
+        set->num_told = number;
+        if (gpu >= 16 || !(set->watched & 1u << gpu)) continue;
+        *event = (struct Event){&handles[gpu][8], type, data, ~0u, ~0u};
+        return OK;
+    }
+    return TIMEOUT;
+}

@@ -1,4 +1,4 @@
-"""What this process started, and what that started in turn: followed, and cleared away at the end (Linux)."""
+"""What a process started, and what that started in turn: followed, and cleared away at the end (Linux)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,34 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 LAST_S = 10.0  # a process that does not die of SIGKILL within this time is left to the system
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Return what `pid` started, and that in turn, and lives: number -> state, such as R, S, D or T (stopped).
+
+    What leads a session of its own, as the process behind a tracker does, is left out with all that it started.
+    """
+    by_parent = _by_parent(_processes())
+    found: dict[int, str] = {}
+    waiting = [pid]
+    while waiting:
+        for process in by_parent.get(waiting.pop(), ()):
+            if process.session != process.pid and process.state != "Z":
+                found[process.pid] = process.state
+                waiting.append(process.pid)
+    return found
+
+
+def state_of(pid: int) -> str:
+    """Return R, S, D, T (stopped by a signal), t (by a debugger), Z or another letter of the system's; "" when gone."""
+    process = _read(Path(f"/proc/{pid}/stat"))
+    return process.state if process else ""
 
 
 def children() -> set[int]:
@@ -57,16 +79,18 @@ class _Process:
     pid: int
     parent: int
     session: int
-    is_zombie: bool
+    state: str
+
+    @property
+    def is_zombie(self) -> bool:
+        return self.state == "Z"
 
 
 def _left(known: Set[int], sessions: Set[int]) -> Iterator[_Process]:
     """Yield what lives of the descendants and sessions; orphans that have ended are reaped, ranks are not."""
-    by_parent: dict[int, list[_Process]] = {}
-    for process in _processes():
-        by_parent.setdefault(process.parent, []).append(process)
-        if process.session in sessions and not process.is_zombie:
-            yield process
+    processes = list(_processes())
+    yield from (process for process in processes if process.session in sessions and not process.is_zombie)
+    by_parent = _by_parent(processes)
     waiting = [process for process in by_parent.get(os.getpid(), ()) if process.pid not in known]
     while waiting:
         process = waiting.pop()
@@ -78,12 +102,28 @@ def _left(known: Set[int], sessions: Set[int]) -> Iterator[_Process]:
                 os.waitpid(process.pid, os.WNOHANG)
 
 
+def _by_parent(processes: Iterable[_Process]) -> dict[int, list[_Process]]:
+    found: dict[int, list[_Process]] = {}
+    for process in processes:
+        found.setdefault(process.parent, []).append(process)
+    return found
+
+
 def _processes() -> Iterator[_Process]:
     """Yield what runs on this machine."""
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            state, parent, _, session, *_ = path.read_text(errors="replace").rpartition(") ")[2].split()
-            yield _Process(int(path.parent.name), int(parent), int(session), state == "Z")
+        process = _read(path)
+        if process is not None:
+            yield process
+
+
+def _read(path: Path) -> _Process | None:
+    """Return the process of a file /proc/PID/stat; None where it has ended."""
+    try:
+        state, parent, _, session, *_ = path.read_text(errors="replace").rpartition(") ")[2].split()
+        return _Process(int(path.parent.name), int(parent), int(session), state)
+    except (OSError, ValueError):
+        return None
 
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h

@@ -1,0 +1,39 @@
+"""The global random generators, which a task may draw from: torch's, numpy's and Python's. They go together."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """The generators of torch, numpy and Python begin the sequence of `seed`."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # the global generator is what a user's task may draw from
+    random.seed(seed)
+
+
+def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the state of every global generator: tensors, and JSON-able rest."""
+    tensors = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    name, keys, *rest = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
+    assert isinstance(keys, np.ndarray)
+    return tensors, {"numpy": [name, keys.tolist(), *rest], "python": [version, list(internal), gauss]}
+
+
+def restore_random_state(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `random_state` returned."""
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["cuda"], device)
+    name, keys, *numbers = rest["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *numbers))
+    version, internal, gauss = rest["python"]
+    random.setstate((version, tuple(internal), gauss))

@@ -1,0 +1,165 @@
+"""Where every thread of a process is, as it is written by faulthandler: also of one that hangs in C."""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.base.places import PACKAGE, shipped
+
+ASK = signal.SIGUSR2
+ANSWER_S = 2.0  # a process that has not answered then does not
+STOPPED = "is stopped (SIGSTOP)"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A call under way."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.line).strip()
+        place = f"{_shortened(self.file)}:{self.line} in {self.function}"
+        return f"{place}: {text}" if text else place
+
+
+def own() -> str:
+    """Return the stacks of all threads of this process; takes no disk."""
+    try:
+        with os.fdopen(os.memfd_create("stacks", os.MFD_CLOEXEC), "rb") as file:
+            faulthandler.dump_traceback(file.fileno(), all_threads=True)
+            file.seek(0)
+            return file.read().decode(errors="replace")
+    except OSError:  # no memory, no descriptor
+        return _as_python_sees_them()
+
+
+def _as_python_sees_them() -> str:
+    main = threading.main_thread().ident or 0
+    parts = []
+    for thread in sorted(sys._current_frames(), key=lambda thread: thread == main):  # the main thread last
+        calls = [f'  File "{call.file}", line {call.line} in {call.function}' for call in frames_here(thread)]
+        parts.append("\n".join([f"Thread 0x{thread:016x} (most recent call first):", *calls]))
+    return "\n\n".join(parts) + "\n"
+
+
+def answer_in(folder: Path) -> None:
+    """Whoever calls it writes its stacks to a file in `folder` whenever it is asked, to the end of its life."""
+    path = folder / f"{_STEM}{os.getpid()}"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    faulthandler.register(ASK, descriptor, all_threads=True)
+
+
+def asked(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
+    """Return the stacks of those of the processes (number -> state) that answer in `folder`, by their numbers.
+
+    One that is stopped, or does not answer, has a word that says so in the place of its stacks.
+    """
+    found: dict[int, str] = {}
+    waiting: dict[int, Path] = {}
+    for pid, state in states.items():
+        path = folder / f"{_STEM}{pid}"
+        if not path.exists():
+            continue
+        if state in "Tt":
+            found[pid] = STOPPED if state == "T" else "is stopped by a debugger"
+        else:
+            path.write_bytes(b"")  # it appends
+            with suppress(ProcessLookupError):
+                os.kill(pid, ASK)
+                waiting[pid] = path
+    limit = time.monotonic() + ANSWER_S
+    before: dict[int, str] = {}
+    while waiting and time.monotonic() < limit:
+        time.sleep(0.05)
+        for pid, path in list(waiting.items()):
+            text = path.read_text(errors="replace")
+            if text and text == before.get(pid):  # all of it is there
+                found[pid] = text
+                del waiting[pid]
+            before[pid] = text
+    return found | {pid: before.get(pid) or "does not answer" for pid in waiting}
+
+
+def main_thread(text: str) -> list[Frame]:
+    """Return the calls of the main thread, the innermost first: the last thread that faulthandler writes."""
+    last = re.split(r"^(?:Current thread|Thread) 0x.*$", text, flags=re.MULTILINE)[-1]
+    return [Frame(file, int(line), function) for file, line, function in _FRAME.findall(last)]
+
+
+def frames_here(thread: int) -> list[Frame]:
+    """Return the calls of a thread of this process, the innermost first."""
+    found, frame = [], sys._current_frames().get(thread)
+    while frame is not None:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def waits_for_ranks(call: Frame) -> bool:
+    """Tell whether the innermost call waits for other ranks, or for a device, where collectives are waited for."""
+    return call.function == "synchronize" or call.file in _FOR_DEVICES or is_collective(call)
+
+
+def is_collective(call: Frame) -> bool:
+    """Tell whether the innermost call is that of a collective."""
+    return "/torch/distributed/" in call.file or call.file.startswith(_OF_RANKS)
+
+
+def is_debugger(file: str) -> bool:
+    """Tell whether a call in this file is that of a debugger."""
+    return Path(file).name in _DEBUGGERS or "/pydevd" in file or "/debugpy/" in file or "/IPython/" in file
+
+
+def own_call(frames: list[Frame]) -> Frame | None:
+    """Return the innermost call in code that is neither ours nor of a library: the user's."""
+    return next((frame for frame in frames if _is_the_users(frame.file)), None)
+
+
+def in_brief(frames: list[Frame], count: int = 3) -> list[str]:
+    """Return the innermost calls, and the user's own, each in a line."""
+    shown = frames[:count]
+    mine = own_call(frames)
+    if mine is not None and mine not in shown:
+        shown = [*shown, mine]
+    return [f"  {frame}" for frame in shown]
+
+
+def together(named: Mapping[str, str]) -> str:
+    """Return the stacks of several processes as one text."""
+    return "\n\n".join(f"==== {name}\n{text.strip()}" for name, text in named.items()) + "\n"
+
+
+def _is_the_users(file: str) -> bool:
+    is_of_a_task = file.startswith(f"{shipped('tasks')}/")
+    return is_of_a_task or not (file.startswith(_LIBRARIES) or file.startswith("<"))
+
+
+def _shortened(file: str) -> str:
+    for folder in (str(PACKAGE.parent), *sorted(_FOLDERS, key=len, reverse=True), str(Path.cwd())):
+        if file.startswith(f"{folder}/"):
+            return file[len(folder) + 1 :]
+    return file
+
+
+_STEM = "stacks-"
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_OF_RANKS = tuple(str(PACKAGE / name) for name in ("distributed/", "base/world.py", "engine/council.py"))
+_FOR_DEVICES = tuple(str(PACKAGE / name) for name in ("axes/precision.py", "base/arriving.py"))
+_DEBUGGERS = {"pdb.py", "bdb.py", "ipdb.py", "pudb.py"}
+_FOLDERS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_LIBRARIES = (f"{PACKAGE}/", *(f"{folder}/" for folder in _FOLDERS))

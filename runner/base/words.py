@@ -1,0 +1,124 @@
+"""Exceptions and lists in words: safe to print, short enough for a screen, and able to leave their process."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of code that was on the way."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception as it can be told in another process.
+
+    kind     name of its class
+    bases    names of the classes it is of
+    message  what it says; a word in brackets where it cannot say anything
+    frames   from the outermost to the line that raised
+    cause    what it was raised from, or while
+    is_from  it was raised from its cause, which is what the program meant to tell
+    parts    of an exception group
+    """
+
+    kind: str
+    bases: tuple[str, ...]
+    message: str
+    frames: tuple[Frame, ...] = ()
+    cause: Raised | None = None
+    is_from: bool = False
+    parts: tuple[Raised, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}".removesuffix(": ")
+
+
+class RaisedElsewhere(Exception):
+    """An exception of another process, handed over as words: its class may not be known here."""
+
+    def __init__(self, raised: Raised) -> None:
+        super().__init__(str(raised))
+        self.raised = raised
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaisedElsewhere, (self.raised,)
+
+
+def raised(error: BaseException, depth: int = 8) -> Raised:
+    """Return the exception in words, with at most `depth` causes."""
+    if isinstance(error, RaisedElsewhere):
+        return error.raised
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return Raised(
+        type(error).__name__,
+        tuple(kind.__name__ for kind in type(error).__mro__),
+        message_of(error),
+        tuple(
+            Frame(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+            for frame in traceback.extract_tb(error.__traceback__)
+        ),
+        raised(before, depth - 1) if before is not None and depth else None,
+        error.__cause__ is not None,
+        tuple(raised(part, depth - 1) for part in parts) if depth else (),
+    )
+
+
+def message_of(error: BaseException) -> str:
+    """Return what the exception says, printable and at most a screen long, also where its __str__ raises."""
+    try:
+        text = str(error)
+    except Exception as second:
+        return f"(its __str__ raises {type(second).__name__})"
+    return on_a_screen(text)
+
+
+def words_of(error: BaseException) -> str:
+    """Return the kind of the exception and the first line of what it says."""
+    return f"{type(error).__name__}: {first_line(message_of(error))}".removesuffix(": ")
+
+
+def first_line(text: str) -> str:
+    """Return the first line that is not empty, or an empty text."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def on_a_screen(text: str) -> str:
+    """Return the text without control characters, in at most 12 lines of at most 400 characters."""
+    lines = printable(text).strip("\n").split("\n")
+    cut = [
+        line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ... ({len(line) - _WIDTH} more characters)" for line in lines
+    ]
+    more = [f"... ({len(lines) - _LINES} more lines)"] if len(lines) > _LINES else []
+    return "\n".join(cut[:_LINES] + more).rstrip()
+
+
+def printable(text: str) -> str:
+    """Return the text without what would move the cursor, color the terminal or hide what comes after it."""
+    plain = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
+    return "".join(char if char == "\n" or char.isprintable() else _escaped(char) for char in plain)
+
+
+def shortened(items: Sequence[object], shown: int = 4, separator: str = ", ") -> str:
+    """Return the first of the items, and how many more there are."""
+    more = f" and {len(items) - shown} more" if len(items) > shown else ""
+    return separator.join(map(str, items[:shown])) + more
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()
+
+
+_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")  # ECMA-48
+_LINES, _WIDTH = 12, 400

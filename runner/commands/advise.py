@@ -1,0 +1,258 @@
+"""`accel-run advise`: what would make a run faster, each thing tried before it is said."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from runner.base.configuration import Request, compose, merge_overrides
+from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
+from runner.base.secret import fit_to_show
+from runner.commands.arguments import read
+
+if TYPE_CHECKING:
+    from runner.durable.directory import RunDirectory
+    from runner.measure.advise import Advice, Known, Tried
+
+HELP = """usage: accel-run advise [run=last|NAME|DIR] [key=value ...] [budget_s=120] [apply=true] [--json]
+
+Finds what limits a finished run, or a task that is not trained yet, and tries what may help: each setting trains in a
+process of its own, in turns with the run as it is. Advice is what was clearly faster, with the gain that was measured
+and its interval: `tried: +34 % [31, 37]`. Runs are read and not changed.
+
+  run=last|NAME|DIR   a finished run: its own evidence, and its settings; other settings are put over them
+  task=NAME, ...      no run: the settings as for train; a short measurement comes first
+  budget_s=120        seconds for all of it, about
+  apply=true          write what was advised as a hardware profile; nothing that changes results is in it
+  profile=NAME        the name of that profile (default: the task's name and _advised)
+  --json              everything as JSON
+
+examples
+  accel-run advise
+  accel-run advise run=first budget_s=300
+  accel-run advise --task ./my_task.py global_batch_size=64
+  accel-run advise task=gpt apply=true
+"""
+
+
+def run(words: list[str]) -> int:
+    """Print the advice."""
+    from runner.measure.advise import advise, as_json
+    from runner.measure.hardware_profile import check_profile, write_profile
+
+    wish = _wish(words)
+    if wish.applies:
+        check_profile(wish.request, wish.profile or f"{compose(wish.request).choices['task'].name}_advised")
+    advice = advise(wish.request, wish.run, wish.budget_s, wish.say)
+    notes = [*wish.notes, *advice.notes]
+    chosen = advice.to_apply
+    if not wish.as_json:  # before anything is written: what was measured must not be lost with it
+        print(fit_to_show("\n".join(screen(replace(advice, notes=tuple(notes))))), flush=True)
+    written, refused = None, None
+    if wish.applies and chosen is not None:
+        try:
+            written = write_profile(advice, chosen, wish.request, wish.profile or f"{advice.task}_advised")
+        except AccelRunError as error:
+            refused = error
+    if wish.as_json:
+        profile = None if written is None else {"file": str(written[0]), "command": written[1]}
+        print(json.dumps(as_json(advice) | {"profile": profile, "notes": notes}, indent=2), flush=True)
+    if refused is not None:
+        raise refused
+    if wish.as_json:
+        return 0
+    if written is not None:
+        print(f"\nwritten      {written[0]}\nnext         {fit_to_show(written[1])}")
+    elif wish.applies:
+        print("\nnothing is written: nothing was clearly faster")
+    elif chosen is not None:
+        print(
+            f"\nnext         accel-run advise {fit_to_show(shlex.join(words))} apply=true".replace("  apply", " apply")
+        )
+    return 0
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What was asked for."""
+
+    request: Request
+    run: Known
+    budget_s: float
+    applies: bool
+    profile: str | None
+    as_json: bool
+    notes: tuple[str, ...]
+
+    def say(self, text: str) -> None:
+        """Tell what is being done, beside what is printed."""
+        print(f"advise: {text}", file=sys.stderr, flush=True)
+
+
+def _wish(words: list[str]) -> _Wish:
+    """Return what the words ask for. Raises ConfigError, and InputMissing for a run that is not there."""
+    from runner.measure.advise import Known
+
+    as_json = "--json" in words
+    own, problems = {"budget_s": "120", "apply": "false", "profile": ""}, []
+    rest = []
+    for word in words:
+        key, has_value, value = word.partition("=")
+        if key in own and has_value:
+            own[key] = value
+        elif word != "--json":
+            rest.append(word)
+    try:
+        budget_s = float(own["budget_s"])
+    except ValueError:
+        budget_s = 0.0
+    if not 0 < budget_s < float("inf"):
+        problems.append(
+            Problem("must be a number of seconds above 0", f"budget_s={own['budget_s']}", "say budget_s=120")
+        )
+    if own["apply"].lower() not in ("true", "false"):
+        problems.append(Problem("must be true or false", f"apply={own['apply']}"))
+    if problems:
+        raise ConfigError(problems)
+    arguments = read(rest, positional=1)
+    given = arguments.request
+    named = [word.partition("=")[2] for word in given.overrides if word.startswith("run=")] or list(
+        arguments.positional
+    )
+    is_of_a_run = bool(named) or not (given.overrides or given.task_file)
+    request, told, notes = _of_run(given, named[-1] if named else "last") if is_of_a_run else (given, Known(), ())
+    return _Wish(request, told, budget_s, own["apply"].lower() == "true", own["profile"] or None, as_json, notes)
+
+
+def _of_run(given: Request, wanted: str) -> tuple[Request, Known, tuple[str, ...]]:
+    """Return the settings of a run with those given over them, and what it has measured of itself."""
+    from runner.durable.directory import RunDirectory
+    from runner.engine.evidence import read_evidence
+    from runner.measure.advise import Known
+    from runner.measure.facts import monitored
+
+    root = compose(Request(tuple(word for word in given.overrides if word.startswith("output_root=")))).settings.root
+    directory = RunDirectory.find(root, wanted)
+    before, task_file, config_dir = settings_of(directory)
+    own = [word for word in given.overrides if not word.startswith(("run=", "output_root="))]
+    before = [word for word in before if word.partition("=")[0] not in ("run", "resume", "output_root")]
+    request = Request(
+        merge_overrides(before, own),
+        given.task_file or task_file,
+        given.config_dir or config_dir,
+    )
+    evidence = read_evidence(directory.path)
+    if own:  # what it measured is of other settings
+        return request, Known(), (f"run {directory.name} with {' '.join(own)}: measured anew",)
+    if evidence is None:
+        return request, Known(), (f"run {directory.name} has left no evidence: measured anew",)
+    trained = [phase for phase in evidence.phases if phase.kind == "train"]
+    longest = max(trained, key=lambda phase: phase.seconds or 0.0, default=None)
+    return request, Known(evidence, *monitored(directory.path), longest.name if longest else None), ()
+
+
+def settings_of(directory: RunDirectory) -> tuple[list[str], Path | None, Path | None]:
+    """Return the overrides of a run, its task file and its folder of configuration; None where there was none.
+
+    Raises InputMissing where run.json cannot be read, and what lies beside it does not tell either.
+    """
+    from runner.durable.files import read_object
+
+    record = read_object(directory.run_json)
+    words = record.get("overrides")
+    task_file, config_dir = record.get("task_file"), record.get("config_dir")
+    if not _are_words(words) or not isinstance(record.get("task"), str):
+        words = _words_in(directory.overrides)
+        planned = read_object(directory.path / "plan.json")
+        task_file = planned.get("task_file")
+        if not _are_words(words) or "task_file" not in planned:
+            raise InputMissing(
+                f"run {directory.name} does not tell how it was made: run.json is damaged, and overrides.yaml or "
+                "plan.json too",
+                where=f"run={directory.name}",
+                fix="say the settings instead of the run, as accel-run advise task=gpt",
+            )
+    shown = [Path(found) if isinstance(found, str) and found else None for found in (task_file, config_dir)]
+    return words, shown[0], shown[1]
+
+
+def _words_in(file: Path) -> Any:
+    """Return the list in overrides.yaml, a word of JSON in each line; None where it cannot be read."""
+    from runner.durable.files import read as read_file
+
+    try:
+        lines = read_file(file, at_most=1 << 20).decode().split("\n")
+        return [json.loads(line.removeprefix("- ")) for line in lines if line not in ("", "[]")] if any(lines) else None
+    except (AccelRunError, ValueError, RecursionError):
+        return None
+
+
+def _are_words(found: object) -> TypeGuard[list[str]]:
+    return isinstance(found, list) and all(isinstance(word, str) for word in found)
+
+
+def screen(advice: Advice) -> list[str]:
+    """Return what a person reads."""
+    lines = [f"{advice.task} on {advice.device_name}: an update takes {advice.update_ms:.4g} ms", ""]
+    evidence = {finding.rule: finding.evidence for finding in advice.findings}
+    if advice.advised:
+        lines.append("advised: clearly faster, with losses that agree")
+        for number, each in enumerate(advice.advised, 1):
+            lines += [f"  {number}. {each.candidate.name}   tried: {_gain(each)}", f"     {evidence[each.rule]}"]
+        if advice.together is not None and advice.together.ratio is not None:
+            lines += ["", f"  together: {advice.together.candidate.name}   tried: {_gain(advice.together)}"]
+    else:
+        lines.append("advised: nothing; no setting that was tried is clearly faster")
+    if advice.by_hand:
+        lines += ["", "for you to do: no setting helps, or it would change more than the speed"]
+        for finding, gain in advice.by_hand:
+            predicted = f"   predicted: at most {100 * (gain - 1):+.0f} %" if gain > 1.005 else ""
+            lines += [f"  - {finding.by_hand}{predicted}", f"    {finding.evidence}"]
+    others = [each for each in advice.tried if each not in advice.advised]
+    if others:
+        lines += ["", "tried, and not advised"]
+        width = max(len(each.candidate.name) for each in others)
+        lines += [f"  {each.candidate.name:<{width}}  {_why_not(each)}" for each in others]
+    lines += ["", *_criteria(advice)]
+    lines += ["", "what people look at first"]
+    for check in advice.checks:
+        fine = "not known" if check.fine is None else "ok" if check.fine else "look"
+        lines.append(f"  {fine:<9}  {check.name} {check.value}, expected {check.expected}")
+    lines += ["", *(f"note: {note}" for note in advice.notes)] if advice.notes else []
+    return lines
+
+
+def _gain(tried: Tried) -> str:
+    return f"{tried.ratio}{f'; {tried.opening}' if tried.opening else ''}"
+
+
+def _why_not(tried: Tried) -> str:
+    if tried.why_not:
+        return tried.why_not
+    if tried.ratio is None:
+        return "not tried"
+    if tried.numerics is not None and tried.numerics.differ:
+        return f"computes something else: {tried.numerics} ({tried.ratio})"
+    if not tried.pays:
+        return f"faster, but the {tried.updates:,} updates are too few for it: {_gain(tried)}"
+    if tried.ratio.verdict == "better":
+        return f"better, but another setting is better still: {tried.ratio}"
+    return f"{tried.ratio.verdict}: {tried.ratio}"
+
+
+def _criteria(advice: Advice) -> list[str]:
+    """Return the table of rules of thumb, with what was measured below it."""
+    rows: list[tuple[str, str, str, str]] = [("GPU or CPU?", "here", "rule of thumb", "says")]
+    rows += [
+        (row.name, "-" if row.value is None else f"{row.value:,.6g}", row.rule or "-", row.verdict if row.rule else "-")
+        for row in advice.criteria
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
+    ]
+    return [*lines, f"rule of thumb: {advice.rule_of_thumb or 'not known'}", f"measured: {advice.measured_verdict}"]

@@ -1,0 +1,137 @@
+"""`accel-run doctor`: what training needs on this machine, tried, and what to change."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from runner import __version__
+from runner.base.errors import ConfigError, Exit, Problem
+
+HELP = """usage: accel-run doctor [--quick] [--json] [device=DEVICE] [checks=[NAME,...]] [output_root=DIR]
+
+Tries what training needs here: products and convolutions against float64, attention kernels, compile, copies, a sum
+over processes, workers, limits, disk, packages, driver. Each thing is ok, warn, FAIL or skip, with what was seen;
+below stands why it matters and the line that mends it. A check that crashes or hangs is a FAIL; the others go on.
+
+  --quick           without compile, bandwidth and the packages of the extras
+  --json            one JSON object: findings, counts, hardware
+  device=DEVICE     auto (all there are), cpu, cuda, cuda:1, mps
+  checks=[NAME,..]  only these, and those they need; accel-run doctor checks=help lists them
+  output_root=DIR   where runs are written (outputs)
+
+Exit codes: 0 also with warnings, 69 where something FAILs.
+
+examples
+  accel-run doctor
+  accel-run doctor --quick
+  accel-run doctor checks=[matmul,conv] device=cuda:1
+  accel-run doctor --json > doctor.json
+"""
+
+
+def run(words: list[str]) -> int:
+    """Make the checks, show what they find, and tell by the exit code whether all is well."""
+    from runner.doctor.checks import CHECKS
+    from runner.doctor.examine import Examination
+    from runner.doctor.findings import Finding
+    from runner.doctor.screen import Screen
+
+    settings, flags = _read(words)
+    if settings.get("checks") == "help":
+        print("\n".join(f"{name:<15}{check.tries}" for name, check in CHECKS.items()))
+        return int(Exit.DONE)
+    names = _chosen(settings.get("checks"), "--quick" in flags)
+    root = Path(settings.get("output_root", "outputs")).expanduser().absolute()
+    examination = Examination(names, settings.get("device", "auto"), root)
+    is_json = "--json" in flags
+    screen = Screen(sys.stdout, sys.stderr if is_json else sys.stdout)
+    began = time.monotonic()
+    findings: list[Finding] = []
+    for finding in examination.findings(screen.watch):
+        findings.append(finding)
+        if not is_json:
+            screen.show(finding)
+    took_s = time.monotonic() - began
+    code = Exit.NO_DEVICE if any(finding.state == "FAIL" for finding in findings) else Exit.DONE
+    if is_json:
+        screen.wipe()
+        hardware = json.loads(examination.inventory.to_json()) if examination.inventory else None
+        print(_shown({"version": __version__, "exit_code": int(code), "seconds": round(took_s, 1),
+                      "counts": {state: sum(finding.state == state for finding in findings) for state in _STATES},
+                      "findings": [finding.to_json() for finding in findings], "hardware": hardware}))  # fmt: skip
+    else:
+        screen.conclude(findings, took_s)
+    return int(code)
+
+
+def _read(words: list[str]) -> tuple[dict[str, str], set[str]]:
+    """Return settings and flags. Raises ConfigError with everything that is neither."""
+    settings: dict[str, str] = {}
+    flags, problems = set[str](), list[Problem]()
+    for word in words:
+        key, has_value, value = word.partition("=")
+        if word in _FLAGS:
+            flags.add(word)
+        elif has_value and key in _KEYS:
+            settings[key] = value
+        else:
+            problems.append(Problem("is not known to doctor", word, _meant(key)))
+    device = settings.get("device", "auto")
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
+        problems.append(Problem(f"must be auto, cpu, cuda, cuda:N or mps, but is {device}", "device"))
+    if problems:
+        raise ConfigError(problems)
+    return settings, flags
+
+
+def _meant(word: str) -> str:
+    """Return what to type in place of a word that is no setting."""
+    from runner.doctor.checks import CHECKS
+
+    if word in CHECKS:
+        return f"say checks=[{word}]"
+    close = difflib.get_close_matches(word, [*_FLAGS, *_KEYS], n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else "accel-run doctor --help shows what there is"
+
+
+def _chosen(text: str | None, is_quick: bool) -> list[str]:
+    """Return the names of the checks to make; text None: all, or all quick ones.
+
+    Raises ConfigError for a name that there is not, for no name, and for one that --quick leaves out.
+    """
+    from runner.doctor.checks import CHECKS
+
+    if text is None:
+        return [name for name, check in CHECKS.items() if check.is_quick or not is_quick]
+    names = [name.strip() for name in text.strip().removeprefix("[").removesuffix("]").split(",") if name.strip()]
+    problems = []
+    for name in dict.fromkeys(names):
+        if name not in CHECKS:
+            close = difflib.get_close_matches(name, CHECKS, n=1, cutoff=0.5)
+            fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(CHECKS)}"
+            problems.append(Problem(f"there is no check {name}", "checks", fix))
+        elif is_quick and not CHECKS[name].is_quick:
+            problems.append(Problem(f"asks for {name}, which --quick leaves out", "checks", "leave out one of the two"))
+    if not names:
+        problems.append(Problem("names no check", "checks", "leave it out to make all of them"))
+    if problems:
+        raise ConfigError(problems)
+    return names
+
+
+def _shown(value: Any) -> str:
+    """Return JSON in which no secret stands, nor what a terminal would obey."""
+    from runner.base.secret import fit_to_show
+
+    return fit_to_show(json.dumps(value, indent=1))
+
+
+_FLAGS = ("--quick", "--json")
+_KEYS = ("checks", "device", "output_root")
+_STATES = ("ok", "warn", "FAIL", "skip")

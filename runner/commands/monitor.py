@@ -1,0 +1,527 @@
+"""`accel-run monitor`: watch the machine live, or show what a run has left in its gpu.csv."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+from runner.base.errors import (
+    CannotCreate,
+    ConfigError,
+    DeviceMissing,
+    InputMissing,
+    MissingPackage,
+    Problem,
+    StorageError,
+    readable,
+)
+from runner.base.secret import fit_to_show
+from runner.base.values import Place, Positive, Range
+
+if TYPE_CHECKING:
+    from runner.durable.directory import RunDirectory
+    from runner.observe.machine import GpuUser
+    from runner.observe.machine_display import Display
+    from runner.observe.machine_screen import Use, View
+    from runner.observe.monitor import Monitor, NoMonitor
+    from runner.observe.notices import Notice
+    from runner.observe.samples import Samples, Summary
+
+HELP = """usage: accel-run monitor [seconds=N] [interval_s=N] [log_dir=DIR] [--once] [--json] [run=NAME]
+
+Shows GPUs, CPU, RAM and who uses which GPU, until Ctrl-C; trains nothing. Without a GPU it shows the rest and says why.
+At the end: lowest, mean and highest of each figure, what they mean, and a new folder in gpu_logs with gpu.csv,
+monitor.json and plots. Through a pipe it prints a line per sample.
+
+  seconds=30          how long; without it until Ctrl-C
+  interval_s=1        seconds between samples
+  log_dir=DIR         where that folder is made; null: nothing is written
+  --once              one sample as text, and nothing is written
+  --json              a JSON object per sample on standard output, all words on standard error
+  run=last|NAME|DIR   what a run has left, finished or not: figures, what they mean, and plots in its folder;
+                      with --json the summary as one object. output_root=DIR is where the runs lie
+
+examples
+  accel-run monitor
+  accel-run monitor seconds=30
+  accel-run monitor --once
+  accel-run monitor --json log_dir=null | jq '.readings["gpu0/util"]'
+  accel-run monitor run=last
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is typed as key=value."""
+
+    seconds: Positive | None = None
+    interval_s: Annotated[float, Range("a number from 0.01 to 3600", low=0.01, high=3600.0)] = 1.0
+    log_dir: Place | None = "gpu_logs"
+    run: str | None = None
+    output_root: Place = "outputs"
+
+
+def run(words: list[str]) -> int:
+    """Watch, or show what was watched."""
+    options, given, flags = _read(words)
+    root = Path(os.path.expanduser(options.output_root))  # noqa: PTH111 - Path.expanduser raises where there is none
+    if options.run is not None:
+        return _of_run(root, options, as_json="--json" in flags, in_its_folder="log_dir" not in given)
+    if "--once" in flags:
+        return _once(_Runs(root), options, as_json="--json" in flags)
+    folder = _new_folder(options.log_dir, by_name="log_dir" in given) if options.log_dir else None
+    return _live(_Runs(root), options, folder, as_json="--json" in flags)
+
+
+# ---------------------------------------------------------------- watching
+
+
+def _once(runs: _Runs, options: Options, *, as_json: bool) -> int:
+    from runner.observe.machine_display import as_object
+    from runner.observe.machine_screen import View, lines_of
+
+    with _asked_to_stop() as stop, _monitor(None, options) as monitor:
+        until = time.monotonic() + _PATIENCE_S
+        while not monitor.latest() and not stop.is_set() and time.monotonic() < until:
+            stop.wait(0.01)
+    view = View(interval_s=options.interval_s)
+    _take(view, monitor.latest(), monitor, runs)
+    if not view.latest:
+        raise _nothing(monitor)
+    if as_json:
+        print(json.dumps(as_object(view)))
+    else:
+        view.history.clear()  # of one sample there is no curve
+        columns, _ = os.get_terminal_size(1) if sys.stdout.isatty() else (120, 0)
+        lines = lines_of(view, columns, 10_000, ascii_only=_prints_only_ascii())
+        print(fit_to_show("\n".join(line.plain.rstrip() for line in lines[1:])))
+    return 0
+
+
+def _live(runs: _Runs, options: Options, folder: Path | None, *, as_json: bool) -> int:
+    """Show each sample until the end, then what they say together."""
+    from runner.observe.machine_display import make_display
+    from runner.observe.machine_screen import View
+
+    say = _say_aside if as_json else _say
+    view = View(interval_s=options.interval_s)
+    display = make_display(sys.stdout, sys.stderr, as_json=as_json)
+    try:
+        with _asked_to_stop() as stop, _monitor(folder, options) as monitor:
+            _follow(monitor, view, display, stop, options.seconds, runs)
+        if monitor.latest() is not view.latest:
+            _take(view, monitor.latest(), monitor, runs)
+            display.sample(view)
+    finally:
+        display.close()
+    if not view.latest:
+        raise _nothing(monitor)
+    troubles = tuple(notice.text for notice in view.troubles)
+    summary = replace(monitor.summary(), notes=(*troubles, *view.missing))
+    _tell(summary, say, view.troubles, of_run=False)
+    if folder is not None:
+        _leave(folder, summary, say)
+    return 0
+
+
+def _follow(
+    monitor: NoMonitor, view: View, display: Display, stop: threading.Event, seconds: float | None, runs: _Runs
+) -> None:
+    begun = drawn = time.monotonic()
+    tick = min(0.1, view.interval_s / 4)
+    while not stop.is_set() and not display.is_gone:
+        now = time.monotonic()
+        view.seconds = now - begun
+        if seconds is not None:
+            view.remaining = max(0.0, seconds - view.seconds)
+            if view.seconds >= seconds + min(0.15, view.interval_s / 2):  # the last sample is just due
+                break
+        readings = monitor.latest()
+        if readings and readings is not view.latest:
+            _take(view, readings, monitor, runs)
+            display.sample(view)
+            drawn = now
+        elif display.is_resized() or now - drawn >= 1.0:
+            _hear(monitor, view)
+            view.waits = not view.latest and view.seconds > _SLOW_S
+            display.draw(view)
+            drawn = now
+        stop.wait(tick)
+
+
+def _take(view: View, readings: Mapping[str, float], monitor: NoMonitor, runs: _Runs) -> None:
+    """The sample is in the view, where there is one."""
+    if not readings:
+        return
+    view.add(readings)
+    view.gpus = [readable(device.name, _NAME) for device in monitor.devices().values()]
+    view.uuids = [device.uuid for device in monitor.devices().values()]
+    view.uses = _uses(monitor.users(), runs)
+    _hear(monitor, view)
+
+
+def _nothing(monitor: NoMonitor) -> DeviceMissing:
+    why = "; ".join(monitor.notes) or "the driver does not answer"
+    fix = "look for the reason with: accel-run doctor"
+    return DeviceMissing(f"the machine cannot be watched: {why}", where="monitor", fix=fix)
+
+
+def _uses(users: Mapping[str, Sequence[GpuUser]], runs: _Runs) -> list[Use] | None:
+    """Return who uses which GPU, None where the driver does not tell of any."""
+    from runner.observe.machine_screen import Use
+
+    if not users:
+        return None
+    owners = runs.by_pid() if any(users.values()) else {}
+    return [
+        Use(
+            int(gpu.removeprefix("gpu")), user.pid, readable(user.user, _NAME), readable(user.name, _NAME),
+            user.memory_gib, owners.get(user.pid, ""),
+        )
+        for gpu, found in users.items()
+        for user in found
+    ]  # fmt: skip
+
+
+class _Runs:
+    """Which processes belong to the runs that are under way here; looked up as seldom as the processes are."""
+
+    SELDOM_S = 10.0
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._found: dict[int, str] = {}
+        self._next_s = 0.0
+
+    def by_pid(self) -> Mapping[int, str]:
+        """Return process number -> name of its run."""
+        if time.monotonic() >= self._next_s:
+            self._found = dict(self._look())
+            self._next_s = time.monotonic() + self.SELDOM_S
+        return self._found
+
+    def _look(self) -> Iterator[tuple[int, str]]:
+        import psutil  # type: ignore[import-untyped]
+
+        from runner.base.birth import birth_of
+        from runner.durable.directory import runs
+        from runner.durable.files import read_object
+
+        for path in runs(self._root)[:_NEWEST]:
+            record = read_object(path / "run.json")
+            pid, birth = record.get("pid"), record.get("birth")
+            if record.get("state") == "running" and isinstance(pid, int) and birth and birth_of(pid) == birth:
+                ranks = read_object(path / "plan.json").get("ranks")
+                several = isinstance(ranks, list) and len(ranks) > 1
+                with suppress(psutil.Error):
+                    process = psutil.Process(pid)
+                    process = (process.parent() or process) if several else process  # who started all ranks here
+                    yield from ((each.pid, path.name) for each in [process, *process.children(recursive=True)])
+
+
+def _hear(monitor: NoMonitor, view: View) -> None:
+    """What is not watched, and why, and what went wrong is in the view; who uses the GPUs is shown anyway."""
+    for notice in monitor.news():
+        if notice.level == "debug":
+            view.unsaid.append(notice.text)
+        elif notice.kind in _TROUBLES and notice.level == "warning":
+            view.troubles.append(notice)
+        elif notice.kind not in _SHOWN_ANYWAY:
+            view.missing.append(notice.text)
+    if monitor.latest():
+        lead = "" if monitor.devices() else "GPUs are not watched: "
+        view.missing += [lead + text for text in view.unsaid]
+        view.unsaid.clear()
+
+
+def _monitor(folder: Path | None, options: Options) -> Monitor:
+    from runner.observe.monitor import Monitor
+
+    return Monitor(folder / "gpu.csv" if folder else None, options.interval_s)
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[threading.Event]:
+    """Give what the first SIGINT, SIGTERM or SIGHUP sets; the second one ends the program as it would have."""
+    stop = threading.Event()
+    before: dict[int, Any] = {}
+
+    def handle(*_: object) -> None:
+        stop.set()
+        put_back()
+
+    def put_back() -> None:
+        while before:
+            number, handler = before.popitem()
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that starts it in the background
+            before[number] = signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        put_back()
+
+
+# ---------------------------------------------------------------- at the end
+
+
+def _of_run(root: Path, options: Options, *, as_json: bool, in_its_folder: bool) -> int:
+    """Show what a run has left; the plots lie in its folder, or in a new one in log_dir."""
+    from runner.durable.directory import RunDirectory
+    from runner.durable.files import read_object
+    from runner.observe.samples import Summary, read_samples
+
+    directory = RunDirectory.find(root, options.run or "last")
+    samples = read_samples(directory.gpu_csv)
+    if not len(samples):
+        what = "there is no sample in it yet"
+        raise InputMissing(what, where=str(directory.gpu_csv), fix="the first one comes when the run has begun")
+    say = _say_aside if as_json else _say
+    summary = Summary.of(samples)
+    others = {path: read_samples(path) for path in sorted(directory.path.glob("gpu-rank*.csv"), key=_rank)}
+    others = {path: seen for path, seen in others.items() if len(seen)}
+    summaries = {path: Summary.of(seen) for path, seen in others.items()}
+    if as_json:
+        machines = {f"rank{_rank(path)}": found.to_json() for path, found in summaries.items()}
+        print(json.dumps(summary.to_json() | ({"machines": machines} if machines else {})))
+    say(f"{directory.name}: {directory.shown / 'gpu.csv'}")
+    on_gpu = not str(read_object(directory.path / "plan.json").get("device", "")).startswith("cpu")
+    _tell(summary, say, _reported(directory.events), of_run=True, on_gpu=on_gpu)
+    for path, found in summaries.items():
+        say(f"\nthe machine of rank {_rank(path)}: {directory.shown / path.name}")
+        reported = _reported(directory.path / f"events-rank{_rank(path)}.jsonl")
+        _tell(found, say, reported, of_run=True, on_gpu=on_gpu)
+    if in_its_folder:
+        say("")
+        for lead, seen in {"": samples, **{f"rank{_rank(path)}-": seen for path, seen in others.items()}}.items():
+            write = partial(_write_plot, directory, lead)
+            _draw(seen, write, directory.shown / "plots", say, lead)
+    elif options.log_dir and (folder := _new_folder(options.log_dir, by_name=True)):
+        _leave(folder, summary, say, samples)
+    return 0
+
+
+def _write_plot(directory: RunDirectory, lead: str, name: str, content: bytes) -> None:
+    directory.write(f"plots/{lead}{name}", content)
+
+
+def _rank(path: Path) -> int:
+    """Return the number in gpu-rank8.csv."""
+    digits = path.stem.removeprefix("gpu-rank")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _reported(events: Path) -> list[Notice]:
+    """Return what the driver reported of the GPUs while the run was watched."""
+    from runner.durable.files import read_rows
+    from runner.observe.notices import Notice
+
+    rows = [row for row in read_rows(events) if row.get("kind") == "machine" and row.get("what") in _TROUBLES]
+    return [Notice(str(row["what"]), str(row.get("text", "")), "warning", row) for row in rows]
+
+
+def _tell(
+    summary: Summary,
+    say: Callable[[str], None],
+    notices: Sequence[Notice],
+    *,
+    of_run: bool,
+    on_gpu: bool = True,
+) -> None:
+    """Say the figures, and what they mean."""
+    from runner.observe import verdicts
+
+    is_ascii = _prints_only_ascii()
+
+    def put(text: str) -> None:
+        say(text.replace("°", "") if is_ascii else text)
+
+    seconds, count = summary.whole.seconds, summary.whole.samples
+    length = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+    put(f"watched for {length} s, {count:,} sample{'' if count == 1 else 's'}\n")
+    for line in [*verdicts.table(summary), *verdicts.phases(summary)]:
+        put(line)
+    found = verdicts.verdicts(summary, notices, of_run=of_run, on_gpu=on_gpu)
+    for verdict in found:
+        put(
+            "\n" + _wrapped(f"{verdict.level:<5} {verdict.subject}: {verdict.says}") + "\n" + " " * 6 + verdict.evidence
+        )
+    said = {notice.text for notice in notices}
+    notes = [note for note in summary.notes if note not in said]
+    if notes:
+        put("")
+    for note in notes:
+        put(_wrapped(f"note  {note}"))
+
+
+def _wrapped(text: str) -> str:
+    """Return a paragraph as lines that break between words where a terminal is not wide enough."""
+    if not sys.stdout.isatty():
+        return text
+    columns = max(30, os.get_terminal_size(1).columns or 80)
+    return textwrap.fill(text, columns, subsequent_indent=" " * 6, drop_whitespace=True, break_on_hyphens=False)
+
+
+def _leave(folder: Path, summary: Summary, say: Callable[[str], None], samples: Samples | None = None) -> None:
+    """Write the summary and the plots; what cannot be written is said."""
+    from runner.durable import files
+    from runner.observe.samples import read_samples
+
+    say("")
+    try:
+        files.atomic_write(folder / "monitor.json", json.dumps(summary.to_json(), indent=2) + "\n")
+        say(f"written to {folder}: gpu.csv, monitor.json")
+    except StorageError as error:
+        say(f"{error}")
+        return
+
+    def write(name: str, content: bytes) -> None:
+        files.atomic_write(folder / name, content)
+
+    _draw(read_samples(folder / "gpu.csv") if samples is None else samples, write, folder, say)
+
+
+def _draw(
+    samples: Samples,
+    write: Callable[[str, bytes], object],
+    place: Path,
+    say: Callable[[str], None],
+    lead: str = "",
+) -> None:
+    """Write the pictures, and say where; `lead` is what their names begin with there."""
+    try:
+        from runner.observe.machine_plots import pictures
+
+        drawn = pictures(samples)
+        for name, content in drawn.items():
+            write(name, content)
+    except (MissingPackage, StorageError) as error:
+        say(f"no plots: {error.problems[0].what}" + (f"; {error.problems[0].fix}" if error.problems[0].fix else ""))
+    else:
+        say(f"plots in {place}: {', '.join(f'{lead}{name}' for name in drawn)}")
+
+
+def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
+    """Return a new folder in `log_dir`, named by the time.
+
+    Where it cannot be made, that is an error if somebody asked for it, and else said: who wants to look may look.
+    """
+    from runner.durable import files
+
+    parent = Path(os.path.expanduser(log_dir))  # noqa: PTH111 - as above
+    moment = time.strftime("%Y%m%d-%H%M%S")
+    try:
+        files.make_directory(parent.absolute())
+        for number in range(1, 1000):
+            folder = parent / (moment if number == 1 else f"{moment}-{number}")
+            if not files.exists(folder):
+                files.new_directory(folder)
+                return folder
+    except StorageError as error:
+        if by_name:
+            raise CannotCreate(error.problems[0].what, where=error.problems[0].where, fix=_ELSEWHERE) from error
+        _say_aside(f"nothing is written: {error.problems[0].where}: {error.problems[0].what}")
+    return None
+
+
+# ---------------------------------------------------------------- words
+
+
+def _read(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
+    """Return the options, the keys that were given, and the flags. Raises ConfigError with every problem."""
+    from runner.base.schema import did_you_mean, fault, settings_keys
+
+    keys, problems = settings_keys(Options), []
+    values: dict[str, Any] = {}
+    flags: set[str] = set()
+    for word in words:
+        key, has_value, text = word.partition("=")
+        if word in FLAGS:
+            flags.add(word)
+        elif key in keys and has_value:
+            value = _typed(text) if key in _NUMBERS else None if text in ("null", "none", "") else text
+            wrong = fault(keys[key].type, value)
+            problems += [Problem(wrong, word)] if wrong else []
+            values[key] = value
+            if word == "run=":
+                problems.append(Problem("names no run", word, "say run=last, or the name of a run"))
+        else:
+            problems.append(Problem(*_slip(word, keys, did_you_mean)))
+    with_run = [word for word in ("seconds", "interval_s") if word in values] + (
+        ["--once"] if "--once" in flags else []
+    )
+    if values.get("run") is not None and with_run:
+        problems.append(
+            Problem(f"has no effect with run={values['run']}, which shows what was watched", ", ".join(with_run))
+        )
+    elif "--once" in flags and (idle := [key for key in ("seconds", "log_dir") if values.get(key) is not None]):
+        problems.append(
+            Problem("has no effect with --once, which takes one sample and writes nothing", ", ".join(idle))
+        )
+    if problems:
+        raise ConfigError(problems)
+    return Options(**values), set(values), flags
+
+
+def _slip(word: str, keys: Mapping[str, Any], did_you_mean: Callable[..., str]) -> tuple[str, str, str]:
+    """Return what is wrong with a word, the word, and what to say instead."""
+    key, has_value, value = word.partition("=")
+    if word.startswith("-"):
+        plain = key.lstrip("-").replace("-", "_")
+        near = f"say {plain}={value or '...'}" if plain in keys else did_you_mean(word, FLAGS)
+        return "unknown option", word, near or f"there are {', '.join(FLAGS)}, and settings written key=value"
+    if has_value:
+        return "unknown key", word, did_you_mean(key, keys) or f"known: {', '.join(keys)}"
+    known = "run" if isinstance(_typed(word), str) else "seconds"
+    return "is not a setting; settings are written key=value", word, f"say {known}={word}"
+
+
+def _typed(text: str) -> Any:
+    """Return the number, None for null, else the text."""
+    if text in ("null", "none"):
+        return None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _prints_only_ascii() -> bool:
+    return not (sys.stdout.encoding or "").lower().startswith("utf")
+
+
+def _say(text: str) -> None:
+    _print(text, sys.stdout)
+
+
+def _say_aside(text: str) -> None:
+    _print(text, sys.stderr)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    with suppress(BrokenPipeError):  # who reads no further still gets the files
+        print(fit_to_show(text), file=stream, flush=True)
+
+
+FLAGS = ("--once", "--json")
+_NUMBERS = ("seconds", "interval_s")
+_PATIENCE_S = 30.0  # for the one sample of --once
+_SLOW_S = 5.0
+_SHOWN_ANYWAY = ("slowed", "shared")  # kinds of notices that the figures and the table of processes show
+_TROUBLES = ("lost", "xid", "ecc")  # kinds of notices about a GPU itself
+_ELSEWHERE = "set log_dir to a folder that you may write to, or to null"
+_NAME = 60  # characters of a name
+_NEWEST = 20  # runs among which those under way are looked for

@@ -1,0 +1,164 @@
+"""Tensors on their way to a file: one copy in host memory, written from where it lies in the safetensors format.
+
+safetensors' own `save` makes a second copy of everything before the first byte is written; here the header is made
+apart, and what follows it is the tensors' own memory. The bytes are the same, and the library is what reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Room:
+    """Memory on the host for a copy of the state, the same from save to save.
+
+    Fresh memory is slow: the system clears each page when it is first written to, which takes longer than the copy
+    itself (scripts/measure/save.py). Forked children, as data workers are, do not get it: else each page copied into
+    while they live would be kept for them once more. For a GPU it is page-locked, so that it is copied to at the speed
+    of the bus.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []  # bytes
+        self._chunk = self._used = 0  # where the next copy begins
+        self._maker: threading.Thread | None = None
+
+    def prepare(self, nbytes: int, *, for_gpu: bool) -> None:
+        """Memory for so many bytes is being taken by a thread, so that not even the first copy waits for the system.
+
+        Does nothing for what the system gives at once, and where there is room already.
+        """
+        if self._maker is None and not self._chunks and nbytes >= _WORTH_A_THREAD:
+            maker = threading.Thread(target=self._make, args=(nbytes, for_gpu), name="room", daemon=True)
+            with suppress(RuntimeError):  # the system gives no more threads: the first copy waits for the memory
+                maker.start()
+                self._maker = maker
+
+    def _make(self, nbytes: int, for_gpu: bool) -> None:
+        with suppress(MemoryError):  # the copy itself will say so
+            chunk = _fresh(nbytes, page_locked=for_gpu)
+            view = chunk.numpy()
+            for start in range(0, len(view), _HUGE_PAGE):  # numpy lets other threads run meanwhile
+                np.copyto(view[start : start + _HUGE_PAGE], 0)
+            self._chunks.append(chunk)
+
+    @property
+    def nbytes(self) -> int:
+        """The address space that is taken; pages never written to take no memory."""
+        return sum(chunk.numel() for chunk in self._chunks)
+
+    def clear(self) -> None:
+        """What was copied into it may be overwritten."""
+        if self._maker is not None:
+            self._maker.join()
+        self._chunk = self._used = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of `tensor` on the host, dense and in order, that lives until the room is cleared.
+
+        Raises MemoryError where the machine has none left.
+        """
+        if tensor.layout != torch.strided:
+            return tensor.detach().to("cpu", copy=True)  # the format does not hold it, which is said by its name
+        size = tensor.numel() * tensor.element_size()
+        place = self._place(size, for_gpu=tensor.is_cuda)
+        kept = place.view(tensor.dtype).view(tensor.shape) if size else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return kept.copy_(tensor.detach())
+
+    def _place(self, size: int, *, for_gpu: bool) -> Tensor:
+        while self._chunk < len(self._chunks):
+            chunk, start = self._chunks[self._chunk], self._used
+            if start + size <= chunk.numel():
+                self._used = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
+                return chunk[start : start + size]
+            self._chunk, self._used = self._chunk + 1, 0
+        wanted = max(size, min(self.nbytes, _LARGEST_CHUNK), _SMALLEST_CHUNK)
+        self._chunks.append(_fresh(wanted, page_locked=for_gpu))
+        return self._place(size, for_gpu=for_gpu)
+
+
+def pieces(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """Return what a safetensors file of these CPU tensors consists of, in order; the same bytes as safetensors' `save`.
+
+    The memory of tensors that are dense and in order is not copied, and must not change until it is written.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (_RANK[_word(item[1])], item[0].encode()))
+    header: dict[str, Any] = {}
+    data: list[memoryview] = []
+    end = 0
+    for name, tensor in ordered:
+        # The memory of a conjugated view is not conjugated, and safetensors 0.8 writes it as it is.
+        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        size = dense.numel() * dense.element_size()
+        header[name] = {"dtype": _DTYPES[_word(tensor)], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+        end += size
+        if size:
+            data.append(memoryview(dense.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *data]
+
+
+def fault(tensor: Tensor) -> str | None:
+    """Return why the format cannot hold the tensor, None where it can."""
+    if str(tensor.layout) != "torch.strided" or _word(tensor) not in _DTYPES:
+        return f"it is {tensor.layout} and {tensor.dtype}"
+    return None
+
+
+def _word(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _fresh(size: int, *, page_locked: bool) -> Tensor:
+    """Return `size` bytes in whole pages that were never used."""
+    size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {size / 2**20:.0f} MiB of host memory are left for a copy of the state") from error
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            try:
+                memory.madvise(getattr(mmap, advice))
+            except OSError:  # a system without huge pages
+                continue
+    chunk = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory`
+    if page_locked:
+        # Where it is refused, the copies are slower.
+        torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
+    return chunk
+
+
+_DTYPES: Mapping[str, str] = {
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}  # what safetensors both writes and reads back, in the order in which it lays it down: torch's word -> the format's
+_RANK = {word: rank for rank, word in enumerate(_DTYPES)}
+_ALIGNMENT = 64  # bytes; a cache line
+_HUGE_PAGE = 2 << 20
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 2 << 20, 1 << 30
+_WORTH_A_THREAD = 16 << 20  # bytes; the system gives so many in some milliseconds

@@ -1,0 +1,288 @@
+"""What a run has measured of itself, kept in run.json for whoever looks for what would make it faster."""
+
+from __future__ import annotations
+
+import statistics
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+
+from runner.durable.files import read_object
+from runner.plan.inventory import Inventory
+
+if TYPE_CHECKING:
+    from runner.engine.train import TrainingRun
+
+
+@dataclass(frozen=True)
+class PhaseEvidence:
+    """What one phase took, over all processes that worked on it.
+
+    A process that goes on takes over what its checkpoint knows: what lay behind that, the writing of it too, is lost.
+    """
+
+    name: str
+    kind: str
+    updates: int | None = None
+    seconds: float | None = None
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    num_samples: int | None = None
+    epochs: float | None = None
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    accumulation_steps: int | None = None
+    peak_host_gib: float | None = None
+    peak_device_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a process of a run has measured, on rank 0; None or nothing is unknown, and never 0.
+
+    It is the newest process, unless one before it made far more updates in the same way.
+
+    seconds           from the beginning of the run in this process to its end
+    parts_s           part -> seconds, which add up to `seconds` but for what no part accounts for: starting,
+                      first_update; of the other updates data, transfer, forward, backward, optimizer, wait (for other
+                      ranks); between them hooks, logging, drawing, evaluation, saving
+    ranks_s           the same for each rank, of the parts of updates only, the first update among them; empty for one
+                      process
+    updates           those that the parts of updates are of: all of this process but the first
+    step_time_ms      median of the rows of metrics.jsonl; low and high are the 10th and the 90th percentile
+    data_wait         share of the time of updates that was spent waiting for data; `transfer` for copies to the device
+    num_batch_shapes  different shapes of the first tensor of a batch
+    odd_sizes         a line for each weight matrix whose sizes miss the tensor cores
+    num_samples, global_batch_size, micro_batch_size, accumulation_steps, epochs   of the last phase
+    num_alloc_retries  times that torch's allocator gave back all it held and asked the driver again
+    fragmentation     share of the reserved memory of the device that is free, but in pieces that cannot be given back
+    has_begin_update  whether the task has something of its own to do before each update
+    num_device_waits  lines at which the host waits for the device: only a profile finds them
+    monitor           name of the file in the run directory that has the summary of the monitor
+    """
+
+    task: str | None = None
+    device: str | None = None
+    device_name: str | None = None
+    capability: tuple[int, ...] | None = None
+    choices: Mapping[str, str] = field(default_factory=dict)
+    precision: str | None = None
+    world_size: int | None = None
+    num_cores: int | None = None
+    num_threads: int | None = None
+    num_workers: int | None = None
+    num_parameters: int | None = None
+    num_trainable: int | None = None
+    num_samples: int | None = None
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    accumulation_steps: int | None = None
+    epochs: float | None = None
+    seconds: float | None = None
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    ranks_s: tuple[Mapping[str, float], ...] = ()
+    updates: int | None = None
+    step_time_ms: float | None = None
+    step_time_low_ms: float | None = None
+    step_time_high_ms: float | None = None
+    items_per_s: float | None = None
+    items_per_update: float | None = None
+    data_wait: float | None = None
+    transfer: float | None = None
+    num_saves: int | None = None
+    num_evaluations: int | None = None
+    num_rows: int | None = None
+    num_batch_shapes: int | None = None
+    odd_sizes: tuple[str, ...] | None = None
+    host_peak_gib: float | None = None
+    host_total_gib: float | None = None
+    device_total_gib: float | None = None
+    device_allocated_gib: float | None = None
+    device_reserved_gib: float | None = None
+    device_peak_gib: float | None = None
+    device_peak_reserved_gib: float | None = None
+    num_alloc_retries: int | None = None
+    fragmentation: float | None = None
+    has_begin_update: bool | None = None
+    num_device_waits: int | None = None
+    monitor: str | None = None
+    phases: tuple[PhaseEvidence, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it JSON-able, as it stands in run.json."""
+        return asdict(self)
+
+
+def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
+    """Return what this process has measured, once its phases are over."""
+    import torch
+
+    from runner.base.stopwatch import PARTS
+    from runner.base.task import Task
+    from runner.engine.advice import odd_sizes
+
+    plan, parts, tally, parts_s = run.plan, run.parts, run.tally, run.clock.all()
+    phases = tuple(_of_phase(run, name) for name in run.records)
+    last = phases[-1] if phases else None
+    weights = list(parts.bare.parameters())
+    updates_s = sum(parts_s.get(part, 0.0) for part in PARTS)
+    low, median, high = _spread(tally.step_times_ms)
+    options = plan.choices["dataloader"].options
+    device = next((each for each in inventory.devices if each.torch_name == plan.device), None)
+    return Evidence(
+        task=plan.choices["task"].name,
+        device=plan.device,
+        device_name=plan.device_name or None,
+        capability=device.capability if device else None,
+        choices={group: choice.name for group, choice in plan.choices.items()},
+        precision=plan.choices["precision"].name,
+        world_size=plan.world_size,
+        num_cores=inventory.cpu.logical_cores,
+        num_threads=torch.get_num_threads(),
+        num_workers=options.get("num_workers", 0),
+        num_parameters=sum(weight.numel() for weight in weights),
+        num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
+        num_samples=last.num_samples if last else None,
+        global_batch_size=last.global_batch_size if last else None,
+        micro_batch_size=last.micro_batch_size if last else None,
+        accumulation_steps=last.accumulation_steps if last else None,
+        epochs=last.epochs if last else None,
+        seconds=sum(parts_s.values()),
+        parts_s=parts_s,
+        ranks_s=tuple(
+            {part: spent for part, spent in seconds.items() if spent or part in parts_s} for seconds in tally.ranks_s
+        ),
+        updates=run.clock.updates,
+        step_time_ms=median,
+        step_time_low_ms=low,
+        step_time_high_ms=high,
+        items_per_s=statistics.median(tally.items_per_s) if tally.items_per_s else None,
+        items_per_update=tally.items_per_update,
+        data_wait=parts_s.get("data", 0.0) / updates_s if updates_s else None,
+        transfer=parts_s["transfer"] / updates_s if updates_s and "transfer" in parts_s else None,
+        num_saves=tally.num_saves,
+        num_evaluations=tally.num_evaluations,
+        num_rows=tally.num_rows,
+        num_batch_shapes=len(tally.batch_shapes) or None,
+        has_begin_update=type(parts.task).begin_update is not Task.begin_update,
+        odd_sizes=tuple(odd_sizes(parts.bare, parts.world.device)) if device else None,
+        host_peak_gib=max((record.peak_host_gib for record in run.records.values()), default=None),
+        host_total_gib=inventory.cpu.memory_bytes / 2**30 if inventory.cpu.memory_bytes else None,
+        **_memory(run),
+        monitor="monitor.json" if run.observers.monitor.latest() else None,
+        phases=phases,
+    )
+
+
+def better_known(before: Evidence | None, now: Evidence) -> Evidence:
+    """Return what is known of the updates of a run from the process that has made by far the most of them.
+
+    before  what an earlier process has left; it counts only where that one trained in the same way
+    """
+    if before is None or (before.updates or 0) <= FAR_MORE * (now.updates or 0):
+        return now
+    ours, theirs = vars(now), vars(before)
+    is_same = all(ours[name] in (None, theirs[name]) for name in _HOW)
+    return replace(before, phases=now.phases or before.phases) if is_same else now
+
+
+def _of_phase(run: TrainingRun, name: str) -> PhaseEvidence:
+    record, planned, num_samples = run.records[name], run.plan.phase(name), run.tally.num_samples.get(name)
+    batch = planned.batch if planned else None
+    return PhaseEvidence(
+        name=name,
+        kind=record.kind,
+        updates=record.updates,
+        seconds=record.seconds,
+        parts_s=record.parts_s,
+        num_samples=num_samples,
+        epochs=record.updates * batch.global_batch_size / num_samples if batch and num_samples else None,
+        global_batch_size=batch.global_batch_size if batch else None,
+        micro_batch_size=batch.micro_batch_size if batch else None,
+        accumulation_steps=batch.accumulation_steps if batch else None,
+        peak_host_gib=record.peak_host_gib,
+        peak_device_gib=record.peak_device_gib,
+    )
+
+
+def _memory(run: TrainingRun) -> dict[str, Any]:
+    """Return what is known of the memory of the device, by the names of `Evidence`; nothing for a CPU."""
+    import torch
+
+    device, gib = run.parts.world.device, 2**30
+    if device.type != "cuda":
+        return {}
+    known = torch.cuda.memory_stats(device)
+    reserved, stuck = torch.cuda.memory_reserved(device), known.get("inactive_split_bytes.all.current", 0)
+    peaks = [record.peak_device_gib for record in run.records.values() if record.peak_device_gib is not None]
+    taken = [record.peak_reserved_gib for record in run.records.values() if record.peak_reserved_gib is not None]
+    return {
+        "device_total_gib": torch.cuda.get_device_properties(device).total_memory / gib,
+        "device_allocated_gib": torch.cuda.memory_allocated(device) / gib,
+        "device_reserved_gib": reserved / gib,
+        "device_peak_gib": max(peaks, default=None),
+        "device_peak_reserved_gib": max(taken, default=None),
+        "num_alloc_retries": int(known.get("num_alloc_retries", 0)),
+        "fragmentation": stuck / reserved if reserved else None,
+    }
+
+
+def _spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    """Return the 10th percentile, the median and the 90th; None each where there are no values."""
+    if not values:
+        return None, None, None
+    ordered = sorted(values)
+    return ordered[len(ordered) // 10], statistics.median(ordered), ordered[-1 - len(ordered) // 10]
+
+
+def read_evidence(run_dir: Path) -> Evidence | None:
+    """Return what a run has measured of itself, None where it has left nothing; what cannot be read is unknown."""
+    return evidence_in(read_object(run_dir / "run.json"))
+
+
+def evidence_in(record: Mapping[str, Any]) -> Evidence | None:
+    """Return the evidence in the content of a run.json."""
+    found = record.get("evidence")
+    return _read(Evidence, found) if isinstance(found, dict) else None
+
+
+def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Return a dataclass of those values that are what they must be. Raises TypeError where too few are."""
+    hints = get_type_hints(kind)
+    given = {each.name: _as(hints[each.name], values[each.name]) for each in fields(kind) if each.name in values}
+    return kind(**{name: value for name, value in given.items() if value is not _WRONG})
+
+
+def _as(hint: Any, value: Any) -> Any:
+    """Return a JSON value as the type it is to have, `_WRONG` where it is none of that."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        found = (_as(each, value) for each in inner)
+        return next((each for each in found if each is not _WRONG), _WRONG)
+    if hint is types.NoneType:
+        return None if value is None else _WRONG
+    if origin is tuple:
+        rows = [_as(inner[0], each) for each in value] if isinstance(value, (list, tuple)) else [_WRONG]
+        return _WRONG if any(each is _WRONG for each in rows) else tuple(rows)
+    if origin is Mapping:
+        pairs = (
+            {str(key): _as(inner[1], each) for key, each in value.items()} if isinstance(value, dict) else {"": _WRONG}
+        )
+        return _WRONG if any(each is _WRONG for each in pairs.values()) else pairs
+    if is_dataclass(hint) and isinstance(hint, type):
+        try:
+            return _read(hint, value) if isinstance(value, dict) else _WRONG
+        except TypeError:
+            return _WRONG
+    if hint is float:
+        return float(value) if type(value) in (int, float) else _WRONG
+    return value if type(value) is hint else _WRONG
+
+
+_WRONG = object()
+FAR_MORE = 10  # times as many updates: what they took is then known better, although it is older
+_HOW = (
+    "task", "device", "device_name", "choices", "world_size", "num_threads", "num_workers", "global_batch_size",
+    "micro_batch_size", "accumulation_steps",
+)  # fmt: skip

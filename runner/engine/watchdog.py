@@ -1,0 +1,408 @@
+"""What a run waits for and does not get: noticed by a thread, told with the stacks of all threads, and ended.
+
+The run says what it does by setting one attribute (`Pulse.now`); it never calls anything here. The thread looks from
+time to time and counts its own looks, not the clock: a process that was stopped, a machine that slept, or a debugger
+make one long pause between two looks, which counts as one.
+
+A process on its own ends itself. A rank that our launcher watches only shows how it stands (runner.base.signs): the
+launcher sees all ranks, so it knows who waits for whom.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runner.base import scratch, stacks
+from runner.base.choice import make
+from runner.base.errors import Exit, Hang, SystemLimit, as_told, where_it_goes_on
+from runner.base.family import descendants
+from runner.base.secret import fit_to_show
+from runner.base.signs import Sign, SignBoard
+from runner.base.values import Auto, Positive
+from runner.base.world import World
+from runner.distributed.patience import within
+from runner.durable.checkpoint import newest
+from runner.plan.plan import Plan
+
+START, DATA, UPDATE, EVALUATION, SUMMARY = "start", "data", "update", "evaluation", "summary"
+CHECKPOINT, FINISH, PREDICTION, SEARCH, END = "checkpoint", "finish", "prediction", "search", "end"
+
+WORKER = "data worker"
+TICK_S = 0.25
+LEAST_S = 50.0  # an update that hangs is named within a minute, stacks and all
+TIMES = 10
+RECENT = 100  # pieces of work that lasted longer than a tick
+SETTLED = 3  # later updates, batches or predictions that are known: they tell more than the first, which may compile
+COMPILED_AGAIN = 1.5  # times the first: for another shape, on a busier machine
+TELL_S = 3.0  # to write down what happened, on a disk that may be what hangs
+
+
+def _nowhere(_: Hang) -> None:
+    """Write nothing down."""
+
+
+class Pulse:
+    """What the run does now, for the thread that watches: the thread that trains sets `now`, and nothing else.
+
+    now      (kind, update): a new tuple at each change, also where it is equal to the one before
+    done     kinds of which one piece is done in this phase: nothing is compiled or started for the next
+    made     updates of all phases that are made in this start or were before, set by value; 0 before the first one
+    writing  returns, while a checkpoint is written beside training, its update and what changes as the disk moves
+    """
+
+    def __init__(self) -> None:
+        self.made = ctypes.c_uint64()
+        self.writing: Callable[[], tuple[int, object] | None] = lambda: None
+        self.begin("")
+
+    def begin(self, phase: str) -> None:
+        """A phase begins; what was learned in the one before is forgotten."""
+        self.now: tuple[str, int] = (START, 0)  # before the rest: what ends here was a piece of the phase before
+        self.phase, self.done = phase, set[str]()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long what may take, in seconds; None: by what it took lately."""
+
+    update_s: float | None
+    first_update_s: float
+    data_s: float | None
+    checkpoint_s: float
+
+    def of(self, kind: str, *, is_first: bool, longest_s: float, least_s: float = 0.0) -> float:
+        """Return the limit of a piece of work of this kind; never under `least_s` where it is not given."""
+        if kind in (CHECKPOINT, END):
+            return self.checkpoint_s
+        if is_first or kind == START:
+            return self.first_update_s
+        given = self.data_s if kind == DATA else self.update_s
+        return max(LEAST_S, least_s, TIMES * longest_s) if given is None else given
+
+
+@contextmanager
+def watched(
+    plan: Plan,
+    world: World,
+    *,
+    keep: Callable[[str], object],
+    record: Callable[[Hang], object] = _nowhere,
+    checkpoints: Path | None = None,
+    file: str = "stacks.txt",
+) -> Iterator[Pulse]:
+    """A pulse that is watched while the context is open, as the plan says.
+
+    keep         writes the stacks; it may block, and is then left behind, as `record` is
+    record       writes the error
+    checkpoints  where the last one is looked for; None: nothing goes on from it
+    file         of the run's folder where the stacks are written
+    """
+    pulse, choice = Pulse(), plan.choices["watchdog"]
+    limits = make(WATCHDOGS, choice.function, **choice.options)
+    if limits is None:
+        yield pulse
+        return
+    compiles = plan.choices["compile"].name != "off"
+    if world.watched_from is not None:
+        board = SignBoard(world.watched_from, world.rank)
+        pulse.made = board.made()
+        show: Callable[[Sign], None] = board.put
+    else:
+        show = _Alone(world, pulse, limits.checkpoint_s, keep, record, checkpoints, file)
+    looking = _Looking(pulse, limits, show, compiles=compiles, is_one_of_many=world.world_size > 1)
+    thread = threading.Thread(target=looking.look_on, name="watchdog", daemon=True)
+    # At once: a rank may be stopped, or keep the interpreter to itself, before the first look.
+    show(Sign(ticks=1, limit_s=limits.first_update_s, kind=START, is_first=True))
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise SystemLimit(
+            f"the thread that watches for hangs cannot be started: {error}",
+            fix="raise the limit on processes (ulimit -u), or say watchdog=off",
+        ) from error
+    try:
+        yield pulse
+    finally:
+        looking.stop.set()
+        thread.join()  # where it has begun to end the process, this waits for that
+        show(Sign())
+
+
+@dataclass
+class _Known:
+    """What is known of the pieces of one kind: seconds of the first, and of later ones that were not over at once.
+
+    update     that of the last piece
+    num_later  pieces that are as good a measure as the first: of later updates, or of an evaluation
+    """
+
+    first_s: float
+    update: int
+    num_later: int = 0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+
+class Waited:
+    """How long the pieces of each kind took in this phase, and so how long one may take.
+
+    The first is the measure until some later ones are known: it may have compiled, or be like all others.
+
+    compiles  models are compiled: for another shape, such as the last, smaller batch, this is done again
+    """
+
+    def __init__(self, limits: Limits, done: Set[str], *, compiles: bool) -> None:
+        self.limits, self.done, self.compiles = limits, done, compiles
+        self._known: dict[str, _Known] = {}
+
+    def took(self, kind: str, update: int, seconds: float) -> None:
+        """A piece of work is done."""
+        known = self._known.get(kind)
+        if known is None:
+            self._known[kind] = _Known(seconds, update)
+            return
+        # Of one update there are several pieces, most of them over at once: what follows a save, an evaluation.
+        known.num_later += kind == EVALUATION or update > known.update
+        known.update = update
+        if seconds > TICK_S:
+            known.recent.append(seconds)
+
+    def limit_s(self, kind: str, *, is_first: bool | None = None) -> float:
+        """Return the seconds that a piece of this kind may take now."""
+        known = self._known.get(kind) or _Known(0.0, 0)
+        of_first = known.first_s if known.num_later < SETTLED else 0.0
+        return self.limits.of(
+            kind,
+            is_first=kind not in self.done if is_first is None else is_first,
+            longest_s=max(of_first, *known.recent, 0.0),
+            least_s=COMPILED_AGAIN * known.first_s if self.compiles else 0.0,
+        )
+
+
+class _Looking:
+    """The thread: compares what the pulse shows with what it showed before, at each tick."""
+
+    def __init__(
+        self, pulse: Pulse, limits: Limits, show: Callable[[Sign], None], *, compiles: bool, is_one_of_many: bool
+    ) -> None:
+        self.pulse, self.limits, self.show = pulse, limits, show
+        self.compiles, self.is_one_of_many = compiles, is_one_of_many
+        self.stop = threading.Event()
+        self._main = threading.main_thread().ident or 0
+
+    def look_on(self) -> None:
+        """Look until `stop` is set."""
+        ticks, same = 1, 0  # that it is watched has been shown
+        before, phase = self.pulse.now, self.pulse.phase
+        waited = Waited(self.limits, self.pulse.done, compiles=self.compiles)
+        is_first = True  # as it was when the piece began: the piece that makes it known is a first one to its end
+        written: tuple[int, object] | None = None  # beside training
+        still = 0  # ticks for which the disk has not moved
+        while not self.stop.wait(TICK_S):
+            ticks += 1
+            now, same = self.pulse.now, same + 1
+            write = self.pulse.writing()
+            still, written = (still + 1 if write and write == written else 0), write
+            if write and now[0] == CHECKPOINT:
+                same = min(same, still)  # it waits for the disk, and as long as that moves
+            if now is not before:
+                waited.took(*before, same * TICK_S)
+                before, same = now, 0
+                is_first = now[0] not in waited.done
+            if self.pulse.phase != phase:
+                waited = Waited(self.limits, self.pulse.done, compiles=self.compiles)
+                is_first = now[0] not in waited.done  # several may be done since the last look
+                phase = self.pulse.phase
+            waits = False
+            if max(same, still) > _CLOSER_LOOK:
+                frames = stacks.frames_here(self._main)
+                if _is_debugged(frames):
+                    same = still = 0
+                waits = self.is_one_of_many and bool(frames) and stacks.waits_for_ranks(frames[0])
+            limit_s = waited.limit_s(now[0], is_first=is_first)
+            if write and still * TICK_S > self.limits.checkpoint_s:
+                self.show(
+                    Sign(ticks, still * TICK_S, self.limits.checkpoint_s, False, CHECKPOINT, False, write[0], phase)
+                )
+                continue
+            self.show(Sign(ticks, same * TICK_S, limit_s, waits, now[0], is_first, now[1], phase))
+
+
+class _Alone:
+    """Ends this process when it waits for too long."""
+
+    def __init__(
+        self,
+        world: World,
+        pulse: Pulse,
+        patience_s: float,
+        keep: Callable[[str], object],
+        record: Callable[[Hang], object],
+        checkpoints: Path | None,
+        file: str,
+    ) -> None:
+        self.world, self.pulse, self.patience_s, self.file = world, pulse, patience_s, file
+        self.keep, self.record, self.checkpoints = keep, record, checkpoints
+
+    def __call__(self, sign: Sign) -> None:
+        # Nobody here knows what another rank is busy with: it may be writing a checkpoint.
+        if not sign.is_overdue or (sign.waits and sign.waited_s <= self.patience_s):
+            return
+        try:
+            self._tell(sign)
+        finally:
+            with suppress(Exception):
+                for pid in descendants(os.getpid()):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            with suppress(Exception):
+                folder = scratch.shared_folder()
+                if folder is not None:
+                    within(1.0, lambda: shutil.rmtree(folder, ignore_errors=True))
+            os._exit(Exit.HANG)
+
+    def _tell(self, sign: Sign) -> None:
+        """Say and write down what hangs, in a few seconds whatever blocks or fails."""
+        of_threads = {_named(self.world): "has no stacks to show"}
+        with suppress(Exception):
+            of_threads[_named(self.world)] = stacks.own()
+        with suppress(Exception):  # also TimeoutError
+            of_threads |= within(stacks.ANSWER_S + 1.0, _of_workers)
+        is_kept = False
+        with suppress(Exception):
+            within(TELL_S, lambda: self.keep(stacks.together(of_threads)))
+            is_kept = True
+        who = _named(self.world) if self.world.world_size > 1 else ""
+        error = hang(sign, self.world.rank, who, of_threads, self.file if is_kept else None)
+        with suppress(Exception):
+            checkpoints = self.checkpoints
+            last = within(1.0, lambda: newest(checkpoints)) if checkpoints else None
+            made = int(self.pulse.made.value)
+            if last or made:
+                error.add_note(where_it_goes_on(last, made))
+        with suppress(Exception):
+            lead = "\n" if os.isatty(2) else ""  # a progress bar leaves its line open
+            within(1.0, lambda: os.write(2, f"{lead}{fit_to_show(as_told(error))}\n".encode()))
+        if is_kept:  # else the disk does not take this either
+            with suppress(Exception):
+                within(TELL_S, lambda: self.record(error))
+
+
+def _of_workers() -> dict[str, str]:
+    folder = scratch.shared_folder()
+    answers = stacks.asked(folder, descendants(os.getpid())) if folder is not None else {}
+    return {f"{WORKER} {pid}": text for pid, text in answers.items()}
+
+
+def hang(sign: Sign, rank: int, who: str, of_threads: Mapping[str, str], file: str | None = "stacks.txt") -> Hang:
+    """Return the error for what a sign of a rank shows: what is waited for, where, and what can be done.
+
+    who         "rank 1 of 2", or nothing
+    of_threads  stacks, or a word in their place, by the process: that of the sign is the first
+    file        of the run's folder that has all stacks; None: they could not be written
+    """
+    noun, key = _WORDS[sign.kind]
+    key = "first_update_s" if sign.is_first and key != "checkpoint_s" else key
+    what = noun.format(update=sign.update) + (f" of phase {sign.phase}" if sign.phase else "")
+    calls = (stacks.own_call(stacks.main_thread(text)) for text in of_threads.values())
+    place = next(filter(None, calls), None)
+    error = Hang(
+        f"{what} hangs: waited {sign.waited_s:.0f} s, and it may take {sign.limit_s:.0f} s",
+        where=": ".join(filter(None, (who, str(place) if place else ""))),
+        fix=way_out(of_threads, f"watchdog.{key}={_rounded(4 * sign.limit_s)}", file),
+    )
+    if sign.phase:
+        error.place = {"rank": rank, "phase": sign.phase, "update": sign.update}
+    return error
+
+
+def way_out(of_threads: Mapping[str, str], longer: str = "", file: str | None = "stacks.txt") -> str:
+    """Return where the main threads are, in brief, and what can be done; of data workers the first that is to blame."""
+    lines: list[str] = []
+    num_workers = 0
+    for name, text in of_threads.items():
+        frames = stacks.main_thread(text)
+        if name.startswith(WORKER):
+            if num_workers or not stacks.own_call(frames):
+                continue
+            num_workers += 1
+        if len(lines) > _LINES:
+            continue
+        lines += [f"{name} is at", *stacks.in_brief(frames)] if frames else [f"{name} {text.strip()}"]
+    lines += [f"{file} in the run's folder has all threads" if file else "the stacks of all threads cannot be written"]
+    lines += ["run the same command again" + (f"; if it takes that long: {longer}" if longer else "")]
+    return "\n".join(lines)
+
+
+def _named(world: World) -> str:
+    return f"rank {world.rank} of {world.world_size}" if world.world_size > 1 else "the main thread"
+
+
+def _is_debugged(frames: list[stacks.Frame]) -> bool:
+    """Tell whether somebody looks into this process."""
+    if "pydevd" in sys.modules or any(stacks.is_debugger(frame.file) for frame in frames):
+        return True
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    return "\nTracerPid:\t0\n" not in status
+
+
+def _rounded(seconds: float) -> int:
+    return max(10, round(seconds / 10) * 10)
+
+
+def default(
+    *,
+    update_s: Positive | Auto = "auto",
+    first_update_s: Positive = 1800.0,
+    data_s: Positive | Auto = "auto",
+    checkpoint_s: Positive = 600.0,
+) -> Limits | None:
+    """End the run, with the stacks of all its threads and ranks, when what it waits for does not come.
+
+    update_s        seconds that an update, or a batch of an evaluation or its summary, may take; auto: 50, or ten
+                    times the longest lately
+    first_update_s  seconds for the first of its kind in a phase, with building, reading and compiling
+    data_s          seconds until a batch is there; auto: 50, or ten times the longest lately
+    checkpoint_s    seconds for which a disk may not move while a checkpoint is written, and for the end of the run
+    """
+    return Limits(
+        None if update_s == "auto" else update_s,
+        first_update_s,
+        None if data_s == "auto" else data_s,
+        checkpoint_s,
+    )
+
+
+def off() -> Limits | None:
+    """Wait for ever."""
+    return None
+
+
+_CLOSER_LOOK = 4  # ticks
+_LINES = 12  # of stacks in a message
+_WORDS: Mapping[str, tuple[str, str]] = {
+    START: ("the start", "first_update_s"),
+    DATA: ("the next batch for update {update}", "data_s"),
+    UPDATE: ("update {update}", "update_s"),
+    EVALUATION: ("a batch of the evaluation after update {update}", "update_s"),
+    SUMMARY: ("the summary of the evaluation after update {update}", "update_s"),
+    CHECKPOINT: ("the checkpoint of update {update}", "checkpoint_s"),
+    FINISH: ("the end", "update_s"),
+    SEARCH: ("the search for what is not finite in update {update}", "update_s"),
+    PREDICTION: ("prediction {update}", "update_s"),
+    END: ("the end", "checkpoint_s"),
+}
+
+WATCHDOGS: Mapping[str, Callable[..., Limits | None]] = {"default": default, "off": off}

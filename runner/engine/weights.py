@@ -1,0 +1,283 @@
+"""Weights that come from elsewhere: a safetensors file a new run begins with, and the way from a pickle to one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import sys
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import (
+    AccelRunError,
+    CannotCreate,
+    ConfigError,
+    DataError,
+    HostMemoryError,
+    IncompatibleResume,
+    InputMissing,
+    Problem,
+    SecurityRefusal,
+    StorageError,
+    readable,
+)
+from runner.base.schema import did_you_mean
+from runner.base.secret import fit_to_show
+from runner.distributed.parallel import Parallel
+from runner.durable import files
+from runner.durable.tensors import fault, pieces
+
+
+def begin_with(file: Path, model: nn.Module, parallel: Parallel) -> str:
+    """The model has the weights of a safetensors file, by name and shape; returns what to say of it.
+
+    Floating-point weights take the model's type. Raises InputMissing, DataError for a file that is none,
+    SecurityRefusal for one that could run code, IncompatibleResume with what is missing, unexpected, of another shape.
+    """
+    wanted = model.state_dict()
+    found, taken = _named_as(_read(file), wanted)
+    missing = [name for name in wanted if name not in found]
+    unexpected = [name for name in sorted(found) if name not in wanted]
+    different = [
+        f"{name} is {_shape(found[name])}, must be {_shape(tensor)}"
+        for name, tensor in wanted.items()
+        if name in found
+        and (found[name].shape != tensor.shape or found[name].is_floating_point() != tensor.is_floating_point())
+    ]
+    parts = [
+        f"{len(names)} {what}: {', '.join(names[:_NUM_SHOWN])}{', ...' if names[_NUM_SHOWN:] else ''}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", different))
+        if names
+    ]
+    if parts:
+        raise IncompatibleResume(
+            f"these are weights of another model; {'; '.join(parts)}",
+            where=f"weights={file}",
+            fix="use the task options they were trained with; names are changed by a script of yours, and saved anew",
+        )
+    cast = sum(found[name].dtype != tensor.dtype for name, tensor in wanted.items())
+    parallel.load(model, {name: found[name].to(tensor.dtype) for name, tensor in wanted.items()})
+    changed = f", {cast} of them in another precision" if cast else ""
+    stripped = f"; {taken} was taken off their names" if taken else ""
+    return f"begins with the {len(found)} tensors of {file}{changed}{stripped}"
+
+
+def require_weights(file: Path) -> None:
+    """Raise InputMissing where there is no such file: told before a run is made that would begin with it."""
+    if not file.is_file():
+        what = "must be a file, but is a folder" if file.is_dir() else "does not exist"
+        raise InputMissing(what, where=f"weights={file}", fix="name a .safetensors file")
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file."""
+    from safetensors.torch import load
+
+    require_weights(file)
+    content = files.read(file)
+    try:
+        return load(content)
+    except Exception as error:  # the reader promises no class of error
+        if content.startswith(_PICKLES):  # asked only now: the length of a header of 640 bytes begins like a pickle
+            raise SecurityRefusal(
+                "is a pickle, which may run code when it is read",
+                where=f"weights={file}",
+                fix=f"make a safetensors file of it, without running anything: accel-run import {file}",
+            ) from None
+        raise DataError(f"is not in the safetensors format: {error}", where=f"weights={file}") from error
+
+
+# ---------------------------------------------------------------- from a pickle
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What became of a foreign file: its tensors, and entries left out; whether the reader had a network."""
+
+    num_tensors: int
+    num_bytes: int
+    entry: str
+    left_out: int
+    had_network: bool
+
+
+def convert(source: Path, target: Path, key: str | None) -> Imported:
+    """`target` is a new safetensors file with the tensors of a file of torch.save.
+
+    To be called in a process of its own, for it gives up the network, other programs and most memory before it reads.
+    Only tensors and plain data are built, never what the file names. Raises SecurityRefusal where it asks for more,
+    DataError, ConfigError, CannotCreate where the target is there, HostMemoryError.
+    """
+    warnings.simplefilter("ignore")  # torch's advice is for those who trust the file
+    size = source.stat().st_size
+    had_network = not _confine(size)
+    content = _unpickled(source)
+    state, entry = _descended(content, key, source)
+    given = [(str(name), value.detach()) for name, value in state.items() if isinstance(value, Tensor)]
+    tensors = dict(given)
+    problems = [f"{readable(name, 80)}: {why}" for name, tensor in given if (why := _why_not(name, tensor))]
+    problems += [f"{readable(name, 80)}: it is there twice" for name, tensor in given if tensors[name] is not tensor]
+    if not problems and (written := sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())) > 4 * (
+        size + _SMALL
+    ):
+        problems = [f"its tensors would take {written / 2**30:,.1f} GiB, which the file's size does not explain"]
+    if problems:
+        raise DataError(f"cannot be kept as safetensors: {'; '.join(problems[:_NUM_SHOWN])}", where=str(source))
+    try:
+        size, _ = files.write_new(target, pieces(tensors))
+    except StorageError as error:
+        if isinstance(error.__cause__, FileExistsError):
+            raise _taken(target) from None
+        raise CannotCreate(error.problems[0].what, where=str(target), fix=error.problems[0].fix) from error
+    return Imported(len(tensors), size, entry, len(state) - len(tensors), had_network)
+
+
+def _why_not(name: str, tensor: Tensor) -> str | None:
+    """Return why a file cannot hold this tensor under this name, None where it can."""
+    if tensor.is_nested or tensor.device.type != "cpu":
+        return "it is nested" if tensor.is_nested else f"it has no values, for it is on {tensor.device}"
+    if name == "__metadata__":
+        return "the format has another use for this name"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "its name is no text that can be written"
+    return fault(tensor)
+
+
+def refuse_taken(target: Path) -> None:
+    """Raise an error with exit code 73 where the name is taken."""
+    if files.exists(target):
+        raise _taken(target)
+
+
+def settle(temporary: Path, target: Path) -> None:
+    """What was written under another name beside it is `target`, on disk, and never in the place of another file."""
+    try:
+        os.link(temporary, target, follow_symlinks=False)
+    except FileExistsError:
+        raise _taken(target) from None
+    except OSError:  # a file system without links, on which nobody else is likely to take the name meanwhile
+        refuse_taken(target)
+        files.rename(temporary, target)
+    files.fsync_directory(target.parent)
+
+
+def _taken(target: Path) -> AccelRunError:
+    return CannotCreate("exists already, and is left as it is", where=str(target), fix="give another name after FILE")
+
+
+def _confine(size: int) -> bool:
+    """The process starts nothing and takes no more than it needs; returns whether it is without network too."""
+    is_alone = False
+    if sys.platform == "linux":
+        is_alone = int(ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUSER | _CLONE_NEWNET)) == 0
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    for what, most in ((resource.RLIMIT_AS, taken + 4 * size + (1 << 30)), (resource.RLIMIT_CPU, 3600)):
+        hard = resource.getrlimit(what)[1]
+        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    sys.addaudithook(_refuse)
+    return is_alone
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _REFUSED:
+        raise PermissionError(f"{event} is not for a file that is imported")
+
+
+def _unpickled(source: Path) -> Any:
+    """Return what the file holds, built of tensors and plain data alone."""
+    try:
+        try:
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251 - the one place
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            return torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251 - the older format
+    except MemoryError as error:
+        raise HostMemoryError("asks for more memory than its size explains", where=str(source)) from error
+    except OSError as error:
+        raise DataError(f"cannot be read: {error}", where=str(source)) from error
+    except Exception as error:  # of any class: the file decides where the reader fails
+        asked = _ASKED.search(str(error))
+        if asked:
+            raise SecurityRefusal(
+                f"asks for {fit_to_show(asked[1])}, which is code and not a weight",
+                where=str(source),
+                fix="have it saved as a plain mapping of names to tensors: torch.save(model.state_dict(), file)",
+            ) from None
+        operand = _OPERAND.search(str(error))
+        first = operand[0] if operand else (str(error) or type(error).__name__).splitlines()[0][:120]
+        raise DataError(f"is not a file of torch.save, or damaged: {fit_to_show(first)}", where=str(source)) from None
+
+
+def _descended(content: Any, key: str | None, source: Path) -> tuple[Mapping[Any, Any], str]:
+    """Return the mapping that holds the tensors, and the way to it."""
+    way: list[str] = []
+    for part in key.split(".") if key else ():
+        if not isinstance(content, Mapping) or part not in content:
+            raise ConfigError(Problem(f"has no entry {part}", f"{source}: key={key}", _offer(content, part)))
+        content = content[part]
+        way.append(part)
+    while isinstance(content, Mapping):
+        inner = [name for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
+        if not inner and any(isinstance(value, Tensor) for value in content.values()):
+            break  # not sooner: a checkpoint has tensors, such as its step, beside the weights
+        if not inner or len(way) > _NUM_WRAPPERS:
+            raise ConfigError(Problem("holds no tensors by name", str(source), _offer(content, "")))
+        content = content[inner[0]]
+        way.append(inner[0])
+    if not isinstance(content, Mapping):
+        what = f"must hold a mapping of names to tensors, but holds {type(content).__name__}"
+        raise DataError(what, where=str(source), fix="have it saved as torch.save(model.state_dict(), file)")
+    return content, ".".join(way)
+
+
+def _offer(content: Any, wanted: str) -> str:
+    known = [str(name) for name in content] if isinstance(content, Mapping) else []
+    near = did_you_mean(wanted, known) if wanted else ""
+    return near or (f"say which entry with key=NAME; there are {', '.join(known[:_NUM_SHOWN])}" if known else "")
+
+
+def _named_as(tensors: dict[str, Tensor], wanted: Collection[str]) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors by the names of the model, and what wrappers had put before all of them.
+
+    As they are where they fit so, or where they fit without it neither.
+    """
+    found, taken = tensors, ""
+    while found.keys() != set(wanted):
+        lead = next((lead for lead in _PREFIXES if found and all(name.startswith(lead) for name in found)), "")
+        if not lead:
+            return tensors, ""
+        found = {name.removeprefix(lead): tensor for name, tensor in found.items()}
+        taken += lead
+    return found, taken
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+_NUM_SHOWN = 5
+_SMALL = 16 << 20  # bytes that no file needs to explain
+_NUM_WRAPPERS = 4
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
+_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel and DDP, torch.compile, Lightning
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_ASKED = re.compile(r"GLOBAL\s+([\w.]+)")
+_OPERAND = re.compile(r"Unsupported operand \d+")
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
+_REFUSED = frozenset(
+    {
+        "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "socket.connect",
+        "socket.bind", "os.remove", "os.rename", "os.rmdir", "os.chmod", "os.symlink", "os.link", "shutil.rmtree",
+    }
+)  # fmt: skip

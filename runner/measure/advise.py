@@ -1,0 +1,497 @@
+"""From what was measured to advice: rules propose, trials decide. Only what was tried and is faster is advised."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.base.configuration import Configuration, Request, compose, merge_overrides
+from runner.engine.evidence import Evidence
+from runner.launch.apart import apart
+from runner.measure.criteria import Criterion, criteria, rule_of_thumb
+from runner.measure.facts import Facts, device_of
+from runner.measure.rules import Candidate, Finding, findings
+from runner.measure.statistics import Ratio
+from runner.measure.trial import UNTRIED, Arena, Asked, Cell, Limits, Measured, Numerics, Trials
+from runner.plan.inventory import Inventory, take_inventory
+from runner.plan.plan import Plan, make_plan
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate after its trial.
+
+    ratio     None where it could not be measured: `why_not` says why
+    numerics  how far its first losses are from the baseline's; None where they are not known
+    later_s   seconds later that its updates are under way; None where that is not known
+    pays_at   updates after which these are made up for; None where it begins no later, as far as can be told
+    updates   of the training; None where that is not known
+    """
+
+    rule: str
+    candidate: Candidate
+    ratio: Ratio | None
+    numerics: Numerics | None = None
+    why_not: str = ""
+    later_s: float | None = None
+    pays_at: int | None = None
+    updates: int | None = None
+
+    @property
+    def is_faster(self) -> bool:
+        """True where its updates are clearly faster and compute the same."""
+        is_faster = self.ratio is not None and self.ratio.verdict == "better"
+        return is_faster and not self.why_not and not (self.numerics is not None and self.numerics.differ)
+
+    @property
+    def pays(self) -> bool:
+        """True where the training is long enough for what it takes to begin; unknown lengths are."""
+        return self.pays_at is None or self.updates is None or self.pays_at < self.updates
+
+    @property
+    def is_advised(self) -> bool:
+        """True where it is clearly faster, computes the same, and the training is long enough for it."""
+        return self.is_faster and self.pays
+
+    @property
+    def opening(self) -> str:
+        """Words for what it takes to begin; empty where that is nothing to speak of."""
+        if self.pays_at is None or self.later_s is None:
+            return ""
+        return f"begins {self.later_s:.2g} s later, pays after {self.pays_at:,} updates"
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast it is; 0 where nobody knows."""
+        return self.ratio.middle if self.ratio else 0.0
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What can be said of a run.
+
+    tried     every candidate, the fastest first
+    together  the advised ones that do not exclude each other, tried as one; None where there were not two of them
+    device    CPU against GPU, measured; empty where only one of them is here
+    """
+
+    task: str
+    device_name: str
+    update_ms: float
+    findings: tuple[Finding, ...]
+    tried: tuple[Tried, ...]
+    together: Tried | None
+    criteria: tuple[Criterion, ...]
+    rule_of_thumb: str
+    measured_verdict: str
+    checks: tuple[Check, ...]
+    facts: Facts
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    mode: str = ""
+
+    @property
+    def advised(self) -> list[Tried]:
+        """The candidates that are clearly faster and compute the same, one for each finding, the fastest first."""
+        best: dict[str, Tried] = {}
+        for tried in self.tried:
+            if tried.is_advised and tried.rule not in best:
+                best[tried.rule] = tried
+        return list(best.values())
+
+    @property
+    def by_hand(self) -> list[tuple[Finding, float]]:
+        """What is for the user to do, and what more it could bring; the largest gain first.
+
+        Where readers that read ahead were tried, a faster transform gains what they have left.
+        """
+        hidden = max(
+            (tried.gain for tried in self.tried if tried.rule == "data wait" and tried.is_advised), default=1.0
+        )
+        found = []
+        for finding in self.findings:
+            if finding.by_hand:
+                most = finding.at_most or 1.0
+                found.append((finding, max(1.0, most / hidden) if finding.rule == "slow transform" else most))
+        return sorted(found, key=lambda pair: -pair[1])
+
+    @property
+    def first(self) -> str:
+        """The rule whose advice gains most; empty where there is none.
+
+        What was tried stands before what is only predicted, however much that might be.
+        """
+        tried = [(tried.gain, tried.rule) for tried in self.advised]
+        predicted = [(gain, finding.rule) for finding, gain in self.by_hand if gain > 1.0]
+        return max(tried or predicted, default=(0.0, ""))[1]
+
+    @property
+    def to_apply(self) -> Tried | None:
+        """What a profile would hold: all together, or the best one."""
+        every = [self.together] if self.together is not None and self.together.is_advised else []
+        return max([*every, *self.advised], key=lambda tried: tried.gain, default=None)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A reading against the range in which it is expected; `fine` is None where it is not known."""
+
+    name: str
+    value: str
+    expected: str
+    fine: bool | None
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a finished run has told: its evidence, what the monitor saw, and the phase that took longest."""
+
+    evidence: Evidence | None = None
+    monitor: Mapping[str, float] = field(default_factory=dict)
+    throttled: Mapping[str, float] = field(default_factory=dict)
+    phase: str | None = None
+
+
+def advise(request: Request, run: Known, budget_s: float, say: Say) -> Advice:
+    """Return what would make these updates faster, tried here.
+
+    run  what it does not tell is measured now
+    Raises AccelRunError where the training itself cannot be measured.
+    """
+    began = time.monotonic()
+    configuration = compose(request)
+    plan, inventory = apart(_planned, configuration)
+    request, cores, notes = _of_one_rank(request, plan, inventory)
+    limits = Limits(budget_s=budget_s, phase=run.phase)
+    with Arena(request, cores) as arena:
+        say("measures the training as it is")
+        with arena.alone(Cell("as it is"), dataclasses.replace(limits, evaluates=True)) as (ask, opened):
+            now, probe = _look(ask, opened, plan)
+        there, here = run.evidence.device_name if run.evidence else None, plan.device_name
+        if there is not None and there != here:
+            notes.append(f"the run was made on {there}, and this is {here}: all is measured anew")
+            run = Known()
+        facts = Facts(
+            evidence=filled(run.evidence, now),
+            values=opened.opened["values"],
+            cpu=dataclasses.replace(inventory.cpu, logical_cores=cores) if cores else inventory.cpu,
+            gpus=inventory.usable,
+            gpu=device_of(inventory, now.device),
+            probe=probe,
+            monitor=run.monitor,
+            throttled=run.throttled,
+        )
+        found = findings(facts)
+        trials, tried, together = _tried(arena, limits, found, began + budget_s, say)
+    rows = criteria(facts)
+    return Advice(
+        task=plan.choices["task"].name,
+        device_name=opened.opened["device_name"],
+        update_ms=trials.baseline.median_ms if trials else (facts.update_ms() or math.nan),
+        findings=tuple(found),
+        tried=tuple(tried),
+        together=together,
+        criteria=tuple(rows),
+        rule_of_thumb=rule_of_thumb(rows),
+        measured_verdict=_measured_verdict(facts, tried, inventory),
+        checks=tuple(checks(facts)),
+        facts=facts,
+        notes=(*notes, *(trials.notes if trials else ())),
+        seconds=time.monotonic() - began,
+        mode=trials.mode if trials else "",
+    )
+
+
+def _planned(configuration: Configuration) -> tuple[Plan, Inventory]:
+    inventory = take_inventory()
+    return make_plan(configuration, inventory), inventory
+
+
+def _of_one_rank(request: Request, plan: Plan, inventory: Inventory) -> tuple[Request, int, list[str]]:
+    """Return the request for what one rank does of an update, its share of the cores (0: all), and a note that says so.
+
+    What `auto` came to for the ranks stays: the share of the cores would make something else of it.
+    """
+    if plan.world_size == 1:
+        return request, 0, []
+    share, here = max(plan.batch.shares), inventory.cpu.logical_cores
+    cores = max(1, here // min(plan.world_size, len(inventory.usable) or plan.world_size))
+    own = ["parallelism=single", f"global_batch_size={share}"]
+    if plan.choices["backend"].options.get("threads") == "auto":
+        own.append(f"backend.threads={cores}")
+    if "num_workers" in plan.choices["dataloader"].options:
+        own.append(f"dataloader.num_workers={plan.choices['dataloader'].options['num_workers']}")
+    note = (
+        f"measured on one of {plan.world_size} ranks, with its {share} samples of an update on {cores} of {here} cores;"
+        " exchange is not measured"
+    )
+    return dataclasses.replace(request, overrides=merge_overrides(request.overrides, own)), cores, [note]
+
+
+# ---------------------------------------------------------------- what is known
+
+
+def _look(ask: Asked, opened: Measured, plan: Plan) -> tuple[Evidence, dict[str, Any]]:
+    """Measure the updates for a few seconds; return what they were made of, and what the code looks like."""
+    made, num, seconds, parts_s = 0, 1, 0.0, dict[str, float]()
+    while seconds < LOOK_S and (made < LEAST or seconds < LOOK_S / 4):
+        answer = ask({"do": "make", "updates": num})
+        made, seconds = made + num, seconds + answer["seconds"]
+        for part, spent in answer["parts_s"].items():
+            parts_s[part] = parts_s.get(part, 0.0) + spent
+        num = max(1, min(1000, int(made / max(seconds, 1e-3) * LOOK_S / 4)))
+    report, there = ask({"do": "report"}), opened.opened
+    periods = there["periods"]
+    evidence = Evidence(
+        task=plan.choices["task"].name,
+        device=there["device"],
+        device_name=there["device_name"],
+        num_threads=there["threads"],
+        num_parameters=there["parameters"],
+        num_trainable=there["trainable"],
+        num_samples=there["num_samples"],
+        global_batch_size=there["global_batch_size"],
+        micro_batch_size=there["micro_batch_size"],
+        accumulation_steps=there["accumulation_steps"],
+        epochs=there["epochs"],
+        seconds=seconds,
+        parts_s=parts_s,
+        updates=made,
+        num_evaluations=_times(made, periods["evaluation"]),
+        num_saves=_times(made, periods["checkpoint"]),
+        device_total_gib=report.get("total_gib"),
+        device_peak_gib=report.get("peak_device_gib"),
+        device_peak_reserved_gib=report.get("reserved_gib"),
+        num_alloc_retries=report.get("alloc_retries"),
+        host_peak_gib=report.get("peak_host_gib"),
+    )
+    probe = ask({"do": "probe"})
+    evidence = dataclasses.replace(evidence, has_begin_update=probe["has_begin_update"])
+    return evidence, {**probe, "trained_layers": there["trained_layers"]}
+
+
+def _times(updates: int, period: int | None) -> int | None:
+    return updates // period if period else None
+
+
+def filled(known: Evidence | None, now: Evidence) -> Evidence:
+    """Return what a run knows of itself, and in the place of what it does not know what was measured now.
+
+    What its updates took is taken whole or not at all: not where it made none, and not where they are of several
+    phases, one of which is measured now.
+    """
+    if known is None:
+        return now
+    there = {name: value for name, value in vars(known).items() if value is not None and value != {}}
+    several = sum(phase.kind == "train" for phase in known.phases) > 1
+    if not known.updates or not known.parts_s or several:
+        there = {name: value for name, value in there.items() if name not in _OF_UPDATES}
+    return Evidence(**{**vars(now), **there})
+
+
+# ---------------------------------------------------------------- trials
+
+
+def _tried(
+    arena: Arena, limits: Limits, found: Sequence[Finding], deadline: float, say: Say
+) -> tuple[Trials | None, list[Tried], Tried | None]:
+    """Try the candidates of all findings, then the best of each together."""
+    wanted = _to_try(found)
+    if not wanted:
+        return None, [], None
+    left = deadline - time.monotonic()
+    cells = [Cell(candidate.name, candidate.overrides) for _, candidate in wanted]
+    say(f"tries {len(cells)} setting{'s' if len(cells) > 1 else ''} in turns, for at most {max(left, LEAST_S):.0f} s")
+    asked_s, limits = limits.budget_s, dataclasses.replace(limits, budget_s=max(LEAST_S, SHARE_OF_TRIALS * left))
+    trials = arena.measure([Cell("as it is"), *cells], limits, lambda _: None)
+    if trials.needs_s:
+        used_s = asked_s - left
+        needed = 10 * math.ceil((used_s + trials.needs_s / SHARE_OF_TRIALS) / 10)
+        for measured in trials.cells:
+            if measured.why_not == UNTRIED:
+                measured.why_not = f"not tried: budget_s={asked_s:g} was over; about budget_s={needed} tries all"
+    most = {finding.rule: finding.at_most for finding in found}
+    tried = [outcome(trials, rule, candidate, most.get(rule)) for rule, candidate in wanted]
+    tried.sort(key=lambda each: -each.gain)
+    best: dict[str, Tried] = {}
+    for each in tried:
+        if each.is_advised and each.rule not in best:
+            best[each.rule] = each
+    overrides = _without_conflicts(list(best.values()))
+    if len(overrides) < 2:
+        return trials, tried, None
+    say("tries the best of them together")
+    all_of_them = Candidate(tuple(word for words in overrides for word in words))
+    rest = dataclasses.replace(limits, budget_s=max(LEAST_S / 2, deadline - time.monotonic()))
+    both = arena.measure([Cell("as it is"), Cell(all_of_them.name, all_of_them.overrides)], rest, lambda _: None)
+    return trials, tried, outcome(both, "together", all_of_them)
+
+
+def outcome(trials: Trials, rule: str, candidate: Candidate, at_most: float | None = None) -> Tried:
+    """Return what a trial says of a candidate; of what blocks are too short to hold, only what the evidence says."""
+    measured, base = trials.of(candidate.name), trials.baseline
+    ratio, numerics, why_not = trials.ratio(measured), trials.numerics(measured), measured.why_not
+    around = AROUND.get(rule)
+    if around is not None and not base.sees(around[0]) and not why_not:
+        most = "" if at_most is None else f"; by the evidence it gains at most {100 * (at_most - 1):+.0f} %"
+        why_not = f"a trial of blocks of {base.updates} updates cannot see {around[1]}{most}"
+        return Tried(rule, candidate, None, numerics, why_not)
+    later_s, pays_at = trials.more_to_open_s(measured), None
+    if later_s is not None and later_s > UNNOTICED_S and measured.median_ms < base.median_ms:
+        pays_at = math.ceil(1e3 * later_s / (base.median_ms - measured.median_ms))
+    return Tried(rule, candidate, ratio, numerics, why_not, later_s, pays_at, base.opened.get("updates"))
+
+
+def _to_try(found: Sequence[Finding]) -> list[tuple[str, Candidate]]:
+    """Return rule and candidate, at most MOST: the first of each finding, then the second, and so on."""
+    taken: dict[tuple[str, ...], str] = {}
+    for place in range(max((len(finding.candidates) for finding in found), default=0)):
+        for finding in found:
+            if place < len(finding.candidates):
+                taken.setdefault(finding.candidates[place].overrides, finding.rule)
+    by_overrides = {candidate.overrides: candidate for finding in found for candidate in finding.candidates}
+    return [(rule, by_overrides[overrides]) for overrides, rule in list(taken.items())[:MOST]]
+
+
+def _without_conflicts(advised: Sequence[Tried]) -> list[tuple[str, ...]]:
+    """Return the overrides of those that set no key that a better one sets."""
+    taken: set[str] = set()
+    kept = []
+    for tried in advised:
+        keys = {word.partition("=")[0] for word in tried.candidate.overrides}
+        groups = {key.partition(".")[0] for key in keys if "." not in key}
+        if not keys & taken and not any(key.partition(".")[0] in groups for key in taken):
+            taken |= keys
+            kept.append(tried.candidate.overrides)
+    return kept
+
+
+# ---------------------------------------------------------------- what stands beside it
+
+
+def _measured_verdict(facts: Facts, tried: Sequence[Tried], inventory: Inventory) -> str:
+    """Return which device is faster, by measurement."""
+    if not inventory.usable:
+        return "not measured: there is no GPU here"
+    other = next((each for each in tried if each.rule == "device" and each.ratio), None)
+    if other is None or other.ratio is None:
+        return "not measured: nothing suggested to try the other device; say device=cpu to compare"
+    here, there = ("CPU", "GPU") if facts.on_cpu() else ("GPU", "CPU")
+    if other.ratio.verdict == "no clear change":
+        return f"either: {there} against {here} {other.ratio}"
+    faster = there if other.ratio.verdict == "better" else here
+    return f"{faster}: {there} against {here} {other.ratio}"
+
+
+def checks(facts: Facts) -> list[Check]:
+    """Return what people look at first when training is slow, with the ranges in which it is expected."""
+    util, peak, total = (
+        facts.monitor.get("gpu0/util"),
+        facts.evidence.device_peak_reserved_gib,
+        facts.evidence.device_total_gib,
+    )
+    wait, workers = facts.share("data"), facts.values.get("dataloader.num_workers")
+    on_gpu = facts.on_cpu() is False
+    rows = []
+    if on_gpu:
+        rows.append(Check("GPU utilisation", _percent(util), "80 to 100 %", None if util is None else util >= 80))
+        used = 100 * peak / total if peak and total else None
+        rows.append(Check("GPU memory", _percent(used), "50 to 80 %", None if used is None else 50 <= used <= 80))
+        used_precision = str(facts.values.get("precision"))
+        others = facts.monitor.get("gpu0/other_processes")
+        if others is not None:
+            rows.append(Check("other processes on the GPU", f"{others:.1f}", "0", others == 0))
+        rows.append(Check("autocast", used_precision, "bf16 or fp16", used_precision in ("bf16", "fp16")))
+    waits = _percent(None if wait is None else 100 * wait)
+    rows.append(Check("waiting for data", waits, "under 10 %", None if wait is None else wait < 0.1))
+    if workers is not None:
+        rows.append(
+            Check(
+                "data workers", str(workers), "more than 0 where data is waited for", workers > 0 or (wait or 0) < 0.1
+            )
+        )
+    return rows
+
+
+def _percent(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.0f} %"
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """Return all of it, JSON-able; what is not known is null."""
+
+    def tried(each: Tried) -> dict[str, Any]:
+        ratio = each.ratio
+        return {
+            "rule": each.rule,
+            "overrides": list(each.candidate.overrides),
+            "advised": each.is_advised,
+            "speedup": _number(ratio.middle) if ratio else None,
+            "low": _number(ratio.low) if ratio else None,
+            "high": _number(ratio.high) if ratio else None,
+            "rounds": ratio.num if ratio else 0,
+            "verdict": ratio.verdict if ratio else "not tried",
+            "numerics_differ": each.numerics.differ if each.numerics else None,
+            "why_not": each.why_not or None,
+            "later_s": each.later_s,
+            "pays_at": each.pays_at,
+        }
+
+    return {
+        "task": advice.task,
+        "device": advice.device_name,
+        "update_ms": _number(advice.update_ms),
+        "first": advice.first or None,
+        "findings": [
+            {
+                "rule": finding.rule,
+                "evidence": finding.evidence,
+                "candidates": [list(candidate.overrides) for candidate in finding.candidates],
+                "by_hand": finding.by_hand or None,
+                "at_most": finding.at_most,
+            }
+            for finding in advice.findings
+        ],
+        "by_hand": [
+            {"rule": finding.rule, "what": finding.by_hand, "predicted": gain} for finding, gain in advice.by_hand
+        ],
+        "tried": [tried(each) for each in advice.tried],
+        "together": tried(advice.together) if advice.together else None,
+        "criteria": [
+            {"name": row.name, "value": row.value, "rule": row.rule, "verdict": row.verdict} for row in advice.criteria
+        ],
+        "rule_of_thumb": advice.rule_of_thumb or None,
+        "measured": advice.measured_verdict,
+        "checks": [dataclasses.asdict(check) for check in advice.checks],
+        "notes": list(advice.notes),
+        "mode": advice.mode or None,
+        "seconds": advice.seconds,
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+_OF_UPDATES = (
+    "seconds", "parts_s", "ranks_s", "updates", "step_time_ms", "step_time_low_ms", "step_time_high_ms", "items_per_s",
+    "items_per_update", "data_wait", "transfer", "num_saves", "num_evaluations", "num_rows", "num_batch_shapes",
+    "num_samples", "epochs", "global_batch_size", "micro_batch_size", "accumulation_steps", "phases",
+)  # fmt: skip
+LOOK_S = 3.0  # of updates, before anything is tried
+LEAST = 20  # updates that are looked at, if they do not take too long
+LEAST_S = 5.0  # for trials, however small the budget
+SHARE_OF_TRIALS = 0.75  # of what is left of the budget; the rest is for trying the best together
+UNNOTICED_S = 0.5  # by which the beginnings of the same setting differ
+# What rules see and short blocks may not hold: its name among the periods of a cell, and in words.
+AROUND: Mapping[str, tuple[str, str]] = {
+    "checkpoints too often": ("checkpoint", "saves that come around less often"),
+    "logs too often": ("log", "rows of metrics that come around less often"),
+}
+MOST = 8  # candidates

@@ -1,0 +1,269 @@
+"""One cell of a trial, in a process of its own: real training that makes blocks of updates on command.
+
+`python -m runner.measure.cell SOCKET PARENT` imports what cells need and computes nothing; each `fork` on the socket
+makes a cell of it, which answers each line of JSON on a socket of its own with one: what was done and what it took, or
+`error`. The device is waited for at the edges of blocks only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch  # noqa: F401 - what a run imports on its way is imported once
+import torch
+import torch._dynamo
+
+from runner.base.configuration import Request, compose
+from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
+from runner.base.parent import die_with_parent
+from runner.base.schema import did_you_mean
+from runner.base.stopwatch import between
+from runner.base.task import Progress
+from runner.base.words import words_of
+from runner.engine.loop import StepInfo
+from runner.engine.session import open_run
+from runner.engine.train import Phase, TrainingRun
+from runner.measure.probe import probe
+from runner.observe.memory import host_peak_gib
+from runner.plan.plan import PhasePlan
+
+FOREVER = 10**12  # updates: a cell is asked for more until it is ended
+FIRST_UPDATES = 8  # losses and gradient norms of these are told, to be compared with those of the baseline
+
+Answer = dict[str, Any]
+
+
+def main(descriptor: int, parent: int, cores: int = 0) -> int:
+    """Fork cells, and tell how they ended, until nobody asks any more; on so many cores only, 0 for all there are."""
+    die_with_parent(parent)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all, and the parent ends this one
+    compose(Request())  # Hydra too is there from now on
+    gc.freeze()
+    with socket.socket(fileno=descriptor) as line:
+        line.sendall(b'{"ready": true}\n')
+        while True:
+            content, given, _, _ = socket.recv_fds(line, 1 << 16, 2)
+            if not content:
+                return int(Exit.DONE)
+            order = json.loads(content)
+            if order["do"] == "wait":
+                _, status = os.waitpid(order["pid"], 0)
+                answer = {"code": os.waitstatus_to_exitcode(status)}
+            else:
+                us, pid = os.getpid(), os.fork()
+                if pid == 0:
+                    line.close()
+                    os._exit(live(given[0], given[1], us))
+                for number in given:
+                    os.close(number)
+                answer = {"pid": pid}
+            line.sendall((json.dumps(answer) + "\n").encode())
+
+
+def live(descriptor: int, errors: int, parent: int) -> int:
+    """Be a cell: answer orders until there are no more of them."""
+    os.setsid()
+    os.dup2(errors, 2)
+    die_with_parent(parent)
+    warnings.simplefilter("ignore")
+    try:
+        with socket.socket(fileno=descriptor) as line, ExitStack() as stack:
+            cell = Cell(stack)
+            line.sendall(b'{"ready": true}\n')
+            for text in line.makefile("r", encoding="utf-8"):
+                answer = cell.answer(json.loads(text))
+                line.sendall((json.dumps(answer) + "\n").encode())
+                if "error" in answer:
+                    return int(Exit.SOFTWARE)
+    except BaseException:  # the interpreter would go on where it was forked
+        traceback.print_exc()
+        return int(Exit.SOFTWARE)
+    return int(Exit.DONE)
+
+
+class MeasuredPhase(Phase):
+    """A phase without an end, which remembers what its first updates came to.
+
+    whole  updates that it would have
+    """
+
+    def __init__(self, run: TrainingRun, planned: PhasePlan, *, evaluates: bool) -> None:
+        patient = dataclasses.replace(planned.early_stopping, patience=None)
+        super().__init__(run, dataclasses.replace(planned, early_stopping=patient), None)
+        self.first: list[StepInfo] = []
+        self.whole = self.total
+        self.period_of_evaluation = self.evaluate_every if self.held_out is not None else 0
+        self.total = self.work.total = FOREVER
+        if not evaluates:
+            self.evaluate_every = 0
+
+    def _between(self, step: StepInfo) -> None:
+        if len(self.first) < FIRST_UPDATES:  # copies: CUDA graphs write the next loss into the same memory
+            loss, norm = (None if value is None else value.clone() for value in (step.loss_sum, step.grad_norm))
+            self.first.append(step._replace(loss_sum=loss, grad_norm=norm))
+        super()._between(step)
+
+    def _tell_progress(self) -> None:
+        update = min(self.position.update, self.whole)  # what the task does may follow from it
+        epoch = update / self.order.updates_per_epoch
+        self.run_.parts.task.begin_update(Progress(self.name, update, self.whole, epoch))
+
+
+class Cell:
+    """A training run that is asked for updates."""
+
+    run: TrainingRun
+    phase: MeasuredPhase
+    updates: Iterator[int]
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.is_open = False
+
+    def answer(self, order: Mapping[str, Any]) -> Answer:
+        """Do what the order says; return what came of it, or the error in words."""
+        orders: Mapping[str, Callable[..., Answer]] = {
+            "begin": self.begin, "make": self.make, "report": self.report, "probe": self.probe,
+        }  # fmt: skip
+        given = {key: value for key, value in order.items() if key != "do"}
+        try:
+            return orders[order["do"]](**given)
+        except BaseException as error:  # the task may raise what it likes, and torch has no memory left
+            shown = self.phase.explained(error) if self.is_open else error
+            if isinstance(shown, AccelRunError):
+                problems = [dataclasses.asdict(problem) for problem in shown.problems]
+                return {"error": problems, "exit_code": int(shown.exit_code)}
+            return {"error": [{"what": words_of(error)}], "exit_code": int(Exit.SOFTWARE)}
+
+    def begin(
+        self, overrides: list[str], task_file: str | None, config_dir: str | None, phase: str | None, evaluates: bool
+    ) -> Answer:
+        """Build the run and its phase; tell what it is made of.
+
+        phase      whose updates are made; None: the first that trains. Fits before it are made, other phases are not:
+                   its updates cost the same whatever the weights are
+        evaluates  whether evaluations on the way are made, as often as in the whole phase
+        """
+        files = [Path(path) if path else None for path in (task_file, config_dir)]
+        self.run = self.stack.enter_context(open_run(Request(tuple(overrides), *files)))
+        planned = self._prepared(phase)
+        self.phase = MeasuredPhase(self.run, planned, evaluates=evaluates)
+        self.stack.enter_context(self.phase)
+        self.is_open = True
+        self.updates = self.phase.updates()
+        plan, parts, order = self.run.plan, self.run.parts, self.phase.order
+        weights, device = list(parts.bare.parameters()), parts.world.device
+        return {
+            "values": plan.values(),
+            "notes": [*plan.notes, *parts.notes],
+            "device": str(device),
+            "device_name": plan.device_name,
+            "phase": self.phase.name,
+            "global_batch_size": planned.batch.global_batch_size,
+            "micro_batch_size": planned.batch.micro_batch_size,
+            "accumulation_steps": planned.batch.accumulation_steps,
+            "updates": self.phase.whole,
+            "epochs": self.phase.whole / order.updates_per_epoch,
+            "num_samples": order.num_samples,
+            "periods": self._periods(),
+            "ahead": self._ahead(),
+            "readers": self.phase.loader.num_workers,
+            "threads": torch.get_num_threads(),
+            "parameters": sum(weight.numel() for weight in weights),
+            "trainable": sum(weight.numel() for weight in weights if weight.requires_grad),
+            "trained_layers": len({name.rpartition(".")[0] for name in self.phase.work.learned}),
+            "free_gib": torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else None,
+        }
+
+    def make(self, updates: int, unpaid: int = 0) -> Answer:
+        """Make so many updates; tell the seconds, and what of them was spent on what.
+
+        unpaid  updates before them that are not timed: their batches may have become ready while the cell was stopped
+        """
+        world, watch = self.run.parts.world, self.phase.watch
+        for _ in range(unpaid):
+            next(self.updates)
+        world.synchronize()
+        before = watch.spent()
+        began = time.perf_counter()
+        for _ in range(updates):
+            next(self.updates)
+        world.synchronize()
+        seconds = time.perf_counter() - began
+        return {"updates": updates, "seconds": seconds, "parts_s": between(before, watch.spent())}
+
+    def report(self) -> Answer:
+        """Tell what was seen and used since the run was opened."""
+        device = self.run.parts.world.device
+        found: Answer = {
+            "losses": [
+                float(step.loss_sum) / float(step.items) for step in self.phase.first if step.loss_sum is not None
+            ],
+            "grad_norms": [float(step.grad_norm) for step in self.phase.first if step.grad_norm is not None],
+            "peak_host_gib": host_peak_gib(),
+            "attention": [[kind, kernel, num] for (kind, kernel), num in self.phase.work.attention.items()],
+            "optimizer_bytes": list(self.phase.work.state_bytes()),
+            "skipped_updates": self.run.num_skipped,
+        }
+        if device.type == "cuda":
+            found |= {
+                "peak_device_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+                "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+                "total_gib": torch.cuda.get_device_properties(device).total_memory / 2**30,
+                "alloc_retries": torch.cuda.memory_stats(device)["num_alloc_retries"],
+            }
+        return found
+
+    def probe(self) -> Answer:
+        """Tell what only a look at the task's own code shows; updates of this cell count no more after it."""
+        return probe(self.run, self.phase, self.updates)
+
+    def _prepared(self, wanted: str | None) -> PhasePlan:
+        """Return the phase that is wanted, once the fits before it are made."""
+        phases = self.run.plan.phases
+        names = [phase.name for phase in phases if phase.kind == "train"]
+        selected = [phase.name for phase in self.run.plan.selected if phase.kind == "train"]
+        name = wanted or next(iter(selected or names), None)
+        if name not in names:
+            what = f"must be a phase that trains, one of {', '.join(names) or 'none'}"
+            raise ConfigError(Problem(what, f"phase={wanted}", did_you_mean(wanted or "", names)))
+        place = [phase.name for phase in phases].index(name)
+        for earlier in phases[:place]:
+            if earlier.kind != "train":
+                with Phase(self.run, earlier, None) as fit:
+                    fit.run()
+        return phases[place]
+
+    def _ahead(self) -> int:
+        """Return for how many updates the data can be there before they begin."""
+        batches = self.phase.loader.ahead + (self.run.plan.choices["prefetch"].name != "none")
+        return -(-batches // self.phase.planned.batch.accumulation_steps)
+
+    def _periods(self) -> dict[str, int | None]:
+        """Return what comes around every so many updates; None: by the clock, or never."""
+        policy = self.phase.saver.policy
+        of_epochs = None if policy.epochs is None else policy.epochs * self.phase.order.updates_per_epoch
+        return {
+            "log": self.run.plan.settings.log_every,
+            "evaluation": self.phase.period_of_evaluation or None,
+            "checkpoint": of_epochs if policy.updates is None else policy.updates,
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,158 @@
+"""Advice as a hardware profile: the settings that were tried, with the evidence in comments, for `+hardware=NAME`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from runner.base.configuration import GROUPS, Request, compose, selected_by_profile
+from runner.base.errors import AccelRunError, ConfigError, Problem
+from runner.base.places import shipped
+from runner.base.secret import fit_to_show
+from runner.durable import files
+from runner.durable.directory import check_name
+from runner.measure.advise import Advice, Tried
+
+MARK = "# Written by accel-run advise"
+
+
+def write_profile(advice: Advice, chosen: Tried, request: Request, name: str) -> tuple[Path, str]:
+    """A profile of that name selects what was tried; returns its file, and the command that takes it.
+
+    It lies in the folder of --config-dir, else in ./conf. Raises ConfigError where a file of somebody else's has the
+    name, or where the profile would not have its effect.
+    """
+    file = check_profile(request, name)
+    folder = file.parents[1]
+    for place in (folder, folder / "hardware"):
+        files.make_directory(place)
+    before = file.read_bytes() if file.exists() else None
+    files.atomic_write(file, profile_text(advice, chosen, _selected_before(request)))
+    taken = _with_profile(request, chosen, name, folder)
+    try:
+        _must_have_effect(taken, chosen, file)
+    except AccelRunError:
+        if before is None:
+            files.remove(file)
+        else:
+            files.atomic_write(file, before)
+        raise
+    return file, _command(taken, folder)
+
+
+def check_profile(request: Request, name: str) -> Path:
+    """Return the file of a profile of that name. Raises ConfigError where none can be written there, as far as seen."""
+    try:
+        check_name(name)
+    except ConfigError as error:
+        what = "must be letters, digits, '.', '_' and '-', and begin with a letter or digit; 'last' is taken"
+        raise ConfigError(Problem(what, f"profile={name}", "choose another name, as profile=mine")) from error
+    folder = request.config_dir or Path.cwd() / "conf"
+    file = folder / "hardware" / f"{name}.yaml"
+    if file.exists() and MARK not in file.read_text(encoding="utf-8", errors="replace"):
+        what = f"must be a new name, but {file} is there and was not written by accel-run advise"
+        raise ConfigError(Problem(what, f"profile={name}", "choose another name"))
+    there = next(place for place in (file.parent, *file.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = f"must be written to {file}, but {there} is no folder in which you may write"
+        raise ConfigError(Problem(what, f"profile={name}", "choose another folder with --config-dir"))
+    return file
+
+
+def profile_text(advice: Advice, chosen: Tried, selected: dict[str, str]) -> str:
+    """Return the profile.
+
+    selected  group -> option of the profile that was in use: the new one takes its place
+    """
+    options, keys = dict(selected), dict[str, Any]()
+    for word in chosen.candidate.overrides:
+        key, _, value = word.partition("=")
+        if key in GROUPS:
+            options[key] = value
+        else:
+            group, _, inner = key.rpartition(".")
+            (keys.setdefault(group, {}) if group else keys)[inner] = _literal(value)
+    lines = ["# @package _global_", f"{MARK} on {datetime.now(UTC):%Y-%m-%d}.", *_evidence(advice, chosen)]
+    if options:
+        lines += [
+            "defaults:",
+            *(f"  - override /{group}: {json.dumps(option)}" for group, option in options.items()),
+            "",
+        ]
+    for key, value in keys.items():
+        if isinstance(value, dict):
+            lines += [f"{key}:", *(f"  {inner}: {json.dumps(item)}" for inner, item in value.items())]
+        else:
+            lines.append(f"{key}: {json.dumps(value)}")
+    lines += [
+        "",
+        "hardware:",
+        f"  title: {json.dumps(f'advised for {advice.task}')}",
+        "  devices: []",
+        "",
+    ]
+    return "\n".join(line for number, line in enumerate(lines) if line or (number and lines[number - 1]))
+
+
+def _evidence(advice: Advice, chosen: Tried) -> list[str]:
+    """Return comments: what it was tried on, and what each setting gained."""
+    lines = [f"Task {advice.task} on {advice.device_name}: an update took {advice.update_ms:.4g} ms without it."]
+    if chosen.ratio:
+        lines.append(
+            f"{chosen.candidate.name}: {chosen.ratio}, {chosen.ratio.num} blocks in turns with the run as it was"
+        )
+    if chosen.rule == "together":
+        lines += [f"{each.candidate.name} alone: {each.ratio}" for each in advice.advised]
+    seen = {each.rule for each in advice.advised}
+    lines += [finding.evidence for finding in advice.findings if finding.rule in seen]
+    return [f"# {fit_to_show(line)}" for line in " \n".join(lines).splitlines()]
+
+
+def _selected_before(request: Request) -> dict[str, str]:
+    return selected_by_profile(compose(request).profile, request.config_dir)
+
+
+def _with_profile(request: Request, chosen: Tried, name: str, folder: Path) -> Request:
+    """Return the request that takes the profile: without the words that would stand against it."""
+    set_by_it = [word.partition("=")[0] for word in chosen.candidate.overrides]
+    words = [word for word in request.overrides if _key(word) not in (*set_by_it, "hardware")]
+    own = None if folder == shipped("conf") else folder
+    return replace(request, overrides=(*words, f"hardware={name}"), config_dir=own)
+
+
+def _must_have_effect(request: Request, chosen: Tried, file: Path) -> None:
+    """Raise ConfigError where a value of the profile is not what the composed configuration has."""
+    found = compose(request).flat()
+    for word in chosen.candidate.overrides:
+        key, _, value = word.partition("=")
+        if str(found.get(key)).lower() != str(_literal(value)).lower():
+            what = f"would be {found.get(key)} all the same: something else sets it"
+            raise ConfigError(Problem(what, f"{file}: {key}", f"say {word} on the command line"))
+
+
+def _command(request: Request, folder: Path) -> str:
+    words = [f"+{word}" if word.startswith("hardware=") else word for word in request.overrides]
+    flags = [] if request.config_dir is None else ["--config-dir", _shown(folder)]
+    flags = [*flags, "--task", str(request.task_file)] if request.task_file else flags
+    return shlex.join(["accel-run", "train", *flags, *words])
+
+
+def _shown(folder: Path) -> str:
+    return str(folder.relative_to(Path.cwd())) if folder.is_relative_to(Path.cwd()) else str(folder)
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+")
+
+
+def _literal(value: str) -> Any:
+    """Return a word of the command line as YAML reads it."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -1,0 +1,64 @@
+"""One line at the end of a run that points to advice, where its evidence says that there is some to be had."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from runner.base.configuration import Request, compose
+from runner.base.ranks import member_of
+from runner.base.secret import fit_to_show
+from runner.durable.directory import RunDirectory
+from runner.engine.evidence import read_evidence
+from runner.measure.facts import Facts, device_of, monitored
+from runner.measure.rules import Finding, findings
+from runner.plan.inventory import Inventory
+from runner.plan.plan import Plan
+
+WORTH = 1.15  # times as fast, at most: below that nobody's time is saved by reading another line
+WORTH_S = 1.0  # of this run that could have been saved, at most: what takes milliseconds is no evidence
+
+
+def hint(request: Request) -> str:
+    """Return the line on the run of this request, empty where no rule sees a gain in what it has measured.
+
+    It reads a few files and computes nothing; whatever is wrong with them, it is silent.
+    """
+    with suppress(Exception):
+        member = member_of(os.environ)
+        if member is not None and member.rank:  # the first of the ranks that somebody else has started says it
+            return ""
+        settings = compose(request).settings
+        directory = RunDirectory.find(settings.root, settings.run or "last")
+        facts = facts_of(directory.path)
+        seen = worth_a_line(facts) if facts else []
+        if seen:
+            root = "" if settings.output_root == "outputs" else f" output_root={settings.output_root}"
+            return fit_to_show(f"{seen[0].evidence}\ntry          accel-run advise run={directory.name}{root}")
+    return ""
+
+
+def worth_a_line(facts: Facts) -> list[Finding]:
+    """Return the findings that could have saved a noticeable part of the run, and seconds of it."""
+    seconds = facts.seconds() or 0.0
+    return [
+        finding
+        for finding in findings(facts)
+        if (most := finding.at_most or 1.0) >= WORTH and seconds * (1 - 1 / most) >= WORTH_S
+    ]
+
+
+def facts_of(run_dir: Path) -> Facts | None:
+    """Return what a finished run has left; None where it has no evidence."""
+    evidence = read_evidence(run_dir)
+    if evidence is None:
+        return None
+    plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
+    environment: dict[str, Any] = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
+    inventory = Inventory.from_json(json.dumps(environment["inventory"]))
+    means, throttled = monitored(run_dir)
+    gpu = device_of(inventory, evidence.device)
+    return Facts(evidence, plan.values(), inventory.cpu, inventory.usable, gpu, {}, means, throttled)

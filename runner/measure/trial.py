@@ -1,0 +1,649 @@
+"""Trials: settings that take turns in blocks of updates, each in a process of its own, and how they compare.
+
+Order, caches and neighbours decide what techniques seem to gain when one is measured after the other. Here all cells
+are alive at once and only one of them runs: in every round each makes one block, in an order drawn anew, and is stopped
+(SIGSTOP, with its data workers) until its next turn. Where the memory does not hold them together, a cell is started
+again for each of its blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import psutil  # type: ignore[import-untyped]
+
+from runner.base.configuration import Request, merge_overrides
+from runner.base.errors import AccelRunError, Exit, Problem, remake
+from runner.base.scratch import private_folder
+from runner.base.secret import without_secrets
+from runner.measure.statistics import Ratio, paired
+
+Mode = Literal["interleaved", "restarted"]
+
+# What a cell does not do: speak, watch, or write where runs of the user's lie.
+QUIET = (
+    "run=trial", "resume=fresh", "tracker=none", "monitor=off", "profiler=off", "benchmark=none", "watchdog=off",
+    "launcher=local",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A setting to be measured: overrides of the configuration, and of the environment of its process."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long it is measured, and how finely.
+
+    budget_s      seconds for all, start-ups included
+    rounds        fewest and most blocks of each cell
+    block_s       seconds of a block of the baseline, about
+    start_s       that a cell may take to its first update
+    together      False: one after the other in each round, never two of them alive
+    evaluates     evaluations on the way are made, and belong to what is measured
+    phase         whose updates are measured; None: the first that trains
+    """
+
+    budget_s: float = 120.0
+    rounds: tuple[int, int] = (6, 60)
+    block_s: float = 0.4
+    start_s: float = 300.0
+    together: bool = True
+    evaluates: bool = False
+    phase: str | None = None
+    seed: int = 0
+
+
+@dataclass
+class Measured:
+    """What was measured of a cell.
+
+    blocks_ms       milliseconds per update, by round; only rounds in which it took part are there
+    start_s         seconds from nothing to a built run; first_update_s and warm_up_s come after them
+    updates         of a block: about the same time for every cell, so that short ones are timed as well as long ones
+    unpaid          updates before each block whose data may have become ready while the cell was stopped: not timed
+    opened          what the run is made of, as the process told it; the plan's values are what was really used
+    report          memory, losses and kernels, as the process told them at the end
+    why_not         why nothing, or nothing more, was measured; empty where all is well
+    """
+
+    cell: Cell
+    blocks_ms: dict[int, float] = field(default_factory=dict)
+    start_s: float = 0.0
+    first_update_s: float = 0.0
+    warm_up_s: float = 0.0
+    warm_up_updates: int = 0
+    updates: int = 0
+    unpaid: int = 0
+    opened: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+    why_not: str = ""
+    is_out: bool = False  # it was left out of further rounds: what is known is enough
+
+    @property
+    def median_ms(self) -> float:
+        """Return the milliseconds of an update; NaN where none was measured."""
+        return statistics.median(self.blocks_ms.values()) if self.blocks_ms else float("nan")
+
+    @property
+    def opening_s(self) -> float:
+        """Return the seconds before updates take what they take from then on; NaN where that is not known."""
+        return self.start_s + self.first_update_s + self.warm_up_s - self.warm_up_updates * self.median_ms / 1e3
+
+    def sees(self, what: str) -> bool:
+        """Tell whether each block holds it as often as the training does: rows ("log"), "checkpoint", "evaluation"."""
+        period = self.opened["periods"].get(what)
+        return period is not None and self.updates % period == 0
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How far a cell's numbers are from the baseline's, relatively.
+
+    loss, grad_norm  of the first update: same weights, same samples
+    later            the mean loss of the first updates
+    """
+
+    loss: float
+    grad_norm: float
+    later: float
+    tolerance: float
+
+    @property
+    def differ(self) -> bool:
+        """True where it is more than another rounding: the cell computes something else."""
+        return max(self.loss, self.later) > self.tolerance or self.grad_norm > GRADIENT_FACTOR * self.tolerance
+
+    def __str__(self) -> str:
+        return f"loss of the first update {self.loss:.1%} off, gradient norm {self.grad_norm:.1%} off"
+
+
+@dataclass
+class Trials:
+    """All cells, the baseline first, with what was found.
+
+    mode     interleaved, or restarted for each block
+    notes    what a reader must know to trust the figures
+    needs_s  seconds of budget in which every cell would be started; 0 where every one was
+    """
+
+    cells: list[Measured]
+    mode: Mode
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    needs_s: float = 0.0
+
+    @property
+    def baseline(self) -> Measured:
+        """The cell that the others are compared with."""
+        return self.cells[0]
+
+    def of(self, name: str) -> Measured:
+        """Return the cell of that name."""
+        return next(cell for cell in self.cells if cell.cell.name == name)
+
+    def ratio(self, cell: Measured, against: Measured | None = None) -> Ratio | None:
+        """Return how many times as fast a cell is as the baseline; None where the two had no round in common."""
+        against = against or self.baseline
+        rounds = sorted(cell.blocks_ms.keys() & against.blocks_ms.keys())
+        if not rounds:
+            return None
+        return paired([against.blocks_ms[number] for number in rounds], [cell.blocks_ms[number] for number in rounds])
+
+    def more_to_open_s(self, cell: Measured) -> float | None:
+        """Return how many seconds later than the baseline's its updates are under way; None where it is not known."""
+        seconds = cell.opening_s - self.baseline.opening_s
+        return seconds if math.isfinite(seconds) else None
+
+    def numerics(self, cell: Measured) -> Numerics | None:
+        """Return how far its first updates are from the baseline's; None where they are not known."""
+        ours, theirs = self.baseline.report, cell.report
+        if not (ours.get("losses") and theirs.get("losses")):
+            return None
+        num = min(len(ours["losses"]), len(theirs["losses"]))
+        norms = [report["grad_norms"][0] if report.get("grad_norms") else 0.0 for report in (ours, theirs)]
+        used, before = cell.opened["values"], self.baseline.opened["values"]
+        return Numerics(
+            _off(ours["losses"][0], theirs["losses"][0]),
+            _off(*norms),
+            _off(statistics.fmean(ours["losses"][:num]), statistics.fmean(theirs["losses"][:num])),
+            max([ROUNDING, *(by for key, by in TOLERANCES.items() if used.get(key) != before.get(key))]),
+        )
+
+
+def measure(request: Request, cells: Sequence[Cell], limits: Limits, say: Callable[[str], None] = print) -> Trials:
+    """Return the cells measured in turns against the first; each stands on the request's settings, its own over them.
+
+    What ends a cell is its `why_not`. Raises AccelRunError where the first one cannot be measured.
+    """
+    with Arena(request) as arena:
+        return arena.measure(cells, limits, say)
+
+
+Asked = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+class Arena:
+    """Where cells of one request are measured; leaving the `with` block ends every process.
+
+    cores  that cells and their data workers run on; 0: all there are
+    """
+
+    def __init__(self, request: Request, cores: int = 0) -> None:
+        self.request, self.cores = request, cores
+        self.number = 0  # of processes started
+        self.error = AccelRunError("nothing was started")  # the last one
+        self.processes: dict[str, _Process] = {}
+        self._nurseries: dict[tuple[tuple[str, str], ...], _Nursery] = {}
+
+    def __enter__(self) -> Arena:
+        self._stack = ExitStack()
+        self.folder = self._stack.enter_context(private_folder())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def measure(self, cells: Sequence[Cell], limits: Limits, say: Callable[[str], None] = print) -> Trials:
+        """Return the cells measured in turns against the first, as the function `measure` does."""
+        began = time.monotonic()
+        self.limits = limits
+        self.block_s = max(LONGER * limits.block_s, limits.budget_s / 2 / (len(cells) * limits.rounds[0]))
+        trials = self._opened(cells, began + limits.budget_s, say)
+        try:
+            self._play(trials, began + limits.budget_s)
+            self._hear(trials)
+        finally:
+            for process in self.processes.values():
+                process.end()
+            self.processes.clear()
+        trials.seconds = time.monotonic() - began
+        spread = _spread(list(trials.baseline.blocks_ms.values()))
+        if spread > RESTLESS:
+            what = f"half of the baseline's blocks lie {spread:.0%} apart"
+            trials.notes.append(f"the machine is restless: {what}; other processes run, or it throttles")
+        return trials
+
+    @contextmanager
+    def alone(self, cell: Cell, limits: Limits) -> Iterator[tuple[Asked, Measured]]:
+        """Give one cell that has made its first updates, for looking at: how to ask it, and what is known so far.
+
+        Raises AccelRunError where it cannot be opened.
+        """
+        self.limits, self.block_s = limits, LONGER * limits.block_s
+        measured = Measured(cell)
+        process = self._start(measured)
+        if process is None:
+            raise self.error
+        try:
+            yield process.ask, measured
+        finally:
+            process.end()
+
+    def _nursery(self, environment: Mapping[str, str]) -> _Nursery:
+        key = tuple(sorted(environment.items()))
+        if key not in self._nurseries:
+            self._nurseries[key] = self._stack.enter_context(_Nursery(self.folder, environment, self.cores))
+        return self._nurseries[key]
+
+    def _start(self, measured: Measured) -> _Process | None:
+        """Start the process of a cell and let it make its first updates; None where it cannot, with why_not said."""
+        self.number += 1
+        cell = measured.cell
+        own = (*QUIET, f"output_root={self.folder / f'cell-{self.number}'}")
+        nursery, began = self._nursery(cell.environment), time.monotonic()
+        process = self._stack.enter_context(_Process(nursery))
+        try:
+            process.answer(self.limits.start_s)
+            measured.opened = process.ask(
+                {
+                    "do": "begin",
+                    "overrides": list(merge_overrides(merge_overrides(self.request.overrides, cell.overrides), own)),
+                    "task_file": _text(self.request.task_file),
+                    "config_dir": _text(self.request.config_dir),
+                    "phase": self.limits.phase,
+                    "evaluates": self.limits.evaluates,
+                },
+                self.limits.start_s,
+            )
+            measured.start_s = time.monotonic() - began
+            measured.first_update_s = process.make(1, self.limits.start_s)
+            began, num, made = time.monotonic(), 1, 0
+            while time.monotonic() - began < self.limits.block_s:
+                process.make(num, self.limits.start_s)
+                num, made = min(2 * num, WARM_UPDATES), made + num
+            measured.warm_up_s, measured.warm_up_updates = time.monotonic() - began, made
+            ahead = measured.opened["ahead"]
+            measured.unpaid = ahead + 1 if ahead else 0
+            measured.updates = measured.updates or _updates_of_a_block(process, measured, self.limits, self.block_s)
+        except AccelRunError as error:
+            self.error, measured.why_not = error, _reason(error)
+            process.end()
+            return None
+        return process
+
+    def _opened(self, cells: Sequence[Cell], deadline: float, say: Callable[[str], None]) -> Trials:
+        """Start the baseline, and those of the others for which there is time and memory; all of them are stopped."""
+        baseline = Measured(cells[0])
+        first = self._start(baseline)
+        if first is None:
+            raise self.error
+        together = self.limits.together and _fit_together(first, baseline, len(cells))
+        trials = Trials([baseline], "interleaved" if together else "restarted")
+        if not together and self.limits.together:
+            trials.notes.append("the memory does not hold all cells at once: each is started again for each block")
+        self.processes[baseline.cell.name] = first
+        first.pause()
+        longest = time.monotonic() - (deadline - self.limits.budget_s)
+        for cell in cells[1:]:
+            measured = Measured(cell)
+            trials.cells.append(measured)
+            # Half of the time is for rounds: a start that would go into it is not made.
+            if deadline - time.monotonic() < self.limits.budget_s / 2 + longest and len(trials.cells) > 2:
+                measured.why_not = UNTRIED
+                trials.needs_s = 2 * longest * len(cells)
+                continue
+            if not together:
+                continue
+            say(f"starts {cell.name}")
+            began = time.monotonic()
+            process = self._start(measured)
+            longest = max(longest, time.monotonic() - began)
+            if process is not None:
+                self.processes[cell.name] = process
+                process.pause()
+        if not together:
+            first.end()
+            self.processes.clear()
+        return trials
+
+    def _play(self, trials: Trials, deadline: float) -> None:
+        """Make rounds until every interval is narrow enough, or the time is up."""
+        order = random.Random(self.limits.seed)
+        least, most = self.limits.rounds
+        for number in range(most):
+            playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
+            if len(playing) < 2 and number >= least:
+                return
+            order.shuffle(playing)
+            for measured in playing:
+                self._turn(trials, measured, number)
+            if trials.baseline.why_not:
+                raise self.error
+            if time.monotonic() > deadline and number + 1 >= 3:
+                return
+            if number + 1 >= least:
+                _leave_out(trials)
+                if all(cell.is_out or cell.why_not for cell in trials.cells[1:]):
+                    return
+
+    def _turn(self, trials: Trials, measured: Measured, number: int) -> None:
+        """Let one cell make its block."""
+        process = self.processes.get(measured.cell.name)
+        if process is None:
+            process = self._start(measured)
+            if process is None:
+                return
+        try:
+            process.go_on()
+            seconds = process.make(measured.updates, self.limits.start_s, measured.unpaid)
+            measured.blocks_ms[number] = 1e3 * seconds / measured.updates
+            if trials.mode == "restarted":
+                measured.report = process.ask({"do": "report"}, ANSWER_S)
+        except AccelRunError as error:
+            self.error, measured.why_not = error, _reason(error)
+        if trials.mode == "restarted" or measured.why_not:
+            self.processes.pop(measured.cell.name, None)
+            process.end()
+        else:
+            process.pause()
+
+    def _hear(self, trials: Trials) -> None:
+        """Hear what the cells have to tell."""
+        for measured in trials.cells:
+            process = self.processes.get(measured.cell.name)
+            if process is None:
+                continue
+            with suppress(AccelRunError):
+                process.go_on()
+                measured.report = process.ask({"do": "report"}, ANSWER_S)
+
+
+class _Line:
+    """A socket to a process of ours: lines of JSON there and back."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self.line = line
+        self._heard = b""
+
+    def hear(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the next answer, None where the other end is gone. Raises AccelRunError where none comes in time."""
+        until = time.monotonic() + timeout_s
+        while b"\n" not in self._heard:
+            ready, _, _ = select.select([self.line], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                raise AccelRunError(f"no answer within {timeout_s:.0f} s")
+            content = self.line.recv(1 << 16)
+            if not content:
+                return None
+            self._heard += content
+        text, _, self._heard = self._heard.partition(b"\n")
+        answer: dict[str, Any] = json.loads(text)
+        return answer
+
+
+class _Nursery:
+    """A process that has imported what cells need and computed nothing; cells are forks of it.
+
+    So each begins as a fresh process does, without the seconds of importing torch.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], cores: int) -> None:
+        self.folder = folder
+        line, theirs = socket.socketpair()
+        self._line = _Line(line)
+        self._said = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed in __exit__
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "runner.measure.cell", *map(str, (theirs.fileno(), os.getpid(), cores))],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._said,
+                start_new_session=True,
+                env={**without_secrets(os.environ), **environment},
+            )
+        self._answer()
+
+    def __enter__(self) -> _Nursery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._line.line.close()
+        self._said.close()
+
+    def fork(self, line: socket.socket, said: IO[bytes]) -> int:
+        """Return the number of a new process, whose socket is `line` and whose standard error is `said`."""
+        order = json.dumps({"do": "fork"}).encode()
+        socket.send_fds(self._line.line, [order], [line.fileno(), said.fileno()])
+        return int(self._answer()["pid"])
+
+    def wait(self, pid: int) -> int:
+        """Return how a process of this nursery ended; negative for a signal."""
+        self._line.line.sendall(json.dumps({"do": "wait", "pid": pid}).encode())
+        return int(self._answer()["code"])
+
+    def _answer(self) -> dict[str, Any]:
+        answer = self._line.hear(START_S)
+        if answer is None:
+            raise AccelRunError(f"the process that makes cells ended: {_last_line(self._said) or 'nobody knows why'}")
+        return answer
+
+
+class _Process(_Line):
+    """A cell and its data workers: a session of its own, stopped and continued as a whole."""
+
+    def __init__(self, nursery: _Nursery) -> None:
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
+        self._nursery = nursery
+        self._said = tempfile.TemporaryFile(dir=nursery.folder)  # noqa: SIM115 - closed in `end`
+        with theirs:
+            self._pid = nursery.fork(theirs, self._said)
+        self._code: int | None = None
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def make(self, updates: int, timeout_s: float, unpaid: int = 0) -> float:
+        """Let it make so many updates; return the seconds they took, without those of `unpaid` ones before them."""
+        return float(self.ask({"do": "make", "updates": updates, "unpaid": unpaid}, timeout_s)["seconds"])
+
+    def ask(self, order: Mapping[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
+        """Return the answer to an order. Raises AccelRunError with what ended the cell, or that it took too long."""
+        with suppress(OSError):  # it has died: hear what it has to say of that
+            self.line.sendall((json.dumps(order) + "\n").encode())
+        return self.answer(timeout_s)
+
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        """Return the next answer; raises as `ask` does."""
+        answer = self.hear(timeout_s)
+        if answer is None:
+            raise self._death()
+        if "error" in answer:
+            problems = tuple(Problem(**problem) for problem in answer["error"])
+            raise remake(AccelRunError, problems, Exit(answer["exit_code"]))
+        return answer
+
+    def pause(self) -> None:
+        """Nothing of it runs until `go_on`."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """It runs again."""
+        self._signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """It is over, with all its children."""
+        if self._said.closed:
+            return
+        self._signal(signal.SIGKILL)
+        with suppress(AccelRunError, OSError):
+            self._ended()
+        self.line.close()
+        self._said.close()
+
+    def _ended(self) -> int:
+        if self._code is None:
+            self._code = self._nursery.wait(self._pid)
+        return self._code
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._code is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, number)
+
+    def _death(self) -> AccelRunError:
+        code = self._ended()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        killed = ": the machine's memory may be used up" if code == -signal.SIGKILL else ""
+        last = _last_line(self._said)
+        return AccelRunError(f"its process {how}{killed}{f' ({last})' if last else ''}")
+
+
+def _last_line(said: IO[bytes]) -> str:
+    """Return the last line that a process wrote to standard error; empty where it wrote none."""
+    said.seek(0)
+    return next(iter(said.read().decode(errors="replace").strip().splitlines()[-1:]), "")
+
+
+def _updates_of_a_block(process: _Process, measured: Measured, limits: Limits, longest_s: float) -> int:
+    """Return how many updates take about `block_s`, or more where the data is read ahead, or to hold what comes around.
+
+    longest_s  seconds that a block may take to be a whole number of rows, saves and evaluations
+    """
+    seconds = process.make(1, limits.start_s)
+    num = 1
+    while seconds < limits.block_s / 2 and num < LONGEST_BLOCK:
+        num = min(LONGEST_BLOCK, max(2 * num, int(num * limits.block_s / max(seconds, 1e-6) / 2)))
+        seconds = process.make(num, limits.start_s)
+    update_s = seconds / num
+    num = max(1, round(limits.block_s / update_s), AHEAD * measured.unpaid)
+    periods: dict[str, int] = {name: period for name, period in measured.opened["periods"].items() if period}
+    if not limits.evaluates:
+        periods.pop("evaluation", None)
+    whole: int = max(1, measured.opened["readers"])  # workers that began together bring their batches together
+    num = -(-num // whole) * whole
+    for period in sorted(periods.values()):
+        both = math.lcm(whole, period)
+        if both <= LONGER * num or both * update_s <= longest_s:
+            whole, num = both, -(-num // both) * both
+    return num
+
+
+def _fit_together(process: _Process, baseline: Measured, num: int) -> bool:
+    """Tell whether so many processes like the baseline's have room on the host and on the GPU."""
+    report = process.ask({"do": "report"}, ANSWER_S)
+    each = ROOM * report["peak_host_gib"] * 2**30
+    if each * (num - 1) > psutil.virtual_memory().available:
+        return False
+    free = baseline.opened.get("free_gib")
+    return free is None or ROOM * (report["reserved_gib"] + CONTEXT_GIB) * (num - 1) <= free - report["reserved_gib"]
+
+
+def _leave_out(trials: Trials) -> None:
+    """Mark the cells of which enough is known: their interval is narrow, or they are clearly slower."""
+    for cell in trials.cells[1:]:
+        ratio = trials.ratio(cell)
+        if ratio is not None and not cell.why_not:
+            cell.is_out = ratio.is_narrow or ratio.high < CLEARLY_SLOWER
+
+
+def _reason(error: AccelRunError) -> str:
+    """Return the first problem in one line."""
+    problem = error.problems[0]
+    return " ".join(f"{problem.where + ': ' if problem.where else ''}{problem.what}".split())
+
+
+def _off(ours: float, theirs: float) -> float:
+    """Return the relative difference; infinite where one of them is no number."""
+    difference = abs(theirs - ours) / max(abs(ours), 1e-12)
+    return float("inf") if math.isnan(difference) else difference
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the distance of the quartiles in relation to the median; 0 where there are too few values."""
+    if len(values) < 4:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4)
+    return (high - low) / middle
+
+
+def _text(path: Path | None) -> str | None:
+    return str(path) if path else None
+
+
+def as_json(trials: Trials) -> dict[str, Any]:
+    """Return all that was measured, JSON-able."""
+    rows = []
+    for cell in trials.cells:
+        ratio, numerics = trials.ratio(cell), trials.numerics(cell)
+        rows.append(
+            {
+                **dataclasses.asdict(cell),
+                "median_ms": None if not cell.blocks_ms else cell.median_ms,
+                "ratio": None if ratio is None else dataclasses.asdict(ratio) | {"verdict": ratio.verdict},
+                "numerics": None if numerics is None else dataclasses.asdict(numerics) | {"differ": numerics.differ},
+            }
+        )
+    return {
+        "mode": trials.mode, "seconds": trials.seconds, "notes": trials.notes,
+        "cells": rows,
+    }  # fmt: skip
+
+
+UNTRIED = "not tried: its time was over"
+WARM_UPDATES = 64
+LONGEST_BLOCK = 20_000
+LONGER = 4  # times as long a block may become to be a whole number of evaluations, rows or saves, in any case
+AHEAD = 4  # times as many updates as can be read ahead, of a block: what is left of the head start is a fifth at most
+ANSWER_S = 60.0
+START_S = 300.0  # in which torch is imported, on the slowest disk
+ROOM = 1.2  # of what the baseline has taken: others may take more
+CONTEXT_GIB = 0.6  # of a process on a GPU, besides what torch has reserved
+CLEARLY_SLOWER = 0.95
+RESTLESS = 0.15
+ROUNDING = 1e-3  # relative difference of losses that order of summation makes at most
+GRADIENT_FACTOR = 5  # a norm is more sensitive than a mean
+# What may change losses by more than rounding, and by how much: other formats, other random draws in dropout.
+TOLERANCES: Mapping[str, float] = {
+    "precision": 0.03, "micro_batch_size": 0.05, "attention": 0.02, "compile": 0.02, "memory": 0.01, "device": 0.05,
+    "backend.threads": 0.01,
+}  # fmt: skip

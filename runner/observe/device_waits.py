@@ -1,0 +1,321 @@
+"""Where the host waits for the device: each place by its file and line, and how often in an update.
+
+On CUDA torch itself tells (`set_sync_debug_mode`). On a CPU nothing waits; there the same places are found by following
+what would lie on a GPU: parameters, the batch, and all that is computed from them.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from runner.observe.module_times import tensors_in
+
+IsOfTask = Callable[[str], bool]  # of a file's name
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A line that makes the host wait.
+
+    place      "my_task.py:31 in loss"
+    what       what was called, as "item"
+    per_update how often, on average
+    in_task    the line is the task's; else it is accel-run's own, or a library's
+    """
+
+    place: str
+    what: str
+    per_update: float
+    in_task: bool
+
+
+class Waits:
+    """Notes from `start` to `stop` where the host waits; evaluations do not count."""
+
+    def __init__(self, model: nn.Module, is_of_task: IsOfTask) -> None:
+        self.model, self.is_of_task = model, is_of_task
+        self.is_only_here = False  # what is called waits on a CPU only
+        self._is_aside = False
+        self._found: Counter[tuple[str, str, bool]] = Counter()
+        self._open = ExitStack()
+        self._num_updates = 0
+
+    def start(self) -> None:
+        """What follows is watched."""
+        self._open.enter_context(self._watched())
+
+    def stop(self) -> None:
+        """Nothing is watched any more."""
+        self._open.close()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What waits until the end does not count."""
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
+
+    def batch(self, batch: Any) -> None:
+        """A batch has come to the device."""
+
+    def update(self) -> None:
+        """An update is over."""
+        self._num_updates += 1
+
+    def table(self) -> list[Wait]:
+        """Return the lines found: those of the task first, the most frequent first."""
+        rows = [
+            Wait(place, what, count / max(1, self._num_updates), in_task)
+            for (place, what, in_task), count in self._found.items()
+        ]
+        return sorted(rows, key=lambda row: (not row.in_task, -row.per_update, row.place))
+
+    def note(self, what: str) -> None:
+        """The line of the task that is being run makes the host wait; where there is none, whoever is at work."""
+        if not self.model.training or self.is_only_here or self._is_aside:
+            return
+        place, in_task = _place(self.is_of_task)
+        if in_task or self.tells_of(place):
+            self._found[place, what, in_task] += 1
+
+    def tells_of(self, place: str) -> bool:
+        """Tell whether a wait that is not the task's is shown."""
+        return True
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        raise NotImplementedError
+
+
+class RealWaits(Waits):
+    """Those on CUDA, as torch warns of them."""
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", message=_SYNCHRONIZING)
+            warnings.filterwarnings("ignore", message=_PROTOTYPE)  # the report says it
+            show = warnings.showwarning
+
+            def noted(message: Any, *rest: Any, **named: Any) -> None:
+                if _SYNCHRONIZING in str(message):
+                    self.note("")
+                else:
+                    show(message, *rest, **named)
+
+            warnings.showwarning = noted
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+
+class WouldWait(Waits):
+    """Those that a GPU would make, found on a CPU; without accel-run's own, which knows what it runs on."""
+
+    def __init__(self, model: nn.Module, is_of_task: IsOfTask) -> None:
+        super().__init__(model, is_of_task)
+        self.is_copied_to_host = False  # what is called fills a tensor of the host
+        self._on_device = WeakIdKeyDictionary()  # storages
+        self._on_host = WeakIdKeyDictionary()  # storages made since, from nothing that would lie on the device
+        self._fetched = WeakIdKeyDictionary()  # those of them that were copied to the host in this update
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.settle(tensor)
+
+    def batch(self, batch: Any) -> None:
+        for tensor in tensors_in(batch):
+            self.settle(tensor)
+
+    def update(self) -> None:
+        super().update()
+        self._fetched = WeakIdKeyDictionary()
+
+    def tells_of(self, place: str) -> bool:
+        return place.endswith(_IN_BACKWARD)
+
+    def settle(self, tensor: Tensor) -> None:
+        """The tensor would lie on the device."""
+        storage = tensor.untyped_storage()
+        if storage not in self._on_host or not self.is_copied_to_host:
+            self._on_device[storage] = True
+            if storage in self._on_host:
+                del self._on_host[storage]
+
+    def made_on_host(self, tensor: Tensor) -> None:
+        """The tensor was made of nothing that would lie on the device."""
+        storage = tensor.untyped_storage()
+        if storage not in self._on_device:
+            self._on_host[storage] = True
+
+    def is_on_host(self, value: Any) -> bool:
+        """Tell whether it is a tensor that is known to lie on the host."""
+        return isinstance(value, Tensor) and value.untyped_storage() in self._on_host
+
+    def is_there(self, values: Any) -> bool:
+        """Tell whether one of the tensors would lie on the device."""
+        return any(tensor.untyped_storage() in self._on_device for tensor in _tensors(values))
+
+    def fetch(self, tensor: Tensor, what: str) -> None:
+        """The tensor is copied to the host, where it is not there already."""
+        storage = tensor.untyped_storage()
+        if storage in self._on_device and storage not in self._fetched:
+            self.note(what)
+            self._fetched[storage] = True
+
+    def read(self, tensor: Tensor, what: str) -> None:
+        """A number of the tensor goes to the host."""
+        storage = tensor.untyped_storage()
+        if storage in self._on_device and storage not in self._fetched:
+            self.note(what)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with _Calls(self), _Operators(self):
+            yield
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what reaches the kernels: `.item()`, also inside of other calls, and sizes that depend on values."""
+
+    def __init__(self, waits: WouldWait) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.waits = waits
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = (args, kwargs or {})
+        name = func.overloadpacket.__name__
+        is_there = self.waits.is_there(given)
+        if is_there and name == "_local_scalar_dense":
+            self.waits.read(args[0], "item")
+        elif is_there and (name in _SIZED_BY_VALUES or _is_masked(name, args)):
+            self.waits.note(_SIZED_BY_VALUES.get(name, "indexing by a mask"))
+        output = func(*args, **(kwargs or {}))
+        for tensor in _tensors(output):
+            (self.waits.settle if is_there else self.waits.made_on_host)(tensor)
+        return output
+
+
+class _Calls(TorchFunctionMode):
+    """Sees what never reaches a kernel on a CPU: copies to the host, and tensors that are made on the device."""
+
+    def __init__(self, waits: WouldWait) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = str(getattr(func, "__name__", ""))
+        if name in _FETCHING or (
+            name == "to" and self._is_to_host(*args[1:2], kwargs.get("device"), kwargs.get("other"))
+        ):
+            self.waits.fetch(args[0], name.strip("_"))
+        self.waits.is_copied_to_host = name == "copy_" and self.waits.is_on_host(args[0])
+        if self.waits.is_copied_to_host and self.waits.is_there(args[1:]) and not _may_return_early(args, kwargs):
+            self.waits.note("copy_ to the host")
+        # Given the number of classes, its values are looked at on a CPU only (torch, aten/src/ATen/native/Onehot.cpp).
+        self.waits.is_only_here = name == "one_hot" and (len(args) > 1 or "num_classes" in kwargs)
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            self.waits.is_only_here = self.waits.is_copied_to_host = False
+        if kwargs.get("device") is not None and name != "to" and isinstance(output, Tensor):
+            self.waits.settle(output)
+            if name in ("tensor", "as_tensor"):
+                self.waits.note(f"{name} of numbers on the device")
+        return output
+
+    def _is_to_host(self, *targets: Any) -> bool:
+        """Tell whether one is the host by its name or a tensor there; a device that is a variable could be either."""
+        return any((isinstance(target, str) and target == "cpu") or self.waits.is_on_host(target) for target in targets)
+
+
+def _may_return_early(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a copy is said not to be waited for."""
+    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+
+
+def _tensors(values: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
+
+
+def _is_masked(name: str, args: tuple[Any, ...]) -> bool:
+    """Tell whether it is indexing whose size the values of a mask decide; one number for all of it needs no size."""
+    if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        return False
+    if name != "index" and args[2].numel() == 1:
+        return False
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+def _place(is_of_task: IsOfTask) -> tuple[str, bool]:
+    """Return the innermost line of the task that is being run, and True; else who is at work, and False."""
+    frame: Any = sys._getframe(2)
+    other = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_of_task(file):
+            return f"{_shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}", True
+        if frame.f_code.co_name == _ENGINE and file.startswith(_TORCH):  # on CUDA torch tells of it afterwards
+            return other or _of_backward(), False
+        if not other and not _is_between(file):
+            other = f"{_shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return (_of_backward() if torch._C._current_graph_task_id() != -1 else other), False
+
+
+def _of_backward() -> str:
+    """Return the place of what torch itself does in a backward pass: its node, where that is known."""
+    node: Any = torch._C._current_autograd_node()  # typed as if there always were one
+    return f"{'an operator' if node is None else node.name()}{_IN_BACKWARD}"
+
+
+def _is_between(file: str) -> bool:
+    """Tell whether a file only carries the call on: torch, this file, the standard library."""
+    return file == __file__ or file.startswith((_TORCH, "<")) or "/contextlib.py" in file or "/warnings.py" in file
+
+
+def _shown(file: str) -> str:
+    """Return the file as it lies below the folder one is in, else with the folder it lies in."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_SYNCHRONIZING = "called a synchronizing"
+_PROTOTYPE = "Synchronization debug mode"
+_IN_BACKWARD = " in the backward pass"
+_ENGINE = "_engine_run_backward"
+_FETCHING = {"cpu", "tolist", "numpy", "__array__"}
+_SIZED_BY_VALUES = {
+    "nonzero": "nonzero", "masked_select": "masked_select", "_unique": "unique", "_unique2": "unique",
+    "unique_dim": "unique", "unique_consecutive": "unique_consecutive", "unique_dim_consecutive": "unique_consecutive",
+    "repeat_interleave": "repeat_interleave", "equal": "equal", "is_nonzero": "bool", "allclose": "allclose",
+    "bincount": "bincount", "_linalg_check_errors": "linalg", "_assert_scalar": "assert",
+}  # fmt: skip
+
+
+def waits(model: nn.Module, device: torch.device, is_of_task: IsOfTask) -> Waits:
+    """Return what finds the waits of this device."""
+    return RealWaits(model, is_of_task) if device.type == "cuda" else WouldWait(model, is_of_task)

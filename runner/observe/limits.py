@@ -1,0 +1,121 @@
+"""What limited a run, from the seconds of its parts: a table, and one sentence with the numbers that show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+LIMITING_SHARE = 0.10  # a part of the time below this is not worth a user's attention
+DOMINANT_SHARE = 0.50  # one kind of work that takes less than this does not limit a run alone
+IDLE_PERCENT = 50.0  # a GPU that computes and is busy for less of the time waits for the host
+SHOWN_SHARE = 0.005  # a part below this is counted among the others in the table
+
+Seconds = Mapping[str, float]
+
+
+def limited_by(parts_s: Seconds, total_s: float, busy_percent: Mapping[str, float] | None = None) -> str:
+    """Return in one sentence what a faster run would need, with the numbers that show it.
+
+    One kind of work that takes half of the time is the limit; what else takes a tenth is named besides. Where none
+    takes half, that is what is said. Start-up that takes a tenth, but not half, is set aside: it says little of a
+    longer run.
+
+    parts_s       part -> seconds; what is missing of `total_s` is not accounted for
+    busy_percent  GPU -> percent of the time in which it computed, where the monitor knows it
+    """
+    if total_s <= 0 or not parts_s:
+        return "unknown: the time was not measured"
+    kinds, when, before = _kinds(parts_s, total_s), "", ""
+    started_s = kinds["start-up"]
+    if LIMITING_SHARE * total_s <= started_s < DOMINANT_SHARE * total_s:
+        del kinds["start-up"]
+        total_s -= started_s
+        when, before = " after start-up", f"; start-up took {started_s:.1f} s"
+    (first, seconds), *others = sorted(kinds.items(), key=lambda kind: -kind[1])
+    worth = [f"{kind} {spent / total_s:.0%}" for kind, spent in others if spent >= LIMITING_SHARE * total_s]
+    busy = _busy(busy_percent or {}, computes=first == "compute")
+    if seconds < DOMINANT_SHARE * total_s:
+        return f"nothing alone{when}: {', '.join([f'{first} {seconds / total_s:.0%}', *worth])}{busy}{before}"
+    meaning = MEANINGS.get(first, "was not accounted for")
+    share = f"{first}: {seconds / total_s:.0%} of the time{when} ({seconds:.1f} of {total_s:.1f} s) {meaning}"
+    inner = [
+        f"{part} {parts_s[part] / total_s:.0%}"
+        for part in KINDS.get(first, ())
+        if parts_s.get(part, 0.0) >= SHOWN_SHARE * total_s
+    ]
+    named = f" ({', '.join(inner).replace('_', ' ')})" if len(inner) > 1 else ""
+    besides = f"; besides, {', '.join(worth)}" if worth else ""
+    return f"{share}{named}{besides}{busy}{before}"
+
+
+def mostly(parts_s: Seconds, total_s: float) -> str:
+    """Return the kinds of work that took a tenth of the time or more, largest first: `compute 82%, data 12%`."""
+    if total_s <= 0 or not parts_s:
+        return ""
+    kinds = sorted(_kinds(parts_s, total_s).items(), key=lambda kind: -kind[1])
+    return ", ".join(f"{kind} {spent / total_s:.0%}" for kind, spent in kinds if spent >= LIMITING_SHARE * total_s)
+
+
+def table(parts_s: Seconds, total_s: float, updates: int = 0) -> list[str]:
+    """Return a line per part, largest first: its share, its seconds and, where it recurs, milliseconds an update.
+
+    updates  those that the parts of updates are of; 0: not known
+    """
+    if total_s <= 0 or not parts_s:
+        return []
+    rest = total_s - sum(parts_s.values())
+    shown = {part: spent for part, spent in parts_s.items() if spent >= SHOWN_SHARE * total_s}
+    rest += sum(spent for part, spent in parts_s.items() if part not in shown)
+    lines = sorted(shown.items(), key=lambda part: -part[1])
+    lines += [("other", rest)] if rest >= SHOWN_SHARE * total_s else []
+    width = max((len(part) for part, _ in lines), default=0)
+    return [_line(part, spent, total_s, updates, width) for part, spent in lines]
+
+
+def _line(part: str, spent: float, total_s: float, updates: int, width: int) -> str:
+    each = "" if part in ONCE or not updates else f"  {1e3 * spent / updates:10,.3f} ms an update"
+    return f"{part.replace('_', ' '):<{width}}  {spent / total_s:5.1%}  {spent:9,.2f} s{each}".rstrip()
+
+
+def _kinds(parts_s: Seconds, total_s: float) -> dict[str, float]:
+    kinds = {kind: sum(parts_s.get(part, 0.0) for part in parts) for kind, parts in KINDS.items()}
+    return {**kinds, "the rest": max(0.0, total_s - sum(parts_s.values()))}
+
+
+def _busy(busy_percent: Mapping[str, float], *, computes: bool) -> str:
+    """Return how busy the GPUs were, and what that means where computing is the limit."""
+    if not busy_percent:
+        return ""
+    alone = len(busy_percent) == 1
+    who = "the GPU was" if alone else f"{', '.join(busy_percent)} were"
+    waits = "it waits" if alone else "they wait"
+    idle = computes and max(busy_percent.values()) < IDLE_PERCENT
+    figures = ", ".join(f"{percent:.0f}%" for percent in busy_percent.values())
+    return f"; {who} busy {figures} of the time" + (f": {waits} for the host's commands" if idle else "")
+
+
+# Kind of work -> its parts.
+KINDS: Mapping[str, Sequence[str]] = {
+    "compute": ("forward", "backward", "optimizer"),
+    "data": ("data",),
+    "transfer": ("transfer",),
+    "other ranks": ("wait",),
+    "start-up": ("starting", "first_update"),
+    "evaluation": ("evaluation",),
+    "saving": ("saving",),
+    "logging": ("logging", "drawing"),
+    "hooks": ("hooks",),
+    "the end": ("closing",),
+}
+MEANINGS: Mapping[str, str] = {
+    "compute": "was spent computing",
+    "data": "was spent waiting for the next batch",
+    "transfer": "was spent copying batches to the device",
+    "other ranks": "was spent waiting for other ranks and exchanging gradients",
+    "start-up": "was spent before the second update, with all that is compiled or searched for once",
+    "evaluation": "went into evaluation",
+    "saving": "was spent saving checkpoints",
+    "logging": "was spent writing metrics and drawing progress",
+    "hooks": "was spent between updates",
+    "the end": "was spent closing the run",
+}
+ONCE = ("starting", "first_update", "evaluation", "saving", "closing", "other")  # not with every update

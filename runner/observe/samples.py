@@ -1,0 +1,599 @@
+"""What the monitor saw over time: the columns of gpu.csv, the file read back, and its means weighted by time.
+
+What was not read is an empty cell, NaN in an array, and absent from a mapping; it never counts as 0.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from runner.base.errors import DataError, InputMissing
+from runner.observe.nvml import slowed_by
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+Readings = Mapping[str, float]
+
+_NOTHING: Mapping[str, float] = MappingProxyType({})
+_RISING = frozenset({"ecc_corrected", "ecc_uncorrected"})
+NEAR_S = 0.05  # by so much, and half its own span, a sample may be late before it counts as a gap
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of gpu.csv: the metric it holds, of a GPU without its `gpu0/`, and the unit."""
+
+    name: str
+    metric: str
+    unit: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """A watched GPU."""
+
+    name: str
+    uuid: str
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was seen, oldest first.
+
+    times_s  (N,) seconds since 1970
+    spans_s  (N,) seconds that each sample stands for: those before it, back to the sample before
+    phases   (N) names; empty before the first phase
+    values   metric such as `gpu0/util` or `cpu/percent` -> (N,), NaN where it was not read
+    devices  `gpu0` -> what it is; empty on a machine without a GPU
+    notes    what the file did not tell
+    """
+
+    times_s: Floats
+    spans_s: Floats
+    phases: tuple[str, ...]
+    values: Mapping[str, Floats]
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.phases)
+
+    def gaps(self) -> NDArray[np.bool_]:
+        """Return (N,) True where nobody watched right before a sample: a curve must not be drawn across."""
+        import numpy as np
+
+        apart = np.diff(self.times_s, prepend=self.times_s[:1])
+        return (apart < 0) | (apart > 1.5 * self.spans_s + NEAR_S)
+
+    def readings(self) -> Iterator[tuple[str, float, bool, Readings]]:
+        """Yield of each sample (phase, seconds it stands for, gap before it, readings)."""
+        columns = {name: column.tolist() for name, column in self.values.items()}
+        spans, gaps = self.spans_s.tolist(), self.gaps().tolist()
+        for row, (phase, span, gap) in enumerate(zip(self.phases, spans, gaps, strict=True)):
+            values = {name: column[row] for name, column in columns.items()}
+            yield phase, span, gap, {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def read_samples(path: Path) -> Samples:
+    """Return what a gpu.csv holds, also one of an older version with fewer columns, or one that a crash left torn.
+
+    Raises InputMissing where there is no such file, DataError where it is no table of the monitor's.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            return _samples(path, csv.reader(_without_nul(file)))
+    except FileNotFoundError:
+        raise InputMissing("there is no such file", where=str(path), fix="say monitor=on to have it written") from None
+    except csv.Error as error:
+        raise DataError(f"is damaged: {error}", where=str(path), fix="remove what is no row of the monitor's") from None
+    except OSError as error:
+        raise InputMissing(f"cannot be read: {error.strerror}", where=str(path)) from None
+
+
+def read_rows(path: Path, lines: Iterable[bytes]) -> Samples:
+    """Return what these lines of a gpu.csv hold, the first of which is its head. Raises DataError."""
+    try:
+        return _samples(path, csv.reader(_without_nul(line.decode(errors="replace") for line in lines)))
+    except csv.Error as error:
+        raise DataError(f"is damaged: {error}", where=str(path)) from None
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A metric over some time: mean weighted by time, extremes, and the seconds in which it was read."""
+
+    mean: float
+    min: float
+    max: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """A phase, or the whole: what its samples say together.
+
+    metrics      metric -> Stat; without the counters and bits, of which a mean says nothing
+                 ECC errors are those since the watch began: what a counter held before is not the run's
+    energy_j     device -> joules that it took; of its counter where it has one, else power x time
+    slowed       device -> what held its clocks down -> share of the time in which it told
+    told_s       device -> seconds in which it told what holds its clocks down
+    """
+
+    seconds: float = 0.0
+    samples: int = 0
+    metrics: Mapping[str, Stat] = field(default_factory=dict)
+    energy_j: Mapping[str, float] = field(default_factory=dict)
+    slowed: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    told_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Covered:
+    """The rows of a gpu.csv that a summary sums up: its first `bytes`, and the time in its first row."""
+
+    first: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run as the monitor saw it, whole and by phase.
+
+    covered  the rows that are in it, so that whoever goes on need not read them again; None: unknown
+    """
+
+    whole: Part = Part()
+    phases: Mapping[str, Part] = field(default_factory=dict)
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    covered: Covered | None = None
+
+    @staticmethod
+    def of(samples: Samples, notes: Sequence[str] = ()) -> Summary:
+        """Return what these samples say together."""
+        tally = Tally()
+        tally.take(samples)
+        return tally.summary(samples.devices, (*samples.notes, *notes))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as monitor.json holds it, its numbers with six digits."""
+        content: dict[str, Any] = _six_digits(asdict(self))
+        return content
+
+
+class Tally:
+    """Adds samples up as they come, in memory that does not grow with their number."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, _Sums] = {}
+        self._counters: dict[str, float] = {}  # their last values since the last gap
+        self._risen: dict[str, float] = {}  # ECC counter -> by how much it rose while somebody watched
+
+    def add(self, phase: str, span_s: float, readings: Readings, *, after_gap: bool = False) -> None:
+        """Count a sample that stands for `span_s` seconds; after a gap, counters begin anew."""
+        part = self._parts.setdefault(phase, _Sums())
+        part.seconds += span_s
+        part.samples += 1
+        if after_gap:
+            self._counters.clear()
+        for name, value in readings.items():
+            device, _, metric = name.partition("/")
+            if metric == "energy_j":
+                if (joules := self._rise(name, value)) is not None:
+                    part.add_joules(device, joules)
+            elif metric in _RISING:
+                self._risen[name] = self._risen.get(name, 0.0) + (self._rise(name, value) or 0.0)
+                part.add_value(name, self._risen[name], span_s)
+            elif metric == "throttle_reasons":
+                part.add_bits(device, value, span_s)
+            else:
+                part.add_value(name, value, span_s)
+                if metric == "power_w" and not self._has_counter(device, readings):
+                    part.add_joules(device, value * span_s)
+
+    def take(self, samples: Samples, *, after_s: float | None = None) -> None:
+        """Count these samples; `after_s` is the time of the one before them."""
+        far = after_s is not None and len(samples) > 0 and _is_far(after_s, samples)
+        for phase, span_s, gap, readings in samples.readings():
+            self.add(phase, span_s, readings, after_gap=gap or far)
+            far = False
+
+    def absorb(self, earlier: Tally, names: Mapping[str, str]) -> None:
+        """Count what an earlier one counted as well, whose devices are called so here; counters begin anew after it.
+
+        To be called before anything is added here that came later.
+        """
+        for phase, part in earlier._parts.items():
+            self._parts.setdefault(phase, _Sums()).merge(part.renamed(names), self._risen)
+        for name, risen in earlier._risen.items():
+            new = _renamed(name, names)
+            self._risen[new] = self._risen.get(new, 0.0) + risen
+        self._counters.clear()
+
+    def summary(
+        self, devices: Mapping[str, Device], notes: Sequence[str] = (), covered: Covered | None = None
+    ) -> Summary:
+        """Return what was added so far."""
+        whole = _Sums()
+        for part in self._parts.values():
+            whole.merge(part)
+        phases = {name: part.settled() for name, part in self._parts.items()}
+        return Summary(whole.settled(), phases, dict(devices), tuple(notes), covered)
+
+    def _has_counter(self, device: str, readings: Readings) -> bool:
+        """Tell whether a counter of the energy was read since the last gap: what one reading lacks, the next tells."""
+        name = f"{device}/energy_j"
+        return name in readings or name in self._counters
+
+    def _rise(self, name: str, value: float) -> float | None:
+        """Return what a counter gained since it was last read, None where that is not known."""
+        before = self._counters.get(name)
+        self._counters[name] = value
+        return value - before if before is not None and value >= before else None  # one that falls began anew
+
+
+class _Sums:
+    """The sums of a Part: of each metric [seconds, seconds x value, least, most]."""
+
+    def __init__(self) -> None:
+        self.seconds, self.samples = 0.0, 0
+        self.values: dict[str, list[float]] = {}
+        self.joules: dict[str, float] = {}
+        self.slowed: dict[str, dict[str, float]] = {}
+        self.asked: dict[str, float] = {}  # device -> seconds in which it told what slows it down
+
+    def add_value(self, name: str, value: float, span_s: float) -> None:
+        sums = self.values.get(name)
+        if sums is None:
+            self.values[name] = [span_s, span_s * value, value, value]
+            return
+        sums[0] += span_s
+        sums[1] += span_s * value
+        sums[2] = min(sums[2], value)
+        sums[3] = max(sums[3], value)
+
+    def add_joules(self, device: str, joules: float) -> None:
+        self.joules[device] = self.joules.get(device, 0.0) + joules
+
+    def add_bits(self, device: str, bits: float, span_s: float) -> None:
+        self.asked[device] = self.asked.get(device, 0.0) + span_s
+        if bits:
+            reasons = self.slowed.setdefault(device, {})
+            for reason in slowed_by(bits):
+                reasons[reason] = reasons.get(reason, 0.0) + span_s
+
+    def merge(self, other: _Sums, above: Mapping[str, float] = _NOTHING) -> None:
+        """Add another's; the metrics named in `above` are counted from there on."""
+        self.seconds += other.seconds
+        self.samples += other.samples
+        for name, (seconds, total, least, most) in other.values.items():
+            base = above.get(name, 0.0)
+            mine = self.values.setdefault(name, [0.0, 0.0, least + base, most + base])
+            self.values[name] = [
+                mine[0] + seconds,
+                mine[1] + total + seconds * base,
+                min(mine[2], least + base),
+                max(mine[3], most + base),
+            ]
+        _add(self.joules, other.joules)
+        _add(self.asked, other.asked)
+        for device, reasons in other.slowed.items():
+            _add(self.slowed.setdefault(device, {}), reasons)
+
+    def renamed(self, names: Mapping[str, str]) -> _Sums:
+        """Return the same sums with other names of the devices."""
+        found = _Sums()
+        found.seconds, found.samples = self.seconds, self.samples
+        found.values = {_renamed(name, names): sums for name, sums in self.values.items()}
+        found.joules = {names.get(device, device): joules for device, joules in self.joules.items()}
+        found.slowed = {names.get(device, device): reasons for device, reasons in self.slowed.items()}
+        found.asked = {names.get(device, device): seconds for device, seconds in self.asked.items()}
+        return found
+
+    def settled(self) -> Part:
+        metrics = {
+            name: Stat(total / seconds if seconds > 0 else (least + most) / 2, least, most, seconds)
+            for name, (seconds, total, least, most) in self.values.items()
+        }
+        slowed = {
+            device: {reason: seconds / self.asked[device] for reason, seconds in reasons.items()}
+            for device, reasons in self.slowed.items()
+            if self.asked[device] > 0
+        }
+        return Part(self.seconds, self.samples, metrics, dict(self.joules), slowed, dict(self.asked))
+
+    @staticmethod
+    def from_json(part: Mapping[str, Any]) -> _Sums:
+        """Return the sums of a Part that was written. Raises KeyError, TypeError, ValueError, AttributeError."""
+        found = _Sums()
+        found.seconds, found.samples = float(part["seconds"]), int(part["samples"])
+        for name, stat in part["metrics"].items():
+            mean, least, most, seconds = (float(stat[key]) for key in ("mean", "min", "max", "seconds"))
+            found.values[name] = [seconds, seconds * mean, least, most]
+        found.joules = {device: float(joules) for device, joules in part["energy_j"].items()}
+        found.asked = {device: float(seconds) for device, seconds in part["told_s"].items()}
+        found.slowed = {
+            device: {reason: float(share) * found.asked[device] for reason, share in reasons.items()}
+            for device, reasons in part["slowed"].items()
+        }
+        return found
+
+
+@dataclass
+class Earlier:
+    """What earlier runs wrote into a gpu.csv, summed up.
+
+    tally    of all of them
+    devices  the names that its GPUs have in it
+    covered  the rows that are in it
+    """
+
+    tally: Tally = field(default_factory=Tally)
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    covered: Covered | None = None
+
+    def before(self, tally: Tally, devices: Mapping[str, Device]) -> tuple[Tally, dict[str, Device], list[str]]:
+        """Return both together, the GPUs under the numbers that they have now, and what that changed in words."""
+        names = rename(self.devices, devices)
+        both = Tally()
+        both.absorb(self.tally, names)
+        both.absorb(tally, {})
+        changed = [
+            f"{old} was {self.devices[old].uuid} before, which is {new} here"
+            for old, new in names.items()
+            if old != new
+        ]
+        return both, {**{names[old]: device for old, device in self.devices.items()}, **devices}, changed
+
+    def then(self, tally: Tally, devices: Mapping[str, Device]) -> Earlier:
+        """Return this and what came after it as one."""
+        both, together, _ = self.before(tally, devices)
+        return Earlier(both, together)
+
+    @staticmethod
+    def from_json(content: Any) -> Earlier:
+        """Return what a monitor.json holds; nothing where it cannot be gone on with."""
+        try:
+            found = Earlier()
+            for phase, part in content["phases"].items():
+                found.tally._parts[phase] = _Sums.from_json(part)
+            for name, stat in content["whole"]["metrics"].items():
+                if name.partition("/")[2] in _RISING:
+                    found.tally._risen[name] = float(stat["max"])
+            found.devices = {
+                name: Device(str(device["name"]), str(device["uuid"])) for name, device in content["devices"].items()
+            }
+            found.covered = Covered(str(content["covered"]["first"]), int(content["covered"]["bytes"]))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return Earlier()
+        return found
+
+
+def rename(earlier: Mapping[str, Device], now: Mapping[str, Device]) -> dict[str, str]:
+    """Return for each earlier device its name now: that of the same GPU, else its own where it is free, else a new."""
+    of_uuid = {device.uuid: name for name, device in now.items() if device.uuid}
+    names = {
+        name: of_uuid.get(device.uuid, name if name not in now or not device.uuid or not now[name].uuid else "")
+        for name, device in earlier.items()
+    }
+    free = _free_names({*now, *names.values()})
+    return {name: new or next(free) for name, new in names.items()}
+
+
+def _free_names(taken: Set[str]) -> Iterator[str]:
+    return (name for number in itertools.count() if (name := f"gpu{number}") not in taken)
+
+
+def _renamed(metric: str, names: Mapping[str, str]) -> str:
+    device, slash, rest = metric.partition("/")
+    return f"{names.get(device, device)}{slash}{rest}"
+
+
+def _is_far(before_s: float, samples: Samples) -> bool:
+    apart = float(samples.times_s[0]) - before_s
+    return apart < 0 or apart > 1.5 * float(samples.spans_s[0]) + NEAR_S
+
+
+def _six_digits(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _six_digits(value) for name, value in content.items()}
+    if isinstance(content, tuple):
+        return [_six_digits(value) for value in content]
+    return float(f"{content:.6g}") if isinstance(content, float) else content
+
+
+def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0.0) + value
+
+
+# ---------------------------------------------------------------- the file
+
+
+def _samples(path: Path, rows: Iterator[list[str]]) -> Samples:
+    import numpy as np
+
+    header = next(rows, [])
+    if not {"timestamp", "device"} <= set(header):
+        raise DataError(
+            "is no table of the monitor's: it has no columns timestamp and device",
+            where=str(path),
+            fix="name a gpu.csv",
+        )
+    place = {name: index for index, name in enumerate(header)}
+    table = _Table(
+        [(place[column.name], column) for column in (*GPU_COLUMNS, *MACHINE_COLUMNS) if column.name in place]
+    )
+    num_damaged = 0
+    for row in rows:
+        try:
+            if len(row) != len(header):
+                raise ValueError
+            table.take(row, place)
+        except ValueError:
+            num_damaged += 1
+    names, devices, notes = table.named()
+    if num_damaged:
+        notes.append(f"{num_damaged} damaged rows of {path.name} were left out")
+    times = np.array(table.times, dtype=np.float64)
+    spans = np.array(table.spans, dtype=np.float64)
+    if np.isnan(spans).any():  # an older version: a sample stands for the time since the one before, if that was near
+        apart = np.diff(times, prepend=times[:1])
+        usual = float(np.median(apart[1:])) if len(apart) > 1 else 0.0
+        spans = np.where(np.isnan(spans), np.clip(apart, 0.0, 3 * max(usual, 0.0)), spans)
+    times, set_back = _in_order(times, spans)
+    notes += set_back
+    values = {_renamed(name, names): np.array(column, dtype=np.float64) for name, column in table.filled().items()}
+    return Samples(times, spans, tuple(table.phases), values, devices, tuple(notes))
+
+
+def _in_order(times: Floats, spans: Floats) -> tuple[Floats, list[str]]:
+    """Return times that only grow: what was sampled after the clock was set back comes after what was before, apart."""
+    import numpy as np
+
+    back = np.flatnonzero(np.diff(times) < 0) + 1
+    notes = [
+        f"the clock was set back by {times[at - 1] - times[at]:.0f} s: what follows is put after it" for at in back
+    ]
+    shifts = np.zeros(len(times))
+    shifts[back] = times[back - 1] - times[back] + 2 * spans[back] + 1.0  # far enough to be a gap
+    return times + np.cumsum(shifts), notes
+
+
+class _Table:
+    """Rows of one moment become one sample; a column that was never filled is none.
+
+    A GPU is known by its UUID, under whatever number it was watched; by the number where it has none.
+    """
+
+    def __init__(self, columns: list[tuple[int, Column]]) -> None:
+        machine = {column.name for column in MACHINE_COLUMNS}
+        self.of_gpu = [(index, column) for index, column in columns if column.name not in machine]
+        self.of_machine = [(index, column) for index, column in columns if column.name in machine]
+        self.times: list[float] = []
+        self.spans: list[float] = []
+        self.phases: list[str] = []
+        self.columns: dict[str, list[float]] = {}
+        self._known: dict[str, Device] = {}  # by UUID
+        self._at: dict[str, str] = {}  # UUID -> the number under which it was seen last
+        self._last: dict[str, str] = {}  # number -> the UUID that was seen last under it
+        self._changes: list[tuple[str, str, str]] = []  # number, the UUID before, the UUID after
+        self._moment = ""
+
+    def take(self, row: list[str], place: Mapping[str, int]) -> None:
+        moment, device = row[place["timestamp"]], row[place["device"]]
+        found, is_new = {}, moment != self._moment
+        if is_new:
+            time_s, span = _number(moment), row[place["span_s"]] if "span_s" in place else ""
+            span_s = _number(span) if span else math.nan
+            found = {column.metric: _number(row[index]) for index, column in self.of_machine if row[index]}
+        if device.startswith("gpu"):
+            key = row[place["uuid"]].replace("/", " ") if "uuid" in place else ""
+            key = key or device
+            found |= {f"{key}/{column.metric}": _number(row[index]) for index, column in self.of_gpu if row[index]}
+            self._meet(key, device, row, place)
+        if is_new:
+            self._moment = moment
+            self.times.append(time_s)
+            self.spans.append(span_s)
+            self.phases.append(row[place["phase"]] if "phase" in place else "")
+        for name, value in found.items():
+            column = self.columns.setdefault(name, [])
+            column += [math.nan] * (len(self.times) - len(column))
+            column[-1] = value
+
+    def filled(self) -> dict[str, list[float]]:
+        """Return the columns, as long as the table."""
+        length = len(self.times)
+        return {name: column + [math.nan] * (length - len(column)) for name, column in self.columns.items()}
+
+    def named(self) -> tuple[dict[str, str], dict[str, Device], list[str]]:
+        """Return UUID -> name, name -> device, and what changed in words: the number it had last, if still its own."""
+        names = {key: device for key, device in self._at.items() if self._last[device] == key}
+        free = _free_names(set(names.values()))
+        names |= {key: next(free) for key in self._at if key not in names}
+        changes = [
+            f"{device} was {before} and became {after}"
+            + (f"; {before} is {names[before]} here" if names[before] != device else "")
+            for device, before, after in self._changes
+        ]
+        return names, {name: self._known[key] for key, name in sorted(names.items(), key=_by_number)}, changes
+
+    def _meet(self, key: str, device: str, row: list[str], place: Mapping[str, int]) -> None:
+        before = self._last.get(device)
+        if before == key:
+            return
+        if before is not None:
+            self._changes.append((device, before, key))
+        self._last[device], self._at[key] = key, device
+        uuid = "" if key == device else key
+        self._known[key] = Device(row[place["name"]] if "name" in place else "", uuid)
+
+
+def _by_number(named: tuple[str, str]) -> tuple[int, str]:
+    return len(named[1]), named[1]
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _without_nul(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines without what a crash of the machine leaves where nothing was written."""
+    for line in lines:
+        yield line.replace("\0", "")
+
+
+# The first twelve columns have been there from the beginning; new ones are added at the end of the row.
+FIRST_COLUMNS = ("timestamp", "phase", "device", "uuid")
+GPU_COLUMNS = (
+    Column("util_percent", "util", "%"),
+    Column("memory_used_gib", "memory_gib", "GiB"),
+    Column("memory_total_gib", "memory_total_gib", "GiB"),
+    Column("temperature_c", "temperature_c", "degC"),
+    Column("power_w", "power_w", "W"),
+    Column("clock_mhz", "clock_mhz", "MHz"),
+    Column("memory_util_percent", "memory_util", "%"),
+    Column("memory_reserved_gib", "memory_reserved_gib", "GiB"),
+    Column("memory_free_gib", "memory_free_gib", "GiB"),
+    Column("temperature_limit_c", "temperature_limit_c", "degC"),
+    Column("power_limit_w", "power_limit_w", "W"),
+    Column("energy_j", "energy_j", "J"),
+    Column("memory_clock_mhz", "memory_clock_mhz", "MHz"),
+    Column("throttle_reasons", "throttle_reasons", "bits"),
+    Column("pcie_generation", "pcie_generation", ""),
+    Column("pcie_width", "pcie_width", "lanes"),
+    Column("pcie_rx_mb_s", "pcie_rx_mb_s", "MB/s"),
+    Column("pcie_tx_mb_s", "pcie_tx_mb_s", "MB/s"),
+    Column("ecc_corrected", "ecc_corrected", "errors"),
+    Column("ecc_uncorrected", "ecc_uncorrected", "errors"),
+    Column("other_processes", "other_processes", "processes"),
+    Column("other_memory_gib", "other_memory_gib", "GiB"),
+)
+MACHINE_COLUMNS = (
+    Column("cpu_percent", "cpu/percent", "%"),
+    Column("ram_percent", "ram/percent", "%"),
+    Column("process_cpu_percent", "process/cpu_percent", "%"),
+    Column("process_memory_gib", "process/memory_gib", "GiB"),
+    Column("disk_free_gib", "disk/free_gib", "GiB"),
+    Column("disk_read_mb_s", "disk/read_mb_s", "MB/s"),
+    Column("disk_write_mb_s", "disk/write_mb_s", "MB/s"),
+)
+COLUMNS = (
+    *FIRST_COLUMNS, *(column.name for column in GPU_COLUMNS[:6]), "cpu_percent", "ram_percent",
+    "name", "span_s", *(column.name for column in GPU_COLUMNS[6:]), *(column.name for column in MACHINE_COLUMNS[2:]),
+)  # fmt: skip

@@ -1,0 +1,229 @@
+"""What saving costs: how long training is held, how fast the checkpoint is on disk, and what is left of the time.
+
+State: a model of 100 M parameters in 120 tensors, with AdamW: 1.2 GB. Everything advances in turns within one process.
+
+held    what training waits for in a save: the Phase's own `_save`, from its first line to its last
+clone   one copy of the state as a user would make it: `clone` of each tensor into fresh memory
+warm    one copy of the state into memory that was written to before: the fastest a copy can be
+write   until the checkpoint is on disk under its name: folder, hashes, syncs and all
+dd      dd if=/dev/zero bs=1M conv=fsync, the same number of bytes on the same disk
+
+Then updates with and without a write beside them give what a save costs in all, and the share of the time it takes at
+the interval that checkpoint.every=auto makes of it. Run: python scripts/measure/save.py --folder A_FOLDER_ON_THE_DISK
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TASK = """
+import torch
+from torch import nn
+from runner import Task
+
+def build() -> Task:
+    return Wide()
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+    def __getitem__(self, index):
+        return torch.full((912,), float(index % 7))
+
+class Wide(Task):
+    def __init__(self):
+        self.model = nn.Sequential(*(nn.Linear(912, 912, bias=False) for _ in range(120)))
+    def dataset(self, split):
+        if split != "train":
+            raise NotImplementedError
+        return Rows()
+    def loss(self, model, batch):
+        return model(batch).square().sum(), len(batch)
+"""
+
+
+def opened(folder: Path, stack: ExitStack) -> Any:
+    """Return accel-run's own Phase of this model, through the same door as the command line."""
+    from runner.base.configuration import Request
+    from runner.engine.session import open_phase
+
+    (folder / "wide.py").write_text(TASK)
+    settings = (
+        "updates=100000", "global_batch_size=8", f"backend.threads={torch.get_num_threads()}", "device=cpu", "run=wide",
+        f"output_root={folder}", "monitor=off", "optimizer.lr=1e-6", "scheduler.warmup=0", "checkpoint=off",
+    )  # fmt: skip
+    return stack.enter_context(open_phase(Request(settings, folder / "wide.py")))
+
+
+def state_of(phase: Any) -> list[torch.Tensor]:
+    """Return the tensors that a save copies, where training has them."""
+    from runner.axes.optimizer import export_state
+
+    return [*phase.run_.parts.bare.state_dict().values(), *export_state(phase.work.training.optimizer)[0].values()]
+
+
+def timed(act: Any) -> float:
+    """Return the seconds of a call; what it returns is gone by then."""
+    began = time.perf_counter()
+    kept = act()
+    spent = time.perf_counter() - began
+    del kept
+    return spent
+
+
+def seconds_of_dd(folder: Path, nbytes: int) -> float:
+    """Return how long dd takes for as many bytes."""
+    target = folder / "dd.bin"
+    words = ["dd", "if=/dev/zero", f"of={target}", "bs=1M", f"count={nbytes >> 20}", "conv=fsync"]
+    spent = timed(lambda: subprocess.run(words, check=True, stderr=subprocess.DEVNULL))
+    target.unlink()
+    settle()
+    return spent
+
+
+def settle() -> None:
+    """What was written or removed before does not disturb what comes next."""
+    os.sync()
+    time.sleep(0.5)
+
+
+def line(name: str, values: Sequence[float], unit: str = "s") -> str:
+    """Return the median and the range of some figures."""
+    return f"{name:<28} {statistics.median(values):8.3f} {unit:<4} ({min(values):.3f} to {max(values):.3f})"
+
+
+def rounds_of(phase: Any, updates: Any, folder: Path, rounds: int) -> tuple[int, dict[str, list[float]]]:
+    """Return the bytes of the state, and seconds by name, a figure for each round."""
+    next(updates)
+    state = state_of(phase)
+    nbytes = sum(tensor.nbytes for tensor in state)
+    warm = [torch.empty_like(tensor) for tensor in state]
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        found.setdefault(name, []).append(seconds)
+
+    def measured(name: str, act: Any) -> None:
+        next(updates)
+        settle()
+        note(name, timed(act))
+
+    def saved(name: str) -> None:
+        measured(name, phase._save)
+        phase.saver.writer.wait()
+        note("write", phase.saver.writer.last.write_s)
+        settle()
+
+    def copied() -> None:
+        for target, tensor in zip(warm, state, strict=True):
+            target.copy_(tensor)
+
+    note("first clone", timed(lambda: [tensor.clone() for tensor in state]))
+    for _ in range(20):  # the first save is never sooner than that
+        next(updates)
+    saved("first held")
+    copied()
+    for round_ in range(rounds):
+        acts = [
+            lambda: measured("clone", lambda: [tensor.clone() for tensor in state]),
+            lambda: measured("warm", copied),
+            lambda: saved("held"),
+            lambda: note("dd", seconds_of_dd(folder, nbytes)),
+        ]
+        for act in acts[round_ % 4 :] + acts[: round_ % 4]:
+            act()
+    found["write"] = found["write"][1:]  # of the first save nothing else was measured beside it
+    return nbytes, found
+
+
+def slowed(phase: Any, updates: Any, rounds: int, write_s: float) -> dict[str, list[float]]:
+    """Return what a save costs in all: blocks of updates with a save, less as many without, in turns."""
+    block = 4
+    while True:  # long enough for the write to be done within a block
+        began = time.perf_counter()
+        for _ in range(block):
+            next(updates)
+        if time.perf_counter() - began > 2 * write_s:
+            break
+        block *= 2
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for round_ in range(rounds):
+        for with_save in (True, False) if round_ % 2 else (False, True):
+            phase.saver.writer.wait()
+            settle()
+            began = time.perf_counter()
+            if with_save:
+                phase._save()
+            for _ in range(block):
+                next(updates)
+            seconds[with_save].append(time.perf_counter() - began)
+    return {
+        "update": [spent / block for spent in seconds[False]],
+        "cost": [there - without for there, without in zip(seconds[True], seconds[False], strict=True)],
+    }
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--folder", default=None, help="on the disk to be measured; default: the temporary folder")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    from runner.engine.saving import COST, SHORTEST_S
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.folder)))
+        quiet = stack.enter_context(Path(os.devnull).open("w"))
+        with redirect_stdout(quiet):
+            phase = opened(folder, stack)
+            updates = phase.updates()
+            nbytes, found = rounds_of(phase, updates, folder, arguments.rounds)
+        show_saves(nbytes, found, arguments.threads, arguments.rounds)
+        middle = statistics.median(found["write"])
+        with redirect_stdout(quiet):
+            costs = slowed(phase, updates, arguments.rounds, middle)
+        for name, values in costs.items():
+            print(line(name, values))
+        cost = statistics.median(costs["cost"])
+        every = max(SHORTEST_S, cost / COST)
+        print(f"a save costs {cost:.2f} s: every {every:.0f} s that is {cost / every:.2%} of the time")
+        print(f"the run's own figures of its last save: {phase.saver.toll.last}")
+    return 0
+
+
+def show_saves(nbytes: int, found: dict[str, list[float]], threads: int, rounds: int) -> None:
+    """Print what single saves took, and beside what."""
+    cores = len(os.sched_getaffinity(0))
+    print(f"torch {torch.__version__}, {platform.machine()}, {threads} of {cores} cores,", end=" ")
+    print(f"{nbytes / 1e6:,.0f} MB of state, {rounds} rounds, load {os.getloadavg()[0]:.1f}")
+    for name, values in found.items():
+        print(line(name, values))
+    pairs = {"held / clone": ("held", "clone"), "held / warm": ("held", "warm"), "speed of write / dd": ("dd", "write")}
+    for name, (above, below) in pairs.items():
+        print(line(name, [a / b for a, b in zip(found[above], found[below], strict=True)], ""))
+    middle = {name: statistics.median(values) for name, values in found.items()}
+    print(f"of medians: held / clone {middle['held'] / middle['clone']:.2f}, held / warm", end=" ")
+    print(f"{middle['held'] / middle['warm']:.2f}, first held / first clone", end=" ")
+    print(
+        f"{middle['first held'] / middle['first clone']:.2f}, write / dd {middle['dd'] / middle['write']:.2f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""`accel-run profile`: what it finds is what was planted, and what it changes is nothing."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forkserver import Ended, ForkServer
+
+TASK = Path(__file__).parent / "task_to_profile.py"
+ROOT = TASK.parents[2]
+
+
+def profile(server: ForkServer, folder: Path, *words: str, updates: int = 2) -> Ended:
+    given = [
+        "profile",
+        "--task",
+        str(TASK),
+        "run=p",
+        "device=cpu",
+        "monitor=off",
+        "skip=1",
+        f"updates={updates}",
+        *words,
+    ]
+    return server.run(given, folder)
+
+
+def found(folder: Path, name: str = "summary.json") -> Any:
+    text = (folder / "outputs" / "profiles" / "p" / "profile" / name).read_text()
+    return json.loads(text) if name.endswith(".json") else list(csv.DictReader(text.splitlines()))
+
+
+def line_of(words: str) -> int:
+    return next(number for number, line in enumerate(TASK.read_text().splitlines(), 1) if words in line)
+
+
+@pytest.fixture(scope="module")
+def planted(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    """A profile of the task with a module that is slow both ways, and two lines that wait."""
+    folder = tmp_path_factory.mktemp("planted")
+    ended = profile(
+        server, folder, "task.forward_s=0.01", "task.backward_s=0.02", "task.waits=true", "with_stack=true", updates=3
+    )
+    assert ended.code == 0, ended.err
+    return folder, ended
+
+
+def test_a_slow_module_has_the_most_time_of_its_own_forward_and_backward(planted: tuple[Path, Ended]) -> None:
+    folder, ended = planted
+    rows = {row["module"]: row for row in found(folder, "modules.csv")}
+    slow = rows["inner.1"]
+    assert max(rows.values(), key=lambda row: float(row["own_median_ms"])) is slow
+    assert 10 <= float(slow["forward_min_ms"]) <= float(slow["forward_median_ms"]) <= float(slow["forward_max_ms"])
+    assert 20 <= float(slow["backward_min_ms"]) <= float(slow["backward_median_ms"])
+    assert "most time of its own: inner.1 (Sleeper)" in ended.out
+
+
+def test_the_times_of_modules_add_up_to_those_of_what_holds_them_and_to_the_update(planted: tuple[Path, Ended]) -> None:
+    summary = found(planted[0])
+    rows = {row["path"]: row for row in summary["modules"]}
+    inner = [rows[path] for path in ("inner", "inner.0", "inner.1", "inner.2")]
+    assert rows["inner"]["total"]["mean"] == pytest.approx(sum(row["own"]["mean"] for row in inner))
+    for row in rows.values():
+        assert row["total"]["mean"] == pytest.approx(row["forward"]["mean"] + row["backward"]["mean"])
+    whole = 1e3 * sum(row["own"]["mean"] for row in rows.values())
+    assert 0.8 < whole / summary["update_ms"]["modules timed"] <= 1.0  # less what the marks themselves take
+
+
+def test_each_line_that_would_wait_is_named_and_no_other(planted: tuple[Path, Ended]) -> None:
+    folder, ended = planted
+    waits = found(folder)["waits"]
+    assert {(row["place"].rpartition("/")[2], row["what"], row["per_update"]) for row in waits} == {
+        (f"task_to_profile.py:{line_of('# waits in loss')} in loss", "item", 1.0),
+        (f"task_to_profile.py:{line_of('# waits in begin_update')} in begin_update", "item", 1.0),
+    }
+    assert all(row["in_task"] for row in waits)
+    assert "would wait on a GPU" in ended.out
+
+
+def test_the_trace_is_one_of_the_operators_and_the_shares_are_of_the_whole(planted: tuple[Path, Ended]) -> None:
+    folder, ended = planted
+    content = (folder / "outputs" / "profiles" / "p" / "profile" / "trace.json.gz").read_bytes()
+    names = [event.get("name") for event in json.loads(gzip.decompress(content))["traceEvents"]]
+    assert "aten::addmm" in names
+    assert sum(str(name).startswith("ProfilerStep#") for name in names) == 3
+    shares = found(folder)["shares"]
+    assert shares.keys() == {"data", "operators", "between operators"}
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["between operators"] > 0.5  # it sleeps there
+    assert "ui.perfetto.dev" in ended.out
+
+
+def test_operators_are_named_with_the_line_that_calls_them(planted: tuple[Path, Ended]) -> None:
+    folder, _ = planted
+    rows = found(folder, "operators.csv")
+    assert any(row["name"] == "aten::addmm" and "task_to_profile.py" in row["place"] for row in rows)
+    assert len(found(folder)["operators"]) == 10
+
+
+def test_only_operators_are_in_the_table_and_their_shares_are_of_a_whole(planted: tuple[Path, Ended]) -> None:
+    rows = found(planted[0], "operators.csv")  # with_stack: torch has a row for each Python function too
+    assert not [row["name"] for row in rows if ".py(" in row["name"] or row["name"].startswith("<built-in")]
+    assert "aten::addmm" in {row["name"] for row in rows}
+    own = [float(row["self_cpu_ms"]) for row in rows]
+    assert min(own) >= 0
+    shares = re.findall(r"(\d+\.\d)%", planted[1].out.partition("operators by")[2].partition("modules:")[0])
+    assert shares
+    assert max(map(float, shares)) <= 100
+
+
+def test_memory_is_told_by_kind_and_drawn(planted: tuple[Path, Ended]) -> None:
+    folder, ended = planted
+    held = found(folder)["memory_peak_bytes"]
+    weights = 4 * (4 * 256 + 256 + 256 + 1)
+    assert held["parameters"] == weights
+    assert held["optimizer state"] >= 2 * weights
+    assert held["activations"] >= 8 * 256 * 4
+    rows = found(folder, "memory.csv")
+    assert max(int(row["gradients_bytes"]) for row in rows) == weights
+    totals = [sum(int(value) for name, value in row.items() if name != "time_ms") for row in rows]
+    assert max(totals) == sum(held.values())
+    picture = folder / "outputs" / "profiles" / "p" / "profile" / "memory.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "memory of tensors at its peak" in ended.out
+
+
+def test_it_says_what_looking_costs(planted: tuple[Path, Ended]) -> None:
+    folder, ended = planted
+    times = found(folder)["update_ms"]
+    assert list(times) == ["as it is", "operators recorded", "modules timed", "memory recorded", "waits searched"]
+    assert all(milliseconds >= 30 for milliseconds in times.values())  # what was planted
+    assert "after 1 that were skipped" in ended.out
+
+
+def test_no_line_is_wider_than_the_screen(planted: tuple[Path, Ended]) -> None:
+    text = (planted[0] / "outputs" / "profiles" / "p" / "profile" / "report.txt").read_text()
+    assert text in planted[1].out
+    assert max(map(len, text.splitlines())) <= 140
+
+
+def test_a_profile_changes_no_number_and_a_task_that_never_waits_is_told_so(server: ForkServer, tmp_path: Path) -> None:
+    of_both = "device=cpu monitor=off log_every=1 epochs=3 global_batch_size=6 micro_batch_size=2"
+    plain = [str(TASK), *of_both.split()]
+    assert server.run(["train", "--task", *plain, "run=plain"], tmp_path).code == 0
+    ended = server.run(["profile", "--task", *plain, "run=p", "skip=1", "updates=2", "accumulate=1"], tmp_path)
+    assert ended.code == 78  # a word that nobody knows
+    ended = server.run(["profile", "--task", *plain, "run=p", "skip=1", "updates=2"], tmp_path)
+    assert ended.code == 0, ended.err
+
+    def losses(folder: str) -> list[tuple[float, float]]:
+        rows = (tmp_path / "outputs" / folder / "metrics.jsonl").read_text().splitlines()
+        return [(row["train/loss"], row["train/grad_norm"]) for row in map(json.loads, rows) if "train/loss" in row]
+
+    assert len(losses("profiles/p")) == 12
+    assert losses("profiles/p") == losses("plain")[:12]
+    assert "of the task that would wait on a GPU (nothing waits on a CPU), per update: none found" in " ".join(
+        ended.out.split()
+    ), ended.out
+    assert found(tmp_path)["waits"] == []
+
+
+def test_a_profile_is_beside_the_runs_and_saves_nothing(server: ForkServer, tmp_path: Path) -> None:
+    trained = server.run(f"train --task {TASK} run=p device=cpu monitor=off updates=2", tmp_path)
+    assert trained.code == 0, trained.err
+    ended = profile(server, tmp_path, "checkpoint.every=1", "resume=p", "tracker=wandb", updates=1)
+    assert ended.code == 0, ended.err
+    assert ended.err.count("profile: checkpoint.every=1 tracker=wandb: no effect here, nothing is saved or sent") == 1
+    assert not list((tmp_path / "outputs" / "profiles" / "p" / "checkpoints").glob("update-*"))
+    status = server.run(["status"], tmp_path)
+    assert "p: done   (outputs/p)" in status.out
+
+
+def test_ctrl_c_leaves_what_there_is(server: ForkServer, tmp_path: Path) -> None:
+    ended = profile(server, tmp_path, "task.stop_at=6", updates=3)
+    assert ended.code == 130, ended.err
+    assert found(tmp_path)["num_updates"] == {"as it is": 3, "operators recorded": 1}
+    assert "broken off: no modules timed, memory recorded, waits searched" in ended.out
+    assert "aten::addmm" in ended.out
+
+
+def test_ctrl_c_before_anything_is_profiled_says_what_was_made(server: ForkServer, tmp_path: Path) -> None:
+    ended = profile(server, tmp_path, "task.stop_at=2", "skip=5")
+    assert ended.code == 130, ended.err
+    assert re.search(r"nothing was profiled: broken off after \d of the 5 updates that are skipped", ended.out)
+
+
+def test_evaluations_and_saves_are_in_no_part(server: ForkServer, tmp_path: Path) -> None:
+    words = "device=cpu monitor=off updates=12 evaluate.every=1 checkpoint.every=1 task.evaluation_s=0.03"
+    options = "profiler=trace profiler.skip=1 profiler.updates=2"
+    ended = server.run(["train", "--task", str(TASK), "run=p", *words.split(), *options.split()], tmp_path)
+    assert ended.code == 0, ended.err
+    summary = json.loads((tmp_path / "outputs/p/profile/summary.json").read_text())
+    assert summary["num_updates"]["as it is"] == 2
+    assert all(milliseconds < 200 for milliseconds in summary["update_ms"].values())
+    assert sum(row["own"]["mean"] for row in summary["modules"]) < 0.2  # an evaluation has 8 batches
+
+
+def test_what_cannot_be_is_answered(server: ForkServer, tmp_path: Path) -> None:
+    for words, answer in (
+        (["updates=1000"], "a whole number from 1 to 500"),
+        (["sort_by=memory"], "self, total or calls"),
+        (["profiler=off"], "made by profiler=trace"),
+        (["deepth=3"], "deepth"),
+    ):
+        ended = server.run(["profile", "--task", str(TASK), *words], tmp_path)
+        assert ended.code == 78, (words, ended.out, ended.err)
+        assert answer in ended.err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_graph_is_timed_as_one(server: ForkServer, tmp_path: Path) -> None:
+    ended = profile(server, tmp_path, "compile=default", "compile.backend=aot_eager", updates=1)
+    assert ended.code == 0, ended.err
+    rows = found(tmp_path, "modules.csv")
+    (model,) = (row for row in rows if not row["module"].startswith("("))
+    assert model["class"] == "Net, one graph"
+    assert float(model["forward_mean_ms"]) > 0
+    assert float(model["backward_mean_ms"]) > 0
+    assert "not searched" in ended.out
+
+
+def test_phases_and_ranks_have_profiles(server: ForkServer, tmp_path: Path) -> None:
+    words = "parallelism=ddp parallelism.world_size=2 device=cpu monitor=off run=p skip=1 updates=1 global_batch_size=2"
+    ended = server.run(
+        f"profile task=hyperspectral {words} task.num_cubes=24 task.height=16 task.width=16 task.data=synthetic",
+        tmp_path,
+    )
+    assert ended.code == 0, ended.err
+    for phase in ("fit", "train"):
+        summary = json.loads((tmp_path / f"outputs/profiles/p/profile/{phase}/summary.json").read_text())
+        assert summary["ranks"] == 2
+        assert "(communication)" in {row["path"] for row in summary["modules"]}
+    assert "rank 0 of 2" in ended.out

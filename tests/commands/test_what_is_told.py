@@ -1,0 +1,45 @@
+"""What a command says of somebody's slip, of a refused attempt and of who set a value."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).parents[1] / "faults" / "task_to_attack.py"
+
+
+def test_status_shows_the_error_of_an_attempt_that_was_refused(server: ForkServer, tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "a"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"state": "preempted"}))
+    (run / "error.json").write_text(json.dumps({"cause": "no checkpoint is whole", "exit_code": 65, "fix": "train"}))
+    os.utime(run / "run.json", (1e9, 1e9))
+    assert "no checkpoint is whole (exit 65) (the attempt after that)" in server.run("status a", tmp_path).out
+    os.utime(run / "error.json", (9e8, 9e8))
+    assert "no checkpoint is whole" not in server.run("status a", tmp_path).out
+
+
+def test_a_run_of_which_all_checkpoints_are_damaged_says_so(server: ForkServer, tmp_path: Path) -> None:
+    words = f"train --task {TASK} device=cpu monitor=off tracker=none run=a resume_allow=[updates]"
+    assert server.run(f"{words} updates=2", tmp_path).code == 0
+    for file in (tmp_path / "outputs" / "a" / "checkpoints").rglob("*.safetensors"):
+        file.write_bytes(b"damaged")
+    assert server.run(f"{words} updates=4", tmp_path).code == 65
+    assert "(exit 65)" in server.run("status a", tmp_path).out
+
+
+def test_explain_names_the_file_of_a_profile_that_sets_a_key(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "hardware").mkdir(parents=True)
+    file = tmp_path / "conf" / "hardware" / "mine.yaml"
+    file.write_text("# @package _global_\ndata: {path: /data}\nhardware: {title: x, devices: []}\n")
+    ended = server.run(f"explain data.path --task {TASK} --config-dir conf hardware=mine", tmp_path)
+    assert f"the profile mine ({file})" in ended.out, ended
+
+
+def test_a_lone_task_file_is_answered_with_the_flag(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run("train my_task.py", tmp_path)
+    assert ended.code == 78
+    assert "say --task my_task.py" in ended.err

@@ -1,0 +1,221 @@
+"""Laws of `accel-run doctor`: its words, its exit codes, its JSON, and that nothing stays when it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.cli import main
+from runner.doctor.checks import CHECKS
+from runner.doctor.findings import Finding
+from runner.plan.inventory import Inventory
+from tests.forkserver import ForkServer
+from tests.nvml_stub import PAIR, NvmlStub
+
+# A check that hangs with what must not stay: a process in a session of its own, and a folder in the output folder.
+HANGING = """
+import os, subprocess, time
+from runner.doctor import checks, storage
+from runner.doctor.findings import Check, ok
+
+def hang(context):
+    yield ok("", "began")
+    subprocess.Popen(["sleep", "601"], start_new_session=True)
+    storage.files.new_directory(storage.nearest(context.root) / f"{storage.TRIAL}{os.getppid()}-x")
+    (context.scratch / "made").touch()
+    print("hanging", flush=True)
+    while True:
+        time.sleep(0.01)
+
+checks.CHECKS["hang"] = Check(hang, "hangs", "because", 60.0)
+"""
+FAILING = """
+from runner.doctor import checks
+from runner.doctor.findings import Check, failed, warn, ok
+
+checks.CHECKS["bad"] = Check(lambda context: [failed("x", "is bad", "mend it")], "fails", "because")
+checks.CHECKS["odd"] = Check(lambda context: [warn("", "is odd", "look at it")], "warns", "because")
+"""
+
+
+def test_the_whole_examination_finds_something_by_every_check(server: ForkServer, tmp_path: Path) -> None:
+    names = ",".join(name for name in CHECKS if name != "compile")  # which takes 10 s, and is tried below
+    ended = server.run(["doctor", "--json", f"checks=[{names}]"], tmp_path)
+    told = json.loads(ended.out)
+    findings = [Finding.from_json(values) for values in told["findings"]]
+
+    assert ended.err == ""
+    assert ended.code == told["exit_code"] == (69 if told["counts"]["FAIL"] else 0)
+    assert {finding.check for finding in findings} == set(names.split(","))
+    assert all(finding.why and finding.seen for finding in findings)
+    assert all(finding.fix for finding in findings if finding.state in ("warn", "FAIL"))
+    assert sum(told["counts"].values()) == len(findings)
+    assert Inventory.from_json(json.dumps(told["hardware"])).cpu.logical_cores >= 1
+    assert [finding.seen for finding in findings if finding.state == "FAIL"] == []
+    assert {finding.subject for finding in findings if finding.check == "matmul"} >= {
+        "cpu fp32",
+        "cpu bf16",
+        "cpu fp64",
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".err", ".out"]
+
+
+@pytest.mark.slow
+def test_compile_leaves_no_cache(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run("doctor --json checks=[compile] device=cpu", tmp_path, {"TMPDIR": str(tmp_path)})
+    (found,) = [each for each in json.loads(ended.out)["findings"] if each["check"] == "compile"]
+    assert found["state"] in ("ok", "skip"), found
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".err", ".out"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("checks=[]", "names no check"),
+        ("--quick checks=[compile,python]", "asks for compile, which --quick leaves out"),
+    ],
+)
+def test_nothing_that_was_asked_for_is_left_out_silently(
+    words: str, said: str, server: ForkServer, tmp_path: Path
+) -> None:
+    ended = server.run(f"doctor {words}", tmp_path)
+    assert ended.code == 78
+    assert said in ended.err
+
+
+def test_a_failure_is_exit_69_and_what_to_do_stands_at_the_end(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run("doctor checks=[odd,bad,python]", tmp_path, before=FAILING)
+
+    assert ended.code == 69
+    assert ended.err == ""
+    lines = ended.out.splitlines()
+    assert lines[0].startswith("ok    python")
+    assert lines[1:3] == ["FAIL  bad            x: is bad", "warn  odd            is odd"]
+    assert lines[3:11] == [
+        "", "FAIL  bad: x: is bad", "      why  because", "      fix  mend it",
+        "", "warn  odd: is odd", "      why  because", "      fix  look at it",
+    ]  # fmt: skip
+    assert re.fullmatch(r"1 ok, 1 warn, 1 FAIL, 0 skip, in \d+\.\d s", lines[-1])
+
+
+def test_warnings_are_exit_0(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run("doctor checks=[odd]", tmp_path, before=FAILING).code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_stays_when_it_is_stopped(server: ForkServer, tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "tmp").mkdir()
+    pid = server.start(["doctor", "checks=[hang]"], tmp_path, {"TMPDIR": str(tmp_path / "tmp")}, HANGING)
+    wait_for(lambda: list(tmp_path.glob(".tmp-doctor-*")) and list(tmp_path.glob("tmp/*/made")))
+    os.kill(pid, number)
+    ended = server.wait()
+
+    assert ended.code == (130 if number == signal.SIGINT else 128 + number)
+    assert ended.err == "\naccel-run: interrupted\n"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [".err", ".out", "tmp"]
+    wait_for(lambda: not those_that_run(b"sleep\0601\0"))
+
+
+def test_a_folder_that_may_not_be_written_fails_with_another_to_use(server: ForkServer, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may become somebody else")
+    ended = server.run("doctor checks=[disk] --json", tmp_path, before="import os; os.setuid(65534)")
+    (found,) = json.loads(ended.out)["findings"]
+
+    assert (ended.code, found["state"]) == (69, "FAIL")
+    assert str(tmp_path) in found["seen"]
+    assert found["fix"] == "accel-run train output_root=/path/with/room"
+
+
+def test_gpus_that_torch_cannot_use_fail_and_say_why(nvml_stub: NvmlStub, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA, which does not ask the stub")
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "doctor", "--json", "checks=[gpus,driver,numbering,processes]"],
+        env=nvml_stub.environment(PAIR), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    told = json.loads(done.stdout)
+    gpus = [each for each in told["findings"] if each["check"] == "gpus"]
+
+    assert done.returncode == 69
+    assert [each["state"] for each in gpus] == ["FAIL", "FAIL"]
+    assert all("this torch build has no CUDA" in each["seen"] for each in gpus)
+    assert "pytorch.org" in gpus[0]["fix"]
+    assert [each["uuid"] for each in told["hardware"]["devices"]] == [PAIR["0.uuid"], PAIR["1.uuid"]]
+
+
+def test_a_device_that_is_not_here_fails(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run("doctor checks=[gpus] device=cuda:7", tmp_path)
+    assert ended.code == 69
+    assert "cuda:7 is not here; this machine has" in ended.out
+
+
+SLIPS = {
+    "doctor --jsn": "accel-run: --jsn: is not known to doctor\n           did you mean --json?\n",
+    "doctor disk": "accel-run: disk: is not known to doctor\n           say checks=[disk]\n",
+    "doctor check=disk": "accel-run: check=disk: is not known to doctor\n           did you mean checks?\n",
+    "doctor checks=[matmull]": "accel-run: checks: there is no check matmull\n           did you mean matmul?\n",
+    "doctor device=gpu": "accel-run: device: must be auto, cpu, cuda, cuda:N or mps, but is gpu\n",
+}
+
+
+@pytest.mark.parametrize("words", SLIPS)
+def test_a_slip_is_answered_with_what_to_type(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 78
+    assert capsys.readouterr() == ("", SLIPS[words])
+
+
+def test_the_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "checks=help"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(CHECKS)
+
+
+def test_on_a_terminal_what_is_tried_is_shown_and_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.doctor.findings import ok
+    from runner.doctor.screen import Screen
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    reader, writer = pty.openpty()
+    with open(writer, "w") as terminal:  # noqa: PTH123 - of a descriptor
+        screen = Screen(terminal, terminal)
+        screen.watch("matmul", "cpu fp32", 3.2)
+        screen.show(ok("cpu fp32", "95 GFLOP/s"))
+        shown = ""
+        while "95 GFLOP/s" not in shown:  # it arrives in pieces
+            shown += os.read(reader, 65536).decode()
+    os.close(reader)
+
+    assert "matmul         cpu fp32 ... 3 s" in shown
+    assert shown.index("... 3 s") < shown.index("\r\x1b[K", 5) < shown.index("95 GFLOP/s")
+    assert "\x1b[32mok" in shown
+
+
+def those_that_run(words: bytes) -> list[str]:
+    """Return the processes with this command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [path.parent.name] if path.read_bytes() == words else []
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition: object) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,214 @@
+"""Laws of a check's process: whatever becomes of it is a finding that names it, the others go on, nothing stays."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.family import adopting_orphans, children
+from runner.doctor.examine import Examination
+from runner.doctor.findings import Check, Context, Finding, failed, ok, skip, warn
+
+SUBJECTS = ("one", "two", "three")
+
+
+def check(function: Callable[[Context], Iterator[Finding]], limit_s: float = 10.0) -> Check:
+    return Check(function, "something", "because", limit_s)
+
+
+def found(folder: Path, **functions: Callable[[Context], Iterator[Finding]]) -> dict[str, list[Finding]]:
+    """Make these checks, and return what each found; after them nothing is left that was not there before."""
+    before = children()
+    checks = {name: check(function, 1.0 if name.startswith("hang") else 10.0) for name, function in functions.items()}
+    examination = Examination(checks, "auto", folder / "outputs", checks=checks)
+    findings = list(examination.findings(lambda *_: None))
+    assert children() <= before
+    assert list(folder.iterdir()) == []
+    return {name: [finding for finding in findings if finding.check == name] for name in checks}
+
+
+def breaking(end: Callable[[], object]) -> Callable[[Context], Iterator[Finding]]:
+    """Return a check of three things, the second of which ends this way."""
+
+    def function(context: Context) -> Iterator[Finding]:
+        for subject in context.each(SUBJECTS, str):
+            if subject == "two":
+                end()
+            yield ok(subject, "fine", size=1.0)
+
+    return function
+
+
+def fine(context: Context) -> Iterator[Finding]:
+    yield ok("", "fine")
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+def refuse() -> None:
+    raise ConfigError(Problem("needs a compiler", "compile", "apt install g++"))
+
+
+def hang() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def with_a_child() -> None:
+    """Leave a process behind in a session of its own, and one that hears nothing, and crash."""
+    for words in (["sleep", "600"], ["sh", "-c", "trap '' TERM INT; sleep 600"]):
+        subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
+    crash()
+
+
+ENDS: dict[str, tuple[Callable[[], object], str]] = {
+    "raises": (lambda: {}["key"], "KeyError: 'key', at doctor/test_trial.py:"),
+    "refuses": (refuse, "compile: needs a compiler"),
+    "leaves": (lambda: sys.exit(3), "SystemExit: 3"),
+    "leaves at once": (lambda: os._exit(3), "left with exit code 3"),
+    "leaves without a word": (lambda: os._exit(0), "left with exit code 0"),
+    "crashes": (crash, "crashed (SIGSEGV), at"),
+    "aborts": (os.abort, "crashed (SIGABRT), at doctor/test_trial.py:"),
+    "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed from outside: for want of memory?"),
+    "is stopped by a signal": (lambda: os.kill(os.getpid(), signal.SIGTERM), "crashed (SIGTERM)"),
+    "leaves processes": (with_a_child, "crashed (SIGSEGV), at"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ends_before_its_time_is_a_finding_and_the_rest_is_tried(name: str, tmp_path: Path) -> None:
+    end, words = ENDS[name]
+    one, two, three = found(tmp_path, broken=breaking(end), after=fine)["broken"]
+
+    assert [(each.subject, each.state) for each in (one, two, three)] == [
+        ("one", "ok"),
+        ("two", "FAIL"),
+        ("three", "ok"),
+    ]
+    assert words in two.seen
+    assert two.fix
+    assert two.why == "because"
+
+
+def test_a_check_that_ends_badly_does_not_end_the_others(tmp_path: Path) -> None:
+    told = found(tmp_path, crashes=breaking(crash), hangs=breaking(hang), after=fine)
+
+    assert [each.state for each in told["after"]] == ["ok"]
+
+
+def test_a_hang_names_what_was_tried_how_long_and_the_line(tmp_path: Path) -> None:
+    began = time.monotonic()
+    one, two = found(tmp_path, hangs=breaking(hang))["hangs"]
+
+    assert (one.state, two.state, two.subject) == ("ok", "FAIL", "two")
+    assert two.seen.startswith("did not come back within 1 s, at doctor/test_trial.py:")
+    assert two.seen.endswith("(hang)")
+    assert time.monotonic() - began < 5
+
+
+def test_a_process_that_hears_no_signal_is_ended_all_the_same(tmp_path: Path) -> None:
+    def deaf() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        hang()
+
+    assert found(tmp_path, hangs=breaking(deaf))["hangs"][1].state == "FAIL"
+
+
+def test_what_a_crash_printed_last_is_told(tmp_path: Path) -> None:
+    def complain() -> None:
+        os.write(2, b"CUDA error: device-side assert\nterminate called\n")
+        os.abort()
+
+    seen = found(tmp_path, broken=breaking(complain))["broken"][1].seen
+    assert seen.startswith("crashed (SIGABRT): terminate called, at doctor/test_trial.py:")
+
+
+def test_nothing_that_a_check_prints_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def prints(context: Context) -> Iterator[Finding]:
+        print("out")
+        os.write(2, b"err")
+        yield ok("", f"reads {sys.stdin.read()!r}" if False else "fine")
+
+    found(tmp_path, chatty=prints)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_every_finding_has_its_check_its_reason_and_its_time(tmp_path: Path) -> None:
+    def slow(context: Context) -> Iterator[Finding]:
+        yield ok("one", "fine")
+        time.sleep(0.2)
+        yield Finding("warn", "two", "odd", "mend it", "for another reason")
+
+    one, two = found(tmp_path, slow=slow)["slow"]
+    assert (one.why, two.why) == ("because", "for another reason")
+    assert one.took_s < 0.2 <= two.took_s < 5
+
+
+def test_a_finding_survives_json() -> None:
+    for finding in (ok("a", "b", rate=1.5), warn("", "x", "y"), failed("ü", "\x1b", "z", "w", {"n": 1}), skip("", "q")):
+        assert Finding.from_json(finding.to_json()) == finding
+
+
+def test_where_no_process_can_be_started_that_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_to_fork() -> int:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", refuse_to_fork)
+    (finding,) = found(tmp_path, any=fine)["any"]
+    assert finding.state == "FAIL"
+    assert "Resource temporarily unavailable" in finding.seen
+
+
+def test_a_check_that_needs_torch_is_left_out_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+    checks = {
+        "torch": check(breaking(crash)),
+        "matmul": Check(fine, "products", "because", needs="torch"),
+        "disk": check(fine),
+    }
+    findings = list(Examination(["matmul", "disk"], "auto", tmp_path, checks=checks).findings(lambda *_: None))
+
+    assert [each.check for each in findings if each.state == "FAIL"] == ["torch"]
+    assert [(each.state, each.seen) for each in findings if each.check == "matmul"] == [
+        ("skip", "torch cannot be imported, see above")
+    ]
+    assert [each.state for each in findings if each.check == "disk"] == ["ok"]
+
+
+def test_where_the_check_of_gpus_crashes_the_cpu_is_still_tried(tmp_path: Path) -> None:
+    from runner.doctor.software import torch
+
+    def devices(context: Context) -> Iterator[Finding]:
+        yield from (ok(device.torch_name, "fine") for device in context.devices)
+
+    checks = {
+        "torch": check(torch),  # type: ignore[arg-type]
+        "gpus": Check(breaking(crash), "gpus", "because", needs="torch"),
+        "matmul": Check(devices, "products", "because", needs="gpus"),
+    }
+    findings = list(Examination(["matmul"], "auto", tmp_path, checks=checks).findings(lambda *_: None))
+    assert [(each.subject, each.state) for each in findings if each.check == "matmul"] == [("cpu", "ok")]
+
+
+def test_a_process_that_is_given_up_half_way_is_gone(tmp_path: Path) -> None:
+    checks = {"hangs": check(breaking(hang))}
+    before = children()
+    with adopting_orphans():
+        findings = Examination(checks, "auto", tmp_path, checks=checks).findings(lambda *_: None)
+        next(findings)
+        assert any(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in children() - before)
+        findings.close()  # type: ignore[attr-defined]
+    assert children() <= before

@@ -1,0 +1,36 @@
+"""Imported first in a process, it makes the host a device that comes to each mark 20 ms after it was asked for."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from runner.base import stopwatch
+from runner.distributed import parallel
+
+LAG_S = 0.02
+
+
+class LateEvent:
+    """A mark on the timeline of such a device."""
+
+    def __init__(self, device: Any, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return time.perf_counter() >= self.at + LAG_S
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self.at + LAG_S - time.perf_counter()))
+
+    def elapsed_time(self, later: LateEvent) -> float:
+        assert later.query(), "torch raises for a mark that the device has not reached"
+        return 1e3 * (later.at - self.at)
+
+
+stopwatch.torch = SimpleNamespace(Event=LateEvent)  # type: ignore[assignment]
+parallel.stopwatch = stopwatch.DeviceStopwatch  # type: ignore[assignment]

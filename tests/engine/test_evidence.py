@@ -1,0 +1,60 @@
+"""Laws of what a run has measured of itself: it is read back as it was written, and what is missing is unknown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.engine.evidence import Evidence, PhaseEvidence, better_known, read_evidence
+
+FULL = Evidence(
+    task="gpt", device="cuda:0", capability=(7, 5), parts_s={"data": 1.5, "forward": 2.0}, updates=10,
+    ranks_s=({"data": 1.0}, {"data": 2.0}), odd_sizes=("head: 50257",), data_wait=0.25,
+    phases=(PhaseEvidence("train", "train", updates=10, parts_s={"data": 1.5}),),
+)  # fmt: skip
+
+
+def left_by(folder: Path, content: Any) -> Evidence | None:
+    (folder / "run.json").write_text(json.dumps(content))
+    return read_evidence(folder)
+
+
+def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    assert left_by(tmp_path, {"evidence": FULL.to_json()}) == FULL
+
+
+def test_what_no_run_has_left_is_none(tmp_path: Path) -> None:
+    assert read_evidence(tmp_path) is None
+    assert left_by(tmp_path, {"name": "first"}) is None
+
+
+def test_what_is_missing_is_unknown_and_never_zero(tmp_path: Path) -> None:
+    found = left_by(tmp_path, {"evidence": {}})
+    assert found is not None
+    assert all(getattr(found, each.name) in (None, {}, ()) for each in fields(found))
+
+
+@pytest.mark.parametrize("wrong", ["many", True, [1], {"a": 1}, 0.5])
+def test_what_cannot_be_is_unknown(tmp_path: Path, wrong: Any) -> None:
+    found = left_by(tmp_path, {"evidence": {"updates": wrong, "parts_s": {"data": "long"}, "phases": [{"x": 1}]}})
+    assert found == Evidence()
+
+
+@pytest.mark.parametrize("updates", [None, 0, 3])
+def test_a_process_that_made_few_updates_does_not_replace_what_many_took(updates: int | None) -> None:
+    many = replace(FULL, updates=100)
+    few = replace(FULL, updates=updates, parts_s={"closing": 0.1}, phases=(PhaseEvidence("train", "train"),))
+
+    assert better_known(many, few) == replace(many, phases=few.phases)
+    assert better_known(None, few) == few
+
+
+def test_what_was_trained_otherwise_or_about_as_long_is_replaced() -> None:
+    many = replace(FULL, updates=100)
+
+    for now in (replace(FULL, updates=20), replace(FULL, updates=3, num_workers=8), replace(FULL, device="cpu")):
+        assert better_known(many, now) == now

@@ -1,0 +1,319 @@
+"""Laws of saving beside training: the state that is written is that of its update, and the disk holds nobody up."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.base.configuration import Request
+from runner.base.errors import StorageError
+from runner.durable import checkpoint, files
+from runner.durable.system import System
+from runner.engine import saving
+from runner.engine.saving import Toll
+from runner.engine.session import open_phase
+
+TASK = Path(__file__).with_name("task_that_is_saved.py")
+
+
+class SlowDisk(System):
+    """Syncs nothing before the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate, self.reached = threading.Event(), threading.Event()
+
+    def fsync(self, descriptor: int) -> None:
+        self.reached.set()
+        assert self.gate.wait(20)
+
+
+@contextmanager
+def opened(folder: Path, *words: str) -> Iterator[Any]:
+    settings = ("updates=1000", "global_batch_size=8", "device=cpu", "run=small", "monitor=off")
+    settings = (*settings, f"output_root={folder}", "log_every=1", "backend.threads=1", *words)
+    with open_phase(Request(settings, TASK)) as phase:
+        yield phase
+
+
+def weights(phase: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in phase.run_.parts.bare.state_dict().items()}
+
+
+def test_what_is_written_is_the_state_of_its_update_however_slow_the_disk_is(tmp_path: Path) -> None:
+    with opened(tmp_path, "checkpoint=off") as phase:
+        updates = phase.updates()
+        for _ in range(3):
+            with files.through(disk := SlowDisk()):
+                update = next(updates)
+                phase._save()
+                saved = weights(phase)
+                assert disk.reached.wait(10)
+                for _ in range(5):
+                    next(updates)  # training goes on: it would wait 20 s otherwise
+                assert not torch.equal(weights(phase)["0.weight"], saved["0.weight"])
+                disk.gate.set()
+                phase.saver.writer.wait()
+            loaded = checkpoint.load(checkpoint.path_of(phase.run_.directory.checkpoints, update))
+            there = loaded.tensors("model")
+            assert all(torch.equal(there[name], tensor) for name, tensor in saved.items())
+
+
+def test_a_save_that_comes_while_another_is_written_leaves_that_one_as_it_is(tmp_path: Path) -> None:
+    class Gate(System):
+        """Begins with no checkpoint before it is opened."""
+
+        def __init__(self) -> None:
+            self.opened, self.reached = threading.Event(), threading.Event()
+
+        def mkdir(self, path: Path) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                self.reached.set()
+                assert self.opened.wait(20)
+            super().mkdir(path)
+
+    with files.through(gate := Gate()), opened(tmp_path, "checkpoint=off") as phase:
+        updates, expected = phase.updates(), {}
+        for _ in range(2):
+            update = next(updates)
+            snapshot = phase._snapshot()
+            expected[update] = {
+                stem: {name: tensor.clone() for name, tensor in tensors.items()}
+                for stem, tensors in snapshot.tensors.items()
+            }
+            if len(expected) == 2:
+                assert gate.reached.wait(10)
+                threading.Timer(0.3, gate.opened.set).start()
+            phase._save()
+        phase.saver.writer.wait()
+        for update, stems in expected.items():
+            loaded = checkpoint.load(checkpoint.path_of(phase.run_.directory.checkpoints, update))
+            assert set(loaded.stems) == set(stems)
+            for stem, tensors in stems.items():
+                there = loaded.tensors(stem)
+                assert all(torch.equal(there[name], tensor) for name, tensor in tensors.items()), (update, stem)
+
+
+class Broken(System):
+    """No checkpoint gets its name."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.name.startswith("update-"):
+            raise OSError(5, "broken")
+        super().rename(source, target)
+
+
+def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_PAUSES_S", (0.0, 0.0))
+    with opened(tmp_path, "checkpoint.every=1000", "checkpoint.keep=2") as phase:
+        updates, folder = phase.updates(), phase.run_.directory.checkpoints
+        next(updates)
+        phase._keep_if_best({"val/loss": 3.0})
+        phase.saver.writer.wait()
+        next(updates)
+        with files.through(Broken()):
+            phase._keep_if_best({"val/loss": 2.0})
+            phase.saver.writer.wait()
+        for _ in range(3):
+            update = next(updates)
+            phase._save()
+        phase.saver.writer.wait()
+        assert files.names(folder) == [f"update-{number:010}" for number in (1, update - 1, update)]
+        assert checkpoint.load(checkpoint.path_of(folder, update)).state["bests"] == [[3.0, 1]]
+        best = next(updates)
+        phase._keep_if_best({"val/loss": 2.5})
+        for _ in range(3):
+            update = next(updates)
+            phase._save()
+        phase.saver.writer.wait()
+        assert files.names(folder) == [f"update-{number:010}" for number in (best, update - 1, update)]
+
+
+def test_a_save_that_failed_is_made_up_for_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(saving, "AGAIN_S", 0.0)
+    with opened(tmp_path, "checkpoint.every=1000") as phase:
+        updates = phase.updates()
+        next(updates)
+        with files.through(Broken()):
+            phase._save()
+            with suppress(StorageError):
+                phase.saver.writer.wait()
+        found = [(next(updates), phase.saved_at) for _ in range(4)]
+    assert [saved_at for _, saved_at in found] == [2, 2, 2, 2], "once, and not at every update"
+
+
+def stopped(phase: Any) -> None:
+    phase.run_.stop._handle(signal.SIGUSR1, None)
+    time.sleep(0.001)
+
+
+def test_no_save_is_begun_for_which_there_is_no_time(tmp_path: Path) -> None:
+    with opened(tmp_path, "checkpoint.every=1", "checkpoint.grace_s=0.0005") as phase:
+        updates, folder = phase.updates(), phase.run_.directory.checkpoints
+        next(updates)
+        next(updates)
+        phase.saver.writer.wait()
+        next(updates)
+        phase.saver.writer.wait()
+        there = files.names(folder)
+        stopped(phase)
+        next(updates)  # due by counting
+        phase._keep_if_best({"val/loss": 1.0})  # an evaluation that was done when the signal came
+        phase._close()
+        assert (phase.saver.bests, phase.is_unsaved, phase.remains) == ([], True, 3)
+        assert files.names(folder) == there
+
+
+def test_a_checkpoint_of_this_very_update_counts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with opened(tmp_path, "checkpoint.every=1000", "checkpoint.grace_s=0.0005") as phase:
+        updates = phase.updates()
+        for _ in range(2):
+            next(updates)
+            phase._save()
+            phase.saver.writer.wait()
+        stopped(phase)
+        phase._close()
+        assert (phase.is_unsaved, phase.remains) == (False, 2)
+    said = capfd.readouterr()
+    assert "not saved" not in said.out + said.err
+
+
+@pytest.mark.parametrize(("words", "count"), [((), 1), (("checkpoint.every=1000",), 0)])
+def test_best_checkpoints_that_cost_more_than_saving_may_are_told_of_once(
+    words: tuple[str, ...], count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with opened(tmp_path, *words) as phase:
+        updates = phase.updates()
+        for loss in (3.0, 2.0, 1.0):
+            next(updates)
+            phase._keep_if_best({"val/loss": loss})
+            phase.saver.toll.held(4.0)  # what it says now
+            phase.saver.writer.wait()
+            next(updates)
+    said = capfd.readouterr()
+    told = " ".join((said.out + said.err).split())
+    assert told.count("saves of the best checkpoint so far have cost 4.0 s") == count
+    assert told.count("raise evaluate.every, or say checkpoint.best=null") == count
+
+
+def test_whatever_goes_wrong_at_the_end_the_writer_has_ended_before_the_run_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(5, "the reader cannot be closed")
+
+    writers: list[bool] = []
+    disk = SlowDisk()
+    disk.gate.set()
+    with pytest.raises(ValueError, match="the cause"), files.through(disk):  # noqa: SIM117
+        with opened(tmp_path, "checkpoint=off") as phase:
+            next(phase.updates())
+            disk.gate.clear()
+            phase._save()
+            monkeypatch.setattr(phase.loader, "close", fail)
+            threading.Timer(0.3, disk.gate.set).start()
+            metrics, close = phase.observers.metrics, phase.observers.metrics.close
+
+            def closed() -> None:
+                writers.append(any(thread.name == "checkpoint-writer" for thread in threading.enumerate()))
+                close()
+
+            monkeypatch.setattr(metrics, "close", closed)
+            raise ValueError("the cause")
+    assert writers == [False]
+
+
+def test_the_rows_that_a_checkpoint_counts_are_synced_before_it_has_its_name(tmp_path: Path) -> None:
+    class Watched(System):
+        def __init__(self) -> None:
+            self.synced = 0
+            self.at_rename: list[int] = []
+            self.metrics = -1
+
+        def fsync(self, descriptor: int) -> None:
+            if descriptor == self.metrics:
+                self.synced = metrics.stat().st_size
+
+        def rename(self, source: Path, target: Path) -> None:
+            if target.name.startswith("update-"):
+                self.at_rename.append(self.synced)
+            super().rename(source, target)
+
+    with opened(tmp_path, "checkpoint=off") as phase:
+        metrics, updates = phase.run_.directory.metrics, phase.updates()
+        with files.through(watched := Watched()):
+            watched.metrics = phase.observers.metrics._descriptor
+            counted = []
+            for _ in range(3):
+                for _ in range(4):
+                    next(updates)
+                phase._save()
+                phase.saver.writer.wait()
+                path = checkpoint.path_of(phase.run_.directory.checkpoints, phase.number)
+                counted.append(int(checkpoint.load(path).manifest["metrics_bytes"]))
+    assert counted[0] > 0
+    assert counted == sorted(set(counted))
+    assert all(synced >= bytes_ for synced, bytes_ in zip(watched.at_rename, counted, strict=True))
+
+
+def test_saves_that_come_faster_than_the_disk_writes_are_told_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Lame(System):
+        def fsync(self, descriptor: int) -> None:
+            time.sleep(0.04)
+
+    with files.through(Lame()), opened(tmp_path, "checkpoint.every=1") as phase:
+        updates = phase.updates()
+        for _ in range(5):
+            next(updates)
+    said = capfd.readouterr()
+    told = (said.out + said.err).replace("\n", " ")
+    assert told.count("saves come faster than the disk writes") == 1
+    assert "training waited 0." in told or "training waited 1." in told
+    assert "checkpoint.every=auto" in told
+
+
+def test_a_save_that_is_due_by_the_clock_waits_for_the_disk_instead_of_training(tmp_path: Path) -> None:
+    with opened(tmp_path, "checkpoint.every=10min") as phase:
+        updates = phase.updates()
+        next(updates)
+        with files.through(disk := SlowDisk()):
+            phase.saver.policy.seconds = 0.0  # always late
+            next(updates)
+            assert phase.saver.writer.busy_s is not None
+            first = phase.saved_at
+            for _ in range(5):
+                next(updates)
+            assert phase.saved_at == first
+            disk.gate.set()
+            phase.saver.writer.wait()
+            next(updates)
+            assert phase.saved_at == first + 6
+        assert phase.saver.toll.last is not None
+        assert phase.saver.toll.num_saves == 2
+
+
+def test_the_interval_follows_from_what_a_save_costs_also_in_a_resumed_run(tmp_path: Path) -> None:
+    with opened(tmp_path) as phase:
+        assert (phase.saver.policy.is_auto, phase.saver.policy.seconds) == (True, 60.0)
+        updates = phase.updates()
+        next(updates)
+        phase._save()
+        phase.saver.toll.held(4.0)  # what it says now
+        phase.saver.writer.wait()
+        next(updates)
+        assert phase.saver.policy.seconds == pytest.approx(400.0, rel=0.2)
+        phase._save()
+    with opened(tmp_path) as phase:
+        assert phase.saver.policy.seconds == pytest.approx(400.0, rel=0.2)
+        assert isinstance(phase.saver.toll, Toll)
+        assert phase.saver.toll.expected_s() > 4.0

@@ -1,0 +1,359 @@
+"""Laws of the watchdog in a run of one process: what hangs is named and ended, what only looks like it is let be."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runner.base import stacks
+from runner.engine.watchdog import (
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    LEAST_S,
+    RECENT,
+    SETTLED,
+    START,
+    SUMMARY,
+    TELL_S,
+    UPDATE,
+    Limits,
+    Waited,
+)
+from tests.forkserver import ForkServer
+
+pytestmark = pytest.mark.timeout(120)
+
+TASK = """
+import os, pdb, threading, time
+import torch, torch.nn.functional as F
+from torch import nn
+from runner import Prediction, Task
+from runner.durable import files
+from runner.durable.system import System
+
+FOR_EVER = 10**6
+
+class Stuck(System):
+    def fsync(self, descriptor): time.sleep(FOR_EVER)
+
+class Slow(System):
+    def fsync(self, descriptor):
+        time.sleep(0.4)
+        super().fsync(descriptor)
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, fault):
+        g = torch.Generator().manual_seed(0)
+        self.x, self.y = torch.randn(320, 6, generator=g), torch.randint(3, (320,), generator=g)
+        self.fault, self.num_read = fault, 0
+    def __len__(self): return 320
+    def __getitem__(self, index):
+        self.num_read += 1
+        if self.fault == "search": time.sleep(0.06)
+        if self.fault == "data" and self.num_read > 200: time.sleep(FOR_EVER)
+        return self.x[index], self.y[index]
+
+class Small(Task):
+    def __init__(self, fault):
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.fault, self.update = fault, 0
+    def begin_update(self, progress):
+        self.update = progress.update
+        self.fail("begin")
+        if self.fault == "disk" and self.update == 7: files._system = Stuck()
+        if self.fault == "slow disk" and self.update == 7: files._system = Slow()
+    def fail(self, place):
+        if self.fault != place or self.update != 7: return
+        if place == "lock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        elif place == "pipe":
+            os.read(os.pipe()[0], 1)
+        elif place == "pdb":
+            reading, writing = os.pipe()
+            threading.Timer(2.0, os.write, (writing, b"c\\\\n")).start()
+            pdb.Pdb(stdin=os.fdopen(reading), stdout=open(os.devnull, "w")).set_trace()
+        elif place == "a while":
+            time.sleep(2.0)
+        else:
+            time.sleep(FOR_EVER)
+    def dataset(self, split): return Rows(self.fault if split == "train" else "")
+    def loss(self, model, batch):
+        x, y = batch
+        time.sleep(1.5 if self.fault == "slow" and model.training else 0.02)
+        if self.fault == "search" and self.update == 2: x = x * float("nan")
+        if model.training:
+            for place in ("loss", "lock", "pipe", "pdb", "a while"): self.fail(place)
+        elif self.fault == "val" and self.update > 7:
+            time.sleep(FOR_EVER)
+        return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+    def summarize(self, metrics):
+        if self.fault == "summary": time.sleep(1.5)
+        return metrics
+    def predict(self, model, generator):
+        if self.fault == "slow":
+            for number in range(3):
+                time.sleep(1.5)
+                yield Prediction({f"{number}.txt": "x"})
+        time.sleep(0.0 if self.fault == "slow" else FOR_EVER)
+        yield
+
+def build(*, fault: str = "") -> Task: return Small(fault)
+""".replace("\\\\n", "\\n")
+BASE = (
+    "train --task task.py run=r updates=12 global_batch_size=32 log_every=1 evaluate.every=6 monitor=off"
+    " watchdog.update_s=1.5 watchdog.data_s=1.5 watchdog.checkpoint_s=20"
+)
+SOON = "checkpoint.every=5updates watchdog.checkpoint_s=1"
+BY_THE_CLOCK = "checkpoint.every=0.002min watchdog.checkpoint_s=1 updates=500"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def family(word: str) -> set[int]:
+    """Return the processes of a run that are alive, and those without a command line that its own have started."""
+    found = set()
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if word in " ".join(process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.add(process.pid)
+    return found
+
+
+def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    limit = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "said", "at"),
+    [
+        ("loss", "", "update 8 of phase train hangs", "in fail: time.sleep(FOR_EVER)"),
+        ("begin", "", "update 7 of phase train hangs", "in fail: time.sleep(FOR_EVER)"),
+        ("lock", "", "update 8 of phase train hangs", "in fail: lock.acquire()"),
+        ("pipe", "", "update 8 of phase train hangs", "in fail: os.read(os.pipe()[0], 1)"),
+        ("val", "", "a batch of the evaluation after update 12 of phase train hangs", "in loss: time.sleep(FOR_EVER)"),
+        ("data", "", "the next batch for update 7 of phase train hangs", "in __getitem__: if self.fault"),
+        ("data", "dataloader.num_workers=1", "the next batch for update", "in __getitem__: if self.fault"),
+        ("disk", SOON, "the checkpoint of update", ""),
+        ("disk", BY_THE_CLOCK, "the checkpoint of update", ""),
+    ],
+    ids=["loss", "begin_update", "lock", "pipe", "validation", "data", "worker", "disk", "disk beside training"],
+)
+def test_what_hangs_is_named_with_its_place_and_leaves_nobody(
+    fault: str, words: str, said: str, at: str, server: ForkServer, folder: Path
+) -> None:
+    run = f"h{os.getpid()}"
+    line = f"{BASE} task.fault={fault}".replace("run=r", f"run={run}")
+    changed = {word.partition("=")[0] for word in words.split()}
+    line = " ".join([word for word in line.split() if word.partition("=")[0] not in changed] + words.split())
+    ended = server.run(line, folder, {"TMPDIR": str(folder / "tmp")})
+    at_end = time.time()
+    assert ended.code == 83, ended.err
+    assert said in ended.err
+    assert at in ended.err
+    assert "Traceback" not in ended.err
+    assert not family(f"run={run}")
+    assert not list((folder / "tmp").iterdir())
+    directory = folder / "outputs" / run
+    assert at_end - (directory / "metrics.jsonl").stat().st_mtime < 1.5 + 10.0  # since the last update
+    if fault == "disk":  # nothing more can be written there
+        assert re.search(r"\n +last checkpoint: update \d+ \(\d+ updates? (is|are) repeated\)\n", ended.err), ended.err
+        assert "stacks of all threads" in ended.err
+        return
+    error = json.loads((directory / "error.json").read_text())
+    assert (error["exit_code"], said in error["cause"]) == (83, True)
+    saved, made = (6, 12 if fault == "val" else 6 if fault == "data" else 7)
+    again = {0: "nothing is", 1: "1 update is"}.get(made - saved, f"{made - saved} updates are")
+    assert f"\n           last checkpoint: update {saved} ({again} repeated)\n" in ended.err
+    assert (error["reached"], error["updates_repeated"]) == (made, made - saved)
+    assert error["place"]["phase"] == "train"
+    assert error["place"]["update"] in (made, made + 1)
+    assert "\n\n" not in ended.err
+    assert json.loads((directory / "run.json").read_text())["state"] == "failed"
+    assert "task.py" in (directory / "stacks.txt").read_text()
+
+
+def test_a_prediction_that_hangs_is_named(server: ForkServer, folder: Path) -> None:
+    assert server.run(BASE, folder).code == 0
+    ended = server.run("inference run=r watchdog.first_update_s=1", folder)
+    assert ended.code == 83, ended.err
+    assert "prediction 1 hangs" in ended.err
+    assert "task.py" in (folder / "outputs/r/predictions/stacks.txt").read_text()
+
+
+def test_a_debugger_and_a_run_without_a_watchdog_may_take_their_time(server: ForkServer, folder: Path) -> None:
+    ended = server.run([*BASE.split(), "task.fault=pdb"], folder)
+    assert ended.code == 0, ended.err
+    words = [word for word in BASE.split() if not word.startswith("watchdog")]
+    ended = server.run([*words, "task.fault=a while", "watchdog=off", "run=off"], folder)
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["no room for anything", "no temporary folder"])
+def test_a_hang_is_told_also_where_nothing_can_be_written(is_there: bool, server: ForkServer, folder: Path) -> None:
+    """And where there is nothing to go on from, nobody is sent there."""
+    gone = folder / "gone"
+    gone.mkdir()
+    before = "import runner.base.stacks, runner.engine.watchdog as watchdog\n"
+    if is_there:
+        before += (
+            "def full(*_): raise OSError(28, 'No space left on device')\n"
+            "runner.base.stacks.os.memfd_create = runner.base.stacks.asked = full\n"
+            "tell = watchdog._Alone._tell\n"
+            "def tell_in_vain(self, sign): self.keep = self.record = full; tell(self, sign)\n"
+            "watchdog._Alone._tell = tell_in_vain\n"
+        )
+    else:
+        before += (
+            "import shutil\n"
+            "tell = watchdog._Alone._tell\n"
+            f"def tell_after(self, sign): shutil.rmtree({str(gone)!r}); tell(self, sign)\n"
+            "watchdog._Alone._tell = tell_after\n"
+        )
+    line = f"{BASE} task.fault=loss".replace("evaluate.every=6", "evaluate.every=0")
+    ended = server.run(line, folder, {"TMPDIR": str(gone)}, before)
+    assert ended.code == 83, ended.err
+    assert "in fail: time.sleep(FOR_EVER)" in ended.err
+    assert "\n           no checkpoint yet (7 updates are repeated)\n" in ended.err
+    assert "from the last checkpoint" not in ended.err
+    assert ("stacks.txt in the run's folder" in ended.err) == (not is_there)
+    assert (folder / "outputs/r/error.json").exists() == (not is_there)
+
+
+def test_a_slow_disk_that_moves_loses_nothing(server: ForkServer, folder: Path) -> None:
+    """A save takes three seconds and more; none of its steps does."""
+    words = BASE.replace("watchdog.checkpoint_s=20", "watchdog.checkpoint_s=1.5 checkpoint.every=5updates")
+    ended = server.run([*words.split(), "task.fault=slow disk"], folder)
+    assert ended.code == 0, ended.err
+    assert (folder / "outputs/r/checkpoints/update-0000000012").is_dir()
+
+
+IN_A_SECOND = "import runner.engine.watchdog as watchdog; watchdog.LEAST_S = 1.0"  # else each case takes minutes
+
+
+def test_what_takes_longer_than_the_least_limit_from_the_start_is_let_be(server: ForkServer, folder: Path) -> None:
+    words = " ".join(word for word in BASE.split() if not word.startswith("watchdog")).replace(
+        "updates=12", "updates=4"
+    )
+    for fault in ("slow", "summary"):
+        line = f"{words.replace('run=r', f'run={fault}')} evaluate.every=2 task.fault={fault}"
+        ended = server.run(line, folder, before=IN_A_SECOND)
+        assert ended.code == 0, ended.err
+    ended = server.run("inference run=slow", folder, before=IN_A_SECOND)
+    assert ended.code == 0, ended.err
+
+
+def test_the_search_for_what_is_not_finite_may_take_longer_than_an_update(server: ForkServer, folder: Path) -> None:
+    words = BASE.replace("watchdog.data_s=1.5", "watchdog.data_s=60").replace("updates=12", "updates=4")
+    ended = server.run(f"{words} task.fault=search", folder)
+    assert ended.code == 82, ended.err
+    assert "at update 3" in ended.err
+
+
+def test_a_process_that_was_stopped_for_longer_than_its_limit_goes_on(server: ForkServer, folder: Path) -> None:
+    pid = server.start(BASE.replace("updates=12", "updates=40").split(), folder)
+    rows = folder / "outputs/r/metrics.jsonl"
+    until(lambda: rows.is_file() and rows.read_text().count("\n") > 3)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(3.0)
+    os.kill(pid, signal.SIGCONT)
+    assert server.wait().code == 0
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A temporary folder in which sockets can be named."""
+    with tempfile.TemporaryDirectory(prefix="hangs-") as name:
+        yield Path(name)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_nobody_outlives_a_run_that_is_killed_and_the_next_one_sweeps(
+    start: str, server: ForkServer, folder: Path, short: Path
+) -> None:
+    """Also where its workers hang: they do not look for their parent then."""
+    run, place = f"k{os.getpid()}", {"TMPDIR": str(short)}
+    words = f"{BASE} dataloader.num_workers=2 dataloader.start_method={start} task.fault=data watchdog=off"
+    words = " ".join(word for word in words.split() if not word.startswith("watchdog.")).replace("run=r", f"run={run}")
+    words = words.replace("updates=12", "updates=60").replace("evaluate.every=6", "evaluate.every=0")  # saves nothing
+    pid = server.start(words.split(), folder, place)
+    rows = folder / "outputs" / run / "metrics.jsonl"
+    until(lambda: rows.is_file() and rows.read_text().count("\n") > 3, limit_s=60.0)
+    time.sleep(0.3)  # the workers hang by now
+    others = {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    assert len(others) >= 2
+    os.kill(pid, signal.SIGKILL)
+    server.wait()
+    until(lambda: not [one for one in others if psutil.pid_exists(one)], limit_s=10.0)
+    assert list(short.iterdir()), "the folder of the killed run"
+    again = [word for word in words.split() if "fault" not in word]
+    assert server.run(again, folder, place).code == 0
+    assert not list(short.iterdir())
+
+
+# ---------------------------------------------------------------- limits
+
+LIMITS = Limits(update_s=None, first_update_s=1800.0, data_s=7.0, checkpoint_s=600.0)
+
+
+def test_the_limit_is_ten_times_the_longest_lately_and_never_short() -> None:
+    done: set[str] = set()
+    waited = Waited(LIMITS, done, compiles=False)
+    assert [waited.limit_s(kind) for kind in (START, UPDATE, DATA, CHECKPOINT)] == [1800.0, 1800.0, 1800.0, 600.0]
+    done |= {UPDATE, DATA}
+    waited.took(UPDATE, 1, 12.0)
+    assert (waited.limit_s(UPDATE), waited.limit_s(DATA), waited.limit_s(EVALUATION)) == (120.0, 7.0, 1800.0)
+    assert waited.limit_s(UPDATE, is_first=True) == 1800.0
+    for number in range(RECENT):
+        waited.took(UPDATE, number + 2, 1.0)
+    assert waited.limit_s(UPDATE) == LEAST_S
+
+
+@pytest.mark.parametrize("kind", [UPDATE, DATA, EVALUATION, SUMMARY])
+def test_pieces_that_all_take_long_are_let_be_from_the_second_on(kind: str) -> None:
+    waited = Waited(Limits(None, 1800.0, None, 600.0), {kind}, compiles=False)
+    for update in range(1, 10):
+        waited.took(kind, update, 55.0)
+        assert waited.limit_s(kind) == 550.0
+        for _ in range(5):  # what follows an update, of the same number, is over at once
+            waited.took(kind, update, 0.0 if kind != EVALUATION else 55.0)
+
+
+@pytest.mark.parametrize("update_s", [0.0, 0.3])
+def test_a_first_piece_unlike_the_others_counts_no_longer_than_until_they_are_known(update_s: float) -> None:
+    waited = Waited(LIMITS, {UPDATE}, compiles=False)
+    waited.took(UPDATE, 1, 240.0)
+    for number in range(SETTLED):
+        assert waited.limit_s(UPDATE) == 2400.0
+        waited.took(UPDATE, number + 2, update_s)
+    assert waited.limit_s(UPDATE) == LEAST_S
+
+
+def test_what_is_compiled_once_may_be_compiled_again() -> None:
+    waited = Waited(LIMITS, {UPDATE}, compiles=True)
+    for number in range(RECENT):
+        waited.took(UPDATE, number + 1, 240.0 if number == 0 else 0.3)
+    assert waited.limit_s(UPDATE) == 360.0
+
+
+def test_a_hang_is_named_within_a_minute() -> None:
+    assert LEAST_S + 2 * 0.25 + (stacks.ANSWER_S + 1.0) + TELL_S + 1.0 < 60.0  # alone
+    assert LEAST_S + 2 * 0.25 + 2 * 0.5 + stacks.ANSWER_S + 3.0 < 60.0  # as one of several ranks

@@ -1,0 +1,219 @@
+"""Laws of the time of a run: every second has its part, and a part has the time that was spent in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base.stopwatch import PARTS
+from runner.engine.evidence import Evidence, read_evidence
+from tests.forkserver import ForkServer
+
+TASK = """
+import os, time
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from runner import Task
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, seconds, ragged): self.seconds, self.ragged = seconds, ragged
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.full((4 + index % 3 if self.ragged else 4,), 0.1 * index), index % 3
+    def __getitems__(self, indices):
+        time.sleep(self.seconds)
+        return [self[index] for index in indices]
+
+class Slow(Task):
+    def __init__(self, ms, ragged, rank):
+        self.s, self.ragged, self.rank = {part: each / 1e3 for part, each in ms.items()}, ragged, rank
+        self.model = nn.Linear(4, 3)
+        if ms["saving"]:
+            self.model.register_state_dict_pre_hook(lambda *_: self.sleep("saving"))
+        if ms["optimizer"]:
+            register_optimizer_step_pre_hook(lambda *_: self.sleep("optimizer"))
+    def sleep(self, part):
+        here = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        time.sleep(self.s[part] if self.rank in (-1, here) else 0.0)
+    def dataset(self, split): return Samples(self.s["data"] if split == "train" else 0.0, self.ragged)
+    def collate(self, samples):
+        length = max(len(x) for x, _ in samples)
+        return torch.stack([F.pad(x, (0, length - len(x))) for x, _ in samples]), torch.tensor([y for _, y in samples])
+    def begin_update(self, progress): self.sleep("hooks")
+    def loss(self, model, batch):
+        self.sleep("forward")
+        x, y = batch
+        return F.cross_entropy(SlowBackward.apply(model(x[:, :4]), self.s["backward"]), y, reduction="sum"), len(y)
+    def evaluate(self, model, batch):
+        self.sleep("evaluation")
+        x, y = batch
+        return {"loss": (F.cross_entropy(model(x[:, :4]), y, reduction="sum"), len(y))}
+
+def build(*, data: float = 0, forward: float = 0, backward: float = 0, optimizer: float = 0, hooks: float = 0,
+          evaluation: float = 0, saving: float = 0, ragged: bool = False, rank: int = -1) -> Task:
+    return Slow(dict(data=data, forward=forward, backward=backward, optimizer=optimizer, hooks=hooks,
+                     evaluation=evaluation, saving=saving), ragged, rank)
+"""
+BASE = "train --task task.py run=r updates=12 global_batch_size=8 log_every=4 evaluate.every=0 monitor=off"
+LAG_S = 0.02  # of the late device, which is waited for at the end
+NUM_EVALUATED = 64 // 8  # batches of an evaluation
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "task.py").write_text(TASK)
+    return tmp_path
+
+
+def evidence_of(server: ForkServer, folder: Path, words: str, env: Mapping[str, str] | None = None) -> Evidence:
+    ended = server.run(f"{BASE} {words}", folder, env)
+    assert ended.code == 0, ended.err
+    found = read_evidence(folder / "outputs/r")
+    assert found is not None
+    return found
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "outputs/r/metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "train/loss" in row]
+
+
+@pytest.mark.parametrize("env", [{}, {"IMPORT_FIRST": "tests.engine.device_on_host"}], ids=["host", "late device"])
+def test_every_part_has_the_time_that_was_spent_in_it_and_together_they_are_the_run(
+    server: ForkServer, folder: Path, env: dict[str, str]
+) -> None:
+    slept_ms = {"data": 6, "forward": 9, "backward": 12, "optimizer": 15, "hooks": 18, "evaluation": 20, "saving": 40}
+    words = " ".join(f"task.{part}={ms}" for part, ms in slept_ms.items())
+    found = evidence_of(server, folder, f"{words} evaluate.every=6 checkpoint=off", env)
+    assert found.updates == 11, "the first one is start-up"
+    assert found.num_evaluations == 2
+    assert found.num_saves == 1
+    times = {"evaluation": 2 * NUM_EVALUATED, "saving": 1}
+    for part, ms in slept_ms.items():
+        assert found.parts_s[part] >= times.get(part, 11) * ms / 1e3, f"{part} is told with less than was slept in it"
+    assert found.parts_s["first_update"] >= (6 + 9 + 12 + 15) / 1e3
+    assert found.seconds is not None
+    assert sum(found.parts_s.values()) == pytest.approx(found.seconds)
+    assert {"wait", "transfer"}.isdisjoint(found.parts_s), "there was no such thing"
+    assert found.transfer is None
+    (phase,) = found.phases
+    assert phase.seconds is not None
+    assert sum(phase.parts_s.values()) == pytest.approx(phase.seconds, abs=0.02 + LAG_S), "all of it has a part"
+    for row in rows_of(folder):
+        parts = [row.get(f"perf/{part}_ms", 0.0) for part in PARTS]
+        assert sum(parts) == pytest.approx(row["perf/step_time_ms"], abs=1e-3)
+        assert row["perf/data_wait"] == pytest.approx(row["perf/data_ms"] / row["perf/step_time_ms"], abs=1e-3)
+        assert row["perf/forward_ms"] >= 9
+
+
+def test_the_end_says_what_limited_the_run(server: ForkServer, folder: Path) -> None:
+    ended = server.run(f"{BASE} task.data=60", folder)
+    assert ended.code == 0
+    (line,) = (line for line in ended.out.splitlines() if line.startswith("limited by"))
+    assert line.split(maxsplit=2)[2].startswith("data: "), line
+    assert "was spent waiting for the next batch" in line
+    assert "\nmemory      host: peak " in ended.out
+
+
+@pytest.mark.parametrize("loader", ["dataloader=thread", "dataloader.num_workers=1"])
+def test_what_a_loader_hides_behind_the_computation_is_no_wait(server: ForkServer, folder: Path, loader: str) -> None:
+    hidden = evidence_of(server, folder, f"{loader} task.data=10 task.forward=40 updates=20")
+    assert hidden.data_wait is not None
+    assert hidden.data_wait < 0.2
+    waited = evidence_of(server, folder, f"{loader} task.data=60 task.forward=20 updates=20 run=r resume=fresh")
+    assert waited.data_wait is not None
+    assert waited.data_wait == pytest.approx(40 / 60, abs=0.15), "60 ms of which 20 are hidden"
+
+
+def test_the_share_of_data_is_on_the_lines_before_the_first_row(server: ForkServer, folder: Path) -> None:
+    ended = server.run(f"{BASE} task.data=20 log_every=50", folder)
+    assert ended.code == 0
+    lines = [
+        dict(word.split("=", 1) for word in line.split()) for line in ended.out.splitlines() if "it_per_s=" in line
+    ]
+    assert "data_wait" not in lines[0], "the first update is start-up"
+    assert float(lines[1]["data_wait"]) > 0.5
+    assert float(lines[-1]["data_wait"]) > 0.5
+
+
+def test_a_rank_that_waits_says_so(server: ForkServer, folder: Path) -> None:
+    ranks = "parallelism=ddp parallelism.world_size=2 device=cpu"
+    found = evidence_of(server, folder, f"{ranks} task.forward=30 task.rank=1")
+    assert len(found.ranks_s) == 2
+    mine, other = found.ranks_s
+    assert other["forward"] >= 10 * 0.03
+    assert mine["wait"] >= 0.8 * other["forward"]
+    assert found.parts_s["wait"] >= 0.8 * other["forward"]
+    row = rows_of(folder)[-1]
+    assert row["rank1/forward_ms"] >= 30
+    assert row["perf/wait_ms"] >= 20
+    assert "rank0/transfer_ms" not in row
+
+
+def test_a_stopped_run_leaves_what_it_knows_and_the_next_one_counts_on(server: ForkServer, folder: Path) -> None:
+    pid = server.start(f"{BASE} task.forward=50 updates=100 log_every=1".split(), folder)
+    metrics = folder / "outputs/r/metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGTERM)
+    assert server.wait().code == 75
+    first = read_evidence(folder / "outputs/r")
+    assert first is not None
+    assert first.updates
+    assert first.updates < 99
+    before = first.phases[0]
+    assert before.updates
+    more = f"updates={before.updates + 4} resume_allow=[updates]"
+    again = evidence_of(server, folder, f"task.forward=50 log_every=1 {more}")
+    assert again.updates == 3, "evidence is of the newest process,"
+    (phase,) = again.phases
+    assert phase.parts_s["forward"] >= 0.05 * before.updates, "the record of the phase of all of them"
+    assert phase.parts_s["first_update"] >= 0.1
+
+
+def test_shapes_that_vary_are_counted(server: ForkServer, folder: Path) -> None:
+    assert evidence_of(server, folder, "global_batch_size=1 updates=40 task.ragged=true").num_batch_shapes == 3
+    assert evidence_of(server, folder, "resume=fresh").num_batch_shapes == 1
+
+
+def test_a_fit_has_its_parts_too(server: ForkServer, folder: Path) -> None:
+    (folder / "task.py").write_text(
+        TASK
+        + """
+PHASES = {"statistics": {"kind": "fit"}, "train": {}}
+class Mean:
+    def start(self): return {"sum": torch.zeros(4)}
+    def add(self, model, state, batch):
+        time.sleep(0.02)
+        return {"sum": state["sum"] + batch[0].sum(0)}, len(batch[0])
+    def merge(self, one, other): return {"sum": one["sum"] + other["sum"]}
+    def finish(self, model, state): return {}
+Slow.fits = property(lambda self: {"statistics": Mean()})
+Slow.losses = property(lambda self: {})
+"""
+    )
+    found = evidence_of(server, folder, "task.data=10")
+    fit, train = found.phases
+    assert fit.parts_s["forward"] >= 0.02 * 7, "what is added is computed, of all updates but the first"
+    assert fit.parts_s["data"] >= 0.01 * 7
+    assert "first_update" in fit.parts_s
+    assert "backward" not in fit.parts_s
+    assert train.parts_s["backward"] > 0
+    assert found.parts_s["data"] == pytest.approx(fit.parts_s["data"] + train.parts_s["data"])

@@ -1,0 +1,67 @@
+"""How often each fault suite injects, from which seed, and the table of counts at the end.
+
+In the environment: ACCEL_RUN_FAULTS=long takes the long column, ACCEL_RUN_SEED another seed, ACCEL_RUN_COUNT another
+count for every suite, ACCEL_RUN_TALLY=FILE appends the counts as JSON lines. `scripts/faults.sh` sets them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.tallies import IS_LONG, SEED, TALLIES, Tally
+
+
+@pytest.fixture
+def seed() -> int:
+    """What every random choice of a suite begins with."""
+    return SEED
+
+
+@pytest.fixture
+def amount() -> Callable[[int, int], int]:
+    """Return from (number in every run of the tests, number on demand) how many injections are made now."""
+
+    def of(usual: int, on_demand: int) -> int:
+        given = os.environ.get("ACCEL_RUN_COUNT")
+        return int(given) if given else on_demand if IS_LONG else usual
+
+    return of
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A new folder in memory where the system has one, so that no disk is worn; gone afterwards."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="accel-run-faults-", dir=shared) as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
+    """The counts of this test, shown at the end of the run."""
+    made = Tally(request.node.name.removeprefix("test_"))
+    began = time.monotonic()
+    yield made
+    made.seconds = time.monotonic() - began
+    report = getattr(request.node, "report_of_call", None)
+    made.num_bad = int(report is not None and report.failed)
+    if report is not None and report.skipped and not made.skipped:
+        made.skip(report.longrepr[2].removeprefix("Skipped: "))
+    TALLIES.append(made)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.when == "call":
+        item.report_of_call = report  # type: ignore[attr-defined]

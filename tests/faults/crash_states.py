@@ -1,0 +1,414 @@
+"""What a crash may leave on disk after any operation of a recording, under two models of a file system.
+
+strict  What POSIX promises, and no more (IEEE Std 1003.1-2017, fsync and rename, with the rationale of fsync; what that
+        means in practice: Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). The content of a file
+        is certain as of its last fsync, the names in a folder as of that of the folder. What came later may be there
+        or not, each change for itself and in any order: a name without its content, a file of the new length with the
+        new blocks, zeros or garbage in it, a later name without an earlier one. A rename is one step. The fsync of a
+        file does not make its name durable.
+ext4    ext4 with data=ordered and delayed allocation (kernel documentation, filesystems/ext4: "data=ordered" and
+        "delalloc"; fs/ext4/fsync.c, ext4_fsync_commit). All changes of names and lengths lie in one journal: what a
+        crash leaves is a prefix of them, which reaches at least to the last one that concerns a file or folder that
+        was synced, and to the moment of the sync where the file had new data, for writing it out allocates blocks.
+        Data not yet synced are whole up to some length and missing after it: with delayed allocation the length on
+        disk grows with what was written out, so a name may be there with an empty file. A shorter length that is not
+        in the journal yet may have zeros in its last block already. `auto_da_alloc` is not counted on: mount options
+        turn it off.
+
+In both a failed fsync is the last word on what was waiting for it: the pages count as clean, and a later fsync of the
+same file says nothing of them (Rebello et al., "Can Applications Recover from fsync Failures?", USENIX ATC 2020).
+For names and lengths that is not modelled: where a journal cannot be written the file system stops.
+
+Blocks are of 64 bytes, smaller than any disk's, so that small files have several.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.faults.recording import (
+    ROOT_NODE,
+    Acknowledge,
+    Content,
+    Make,
+    Operation,
+    Remove,
+    Rename,
+    Sync,
+    SyncFailed,
+    Truncate,
+    Write,
+)
+
+BLOCK = 64
+_NUM_DRAWS = 6  # at a point in one round, at least; where hardly one is new there is little left to find
+Tree = dict[str, bytes | None]  # path below the root -> content; None for a folder
+Naming = Make | Rename | Remove
+
+
+@dataclass(frozen=True)
+class State:
+    """One state of the disk after a crash.
+
+    after         how many operations had been made
+    acknowledged  what the product had promised by then
+    choice        how the state was chosen, to repeat it
+    """
+
+    model: str
+    after: int
+    acknowledged: Mapping[str, Any]
+    choice: str
+    tree: Tree
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What makes two states the same to the product and to the oracle."""
+        return (frozenset(self.tree.items()), frozenset((key, repr(value)) for key, value in self.acknowledged.items()))
+
+    def put(self, root: Path) -> None:
+        """The new folder `root` holds the state."""
+        root.mkdir()
+        for path in sorted(self.tree):  # a folder comes before what lies in it
+            content = self.tree[path]
+            if content is None:
+                (root / path).mkdir(0o700)
+            else:
+                descriptor = os.open(f"{root}/{path}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                os.write(descriptor, content)
+                os.close(descriptor)
+
+    def __str__(self) -> str:
+        listed = ", ".join(
+            f"{path}{'/' if data is None else f' {len(data)} B'}" for path, data in sorted(self.tree.items())
+        )
+        return (
+            f"{self.model}, crash after operation {self.after}, {self.choice}, "
+            f"acknowledged {dict(self.acknowledged)}: {listed or 'nothing'}"
+        )
+
+
+def states(
+    start: Mapping[int, Content],
+    operations: Sequence[Operation],
+    count: int,
+    seed: object,
+    *,
+    points: Collection[int] | None = None,
+) -> Iterator[State]:
+    """Yield `count` different states that a crash after any of the operations may leave, where there are so many.
+
+    The extreme ones of every point come first, and always; those between are drawn from `seed`.
+
+    points  after how many operations the crash comes; None: after any number of them
+    """
+    seen: set[tuple[object, ...]] = set()
+    live = set(range(len(operations) + 1) if points is None else points)
+    for index, disk in _points(start, operations):
+        if index in live:
+            yield from _new(_extreme(index, disk), seen)
+    for number in itertools.count():  # at those points where the last draws gave something new
+        each = max(_NUM_DRAWS, (count - len(seen)) // max(1, len(live)))
+        for index, disk in _points(start, operations):
+            if len(seen) >= count or not live:
+                return
+            if index in live:
+                num_seen = len(seen)
+                drawn = _drawn(index, disk, random.Random(f"{seed} {index} {number}"))
+                yield from itertools.islice(_new(itertools.islice(drawn, each), seen), count - len(seen))
+                if len(seen) - num_seen <= each // 40:
+                    live.remove(index)
+
+
+def _new(found: Iterator[State], seen: set[tuple[object, ...]]) -> Iterator[State]:
+    for state in found:
+        if state.identity not in seen:
+            seen.add(state.identity)
+            yield state
+
+
+def after_all(start: Mapping[int, Content], operations: Sequence[Operation]) -> Tree:
+    """Return what is there when nothing crashes."""
+    *_, (_, disk) = _points(start, operations)
+    return disk.strict(Choice("everything", lambda _: True, _whole))
+
+
+# Choosing
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What happens to the changes that are not certain: which names are there, and what a write leaves."""
+
+    told: str
+    keeps: Callable[[int], bool]  # place in the order of the uncertain changes of names and lengths -> it is there
+    leaves: Callable[[bytearray, Write], None]  # puts what is left of a write into the content
+
+
+def _none(content: bytearray, write: Write) -> None:
+    """Nothing of the write is there."""
+
+
+def _whole(content: bytearray, write: Write) -> None:
+    """All of it is there."""
+    _grow(content, write)
+    content[write.offset : write.offset + len(write.data)] = write.data
+
+
+def _zeros(content: bytearray, write: Write) -> None:
+    """The file is as long as after the write, but the blocks are not there."""
+    _grow(content, write)
+
+
+def _half(content: bytearray, write: Write) -> None:
+    """The first half is there, and the file ends after it."""
+    _whole(content, Write(write.node, write.offset, write.data[: len(write.data) // 2]))
+
+
+def _garbage(content: bytearray, write: Write) -> None:
+    """The file is as long as after the write, and holds what the blocks held before."""
+    _whole(content, Write(write.node, write.offset, bytes((37 * i + 11) % 256 for i in range(len(write.data)))))
+
+
+def _some_blocks(chance: random.Random) -> Callable[[bytearray, Write], None]:
+    """Each block is there, or zeros, or garbage."""
+
+    def leave(content: bytearray, write: Write) -> None:
+        _grow(content, write)
+        for begin in range(0, len(write.data), BLOCK):
+            block = write.data[begin : begin + BLOCK]
+            kind = chance.random()
+            if kind < 0.5:
+                content[write.offset + begin : write.offset + begin + len(block)] = block
+            elif kind < 0.75:
+                content[write.offset + begin : write.offset + begin + len(block)] = chance.randbytes(len(block))
+
+    return leave
+
+
+def _some_of_it(chance: random.Random) -> Callable[[bytearray, Write], None]:
+    """The write is there up to some byte, or to some block."""
+
+    def leave(content: bytearray, write: Write) -> None:
+        length = chance.randint(0, len(write.data))
+        if chance.random() < 0.5:
+            length -= length % BLOCK
+        if length:
+            _whole(content, Write(write.node, write.offset, write.data[:length]))
+
+    return leave
+
+
+def _any(
+    chance: random.Random, ways: Sequence[Callable[[bytearray, Write], None]]
+) -> Callable[[bytearray, Write], None]:
+    def leave(content: bytearray, write: Write) -> None:
+        chance.choice(ways)(content, write)
+
+    return leave
+
+
+def _grow(content: bytearray, write: Write) -> None:
+    content.extend(bytes(max(0, write.offset + len(write.data) - len(content))))
+
+
+DATA = {"no data": _none, "all data": _whole, "half of the data": _half}
+STRICT_DATA = DATA | {"zeros": _zeros, "garbage": _garbage}
+
+
+def _extreme(index: int, disk: _Disk) -> Iterator[State]:
+    """Yield the states in which everything uncertain has the same lot, or one name has another than all the rest."""
+    for told, leaves in STRICT_DATA.items():
+        yield _strict(index, disk, Choice(f"all names, {told}", lambda _: True, leaves))
+        yield _strict(index, disk, Choice(f"no names, {told}", lambda _: False, leaves))
+    for told, leaves in DATA.items():
+        for one in range(disk.num_uncertain):
+            yield _strict(index, disk, Choice(f"only name {one}, {told}", partial(operator.eq, one), leaves))
+            yield _strict(index, disk, Choice(f"all names but {one}, {told}", partial(operator.ne, one), leaves))
+        for length in disk.lengths:
+            yield _ext4(index, disk, Choice(f"{length} of the journal, {told}", partial(operator.gt, length), leaves))
+
+
+def _drawn(index: int, disk: _Disk, chance: random.Random) -> Iterator[State]:
+    """Yield states by chance, for ever."""
+    for number in itertools.count():
+        kept = chance.choice((0.1, 0.5, 0.9))
+        names = [chance.random() < kept for _ in range(disk.num_uncertain)]
+        ways = [_none, _whole, _zeros, _some_blocks(chance), _some_of_it(chance)]
+        yield _strict(index, disk, Choice(f"draw {number}", names.__getitem__, _any(chance, ways)))
+        length = chance.choice(disk.lengths)
+        ways = [_none, _whole, _some_of_it(chance)]
+        told = f"draw {number}, {length} of the journal"
+        yield _ext4(index, disk, Choice(told, partial(operator.gt, length), _any(chance, ways)))
+
+
+def _strict(index: int, disk: _Disk, choice: Choice) -> State:
+    return State("strict", index, dict(disk.acknowledged), choice.told, disk.strict(choice))
+
+
+def _ext4(index: int, disk: _Disk, choice: Choice) -> State:
+    return State("ext4", index, dict(disk.acknowledged), choice.told, disk.ext4(choice))
+
+
+# The disk
+
+
+@dataclass
+class _Change:
+    """A change, and what is known of it."""
+
+    what: Naming | Write | Truncate
+    place: int = -1  # in the journal of names and lengths
+    is_certain: bool = False
+    is_doubtful: bool = False  # a sync of it failed: no later one helps
+
+
+@dataclass
+class _File:
+    """What a file held at the beginning, and every change of it."""
+
+    base: bytes
+    changes: list[_Change] = field(default_factory=list)
+
+
+class _Disk:
+    """All that a crash at one moment leaves to be chosen."""
+
+    def __init__(self, start: Mapping[int, Content]) -> None:
+        self.acknowledged: dict[str, Any] = {}
+        self.num_committed = 0  # so much of the journal is on disk in the model ext4
+        self.journal: list[_Change] = []
+        self._folders: dict[int, dict[str, int]] = {n: dict(c) for n, c in start.items() if isinstance(c, dict)}
+        self._files: dict[int, _File] = {node: _File(c) for node, c in start.items() if isinstance(c, bytes)}
+        self._reaches: dict[int, int] = {}  # node -> the length of the journal that holds all that concerns it
+
+    @property
+    def lengths(self) -> range:
+        """The lengths of the journal that a crash may leave in the model ext4."""
+        return range(self.num_committed, len(self.journal) + 1)
+
+    @property
+    def num_uncertain(self) -> int:
+        """How many changes of names and lengths are not certain in the model strict."""
+        return sum(not change.is_certain for change in self.journal)
+
+    def do(self, operation: Operation) -> None:
+        """The operation was made."""
+        match operation:
+            case Acknowledge(key, value):
+                self.acknowledged[key] = value
+            case Make(node, folder, _, is_folder):
+                if is_folder:
+                    self._folders[node] = {}
+                else:
+                    self._files[node] = _File(b"")
+                self._note(operation, folder, node)
+            case Rename(node, folder) | Remove(node, folder):
+                self._note(operation, folder, node)
+            case Truncate(node):
+                self._files[node].changes.append(self._note(operation, node))
+            case Write(node):
+                self._files[node].changes.append(_Change(operation))
+            case Sync(node):
+                self._sync(node)
+            case SyncFailed(node):
+                for change in self._files[node].changes if node in self._files else ():
+                    change.is_doubtful |= isinstance(change.what, Write) and not change.is_certain
+
+    def strict(self, choice: Choice) -> Tree:
+        """Return the tree where each uncertain change is there or not for itself."""
+        uncertain = [id(change) for change in self.journal if not change.is_certain]
+        kept = {change for place, change in enumerate(uncertain) if choice.keeps(place)}
+        return self._tree(choice, lambda change: change.is_certain or id(change) in kept)
+
+    def ext4(self, choice: Choice) -> Tree:
+        """Return the tree where the journal holds the changes that `choice` keeps, a prefix."""
+        return self._tree(choice, lambda change: choice.keeps(change.place), is_ordered=True)
+
+    def _tree(self, choice: Choice, is_there: Callable[[_Change], bool], *, is_ordered: bool = False) -> Tree:
+        folders = {node: dict(names) for node, names in self._folders.items()}
+        for change in self.journal:
+            if not isinstance(change.what, Truncate) and is_there(change):
+                _apply(folders, change.what)
+        tree: Tree = {}
+
+        def walk(node: int, path: str) -> None:
+            for name, inner in folders[node].items():
+                if inner in folders:
+                    tree[path + name] = None
+                    walk(inner, f"{path}{name}/")
+                else:
+                    tree[path + name] = _content(self._files[inner], choice, is_there, is_ordered=is_ordered)
+
+        walk(ROOT_NODE, "")
+        return tree
+
+    def _note(self, operation: Naming | Truncate, *concerned: int) -> _Change:
+        change = _Change(operation, place=len(self.journal))
+        self.journal.append(change)
+        self._reaches |= dict.fromkeys(concerned, len(self.journal))
+        return change
+
+    def _sync(self, node: int) -> None:
+        if node in self._files:
+            waiting = [c for c in self._files[node].changes if not c.is_certain and not c.is_doubtful]
+            if any(isinstance(change.what, Write) for change in waiting):
+                self._reaches[node] = len(self.journal)  # blocks are allocated only now, after all that came before
+            for change in waiting:
+                change.is_certain = True
+        for change in self.journal:
+            if not isinstance(change.what, Write | Truncate) and change.what.folder == node:
+                change.is_certain = True
+        self.num_committed = max(self.num_committed, self._reaches.get(node, 0))
+
+
+def _content(file: _File, choice: Choice, is_there: Callable[[_Change], bool], *, is_ordered: bool) -> bytes:
+    """Return what the file holds; is_ordered: nothing behind what is missing."""
+    content, longest, is_short = bytearray(file.base), 1 << 40, False
+    for change in file.changes:
+        match change.what:
+            case Truncate(_, length):
+                if change.is_certain or is_there(change):
+                    del content[length:]
+                    content.extend(bytes(length - len(content)))
+                elif length < len(content) and choice.leaves is not _none:
+                    content[length:] = bytes(len(content) - length)  # zeros go into the last block early
+                    longest = len(content) if is_ordered else longest
+            case Write() as write:
+                if change.is_certain:
+                    _whole(content, write)
+                elif not is_short:
+                    choice.leaves(content, write)
+                    is_short = is_ordered and len(content) < write.offset + len(write.data)
+        del content[longest:]
+    return bytes(content)
+
+
+def _apply(folders: Mapping[int, dict[str, int]], naming: Naming) -> None:
+    match naming:
+        case Make(node, folder, name):
+            folders[folder][name] = node
+        case Rename(node, folder, name, new_name):
+            if folders[folder].get(name) == node:
+                del folders[folder][name]
+            folders[folder][new_name] = node
+        case Remove(node, folder, name):
+            if folders[folder].get(name) == node:
+                del folders[folder][name]
+
+
+def _points(start: Mapping[int, Content], operations: Sequence[Operation]) -> Iterator[tuple[int, _Disk]]:
+    """Yield (number of operations made, the disk then); the same disk each time, one operation later."""
+    disk = _Disk(start)
+    yield 0, disk
+    for number, operation in enumerate(operations, 1):
+        disk.do(operation)
+        yield number, disk

@@ -1,0 +1,220 @@
+"""Ways in which files are damaged, and a small run of two checkpoints that they are tried on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.durable import checkpoint, files
+from tests.faults import saver
+
+Content = dict[str, bytes]  # name of a file -> what is in it
+OLD, NEW = 1, 2
+
+
+class Pair:
+    """Two checkpoints in a folder, as often as they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.originals: dict[int, Content] = {}
+        for update in (OLD, NEW):
+            path = checkpoint.save(folder / "source", saver.snapshot(update))
+            self.originals[update] = {file.name: file.read_bytes() for file in path.iterdir()}
+
+    @property
+    def directory(self) -> Path:
+        """The folder that is recovered from."""
+        return self.folder / "checkpoints"
+
+    def put(self, contents: Mapping[str, Content]) -> None:
+        """The folder holds these checkpoints by name, and nothing else."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        for name, content in contents.items():
+            (self.directory / name).mkdir(parents=True)
+            for file, data in content.items():
+                (self.directory / name / file).write_bytes(data)
+
+
+def name_of(update: int) -> str:
+    return checkpoint.path_of(Path(), update).name
+
+
+# What one file may become
+
+
+def flipped(data: bytes, generator: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(generator.choice((1, 1, 1, 2, 64))):
+        changed[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+    return bytes(changed)
+
+
+def truncated(data: bytes, generator: random.Random) -> bytes:
+    return data[: generator.choice((0, 1, len(data) - 1, generator.randrange(len(data))))]
+
+
+def lengthened(data: bytes, generator: random.Random) -> bytes:
+    return data + generator.choice((b"\0", b"\n", b"\0" * 512, generator.randbytes(7), data))
+
+
+def zeroed(data: bytes, generator: random.Random) -> bytes:
+    start, length = _block(data, generator)
+    return data[:start] + bytes(length) + data[start + length :]
+
+
+def swapped(data: bytes, generator: random.Random) -> bytes:
+    size = min(generator.choice((1, 16, 128, 512)), len(data) // 2)
+    count = len(data) // size
+    one, other = sorted(generator.sample(range(count), 2))
+    changed = bytearray(data)
+    first, second = slice(one * size, (one + 1) * size), slice(other * size, (other + 1) * size)
+    changed[first], changed[second] = data[second], data[first]
+    return bytes(changed)
+
+
+def doubled(data: bytes, generator: random.Random) -> bytes:
+    start, length = _block(data, generator)
+    return data[: start + length] + data[start:]
+
+
+def left_out(data: bytes, generator: random.Random) -> bytes:
+    start, length = _block(data, generator)
+    return data[:start] + data[start + length :]
+
+
+def random_bytes(data: bytes, generator: random.Random) -> bytes:
+    return generator.randbytes(generator.choice((0, 1, len(data), 5000)))
+
+
+ON_A_FILE: tuple[Callable[[bytes, random.Random], bytes], ...] = (
+    flipped, flipped, flipped, truncated, truncated, lengthened, zeroed, swapped, doubled, left_out, random_bytes,
+)  # fmt: skip
+
+
+# What a checkpoint of two may become
+
+
+def file_damaged(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+    content = dict(pair.originals[update])
+    name, change = generator.choice(sorted(content)), generator.choice(ON_A_FILE)
+    content[name] = change(content[name], generator)
+    return f"{change.__name__} {name}", content
+
+
+def file_missing(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+    content = dict(pair.originals[update])
+    name = generator.choice(sorted(content))
+    del content[name]
+    return f"without {name}", content
+
+
+def file_added(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+    name = generator.choice(("more.safetensors", "MANIFEST.json.bak", ".hidden", "model", "a b", "é"))
+    return f"with {name}", pair.originals[update] | {name: generator.choice((b"", b"{}", b"\0" * 99))}
+
+
+def file_renamed(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+    content = dict(pair.originals[update])
+    name = generator.choice(sorted(content))
+    other = generator.choice((name.upper(), name + "~", "x-" + name, name.replace(".", "-")))
+    content[other] = content.pop(name)
+    return f"{name} is called {other}", content
+
+
+def files_exchanged(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+    content = dict(pair.originals[update])
+    one, other = generator.sample(sorted(content), 2)
+    content[one], content[other] = content[other], content[one]
+    return f"{one} and {other} exchanged", content
+
+
+def files_mixed(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+    theirs = pair.originals[OLD + NEW - update]
+    names = generator.sample(sorted(theirs), generator.randint(1, len(theirs) - 1))
+    return f"{names} are those of the other", pair.originals[update] | {name: theirs[name] for name in names}
+
+
+def replaced_by_the_other(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+    return "is the other", dict(pair.originals[OLD + NEW - update])
+
+
+def manifest_forged(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
+    """Change the manifest and give it a good hash, as a fault in a program might."""
+    content = dict(pair.originals[update])
+    manifest = json.loads(content["MANIFEST.json"])
+    del manifest["sha256"]
+    what, change = generator.choice(_FORGERIES)
+    change(manifest, generator.choice(manifest["files"]))
+    content["MANIFEST.json"] = checkpoint._sealed(manifest)
+    return what, content
+
+
+def _sized(size: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda _, entry: entry.__setitem__("size", size)
+
+
+_FORGERIES: tuple[tuple[str, Callable[[dict[str, Any], dict[str, Any]], Any]], ...] = (
+    *((f"size {size}", _sized(size)) for size in (0, -1, 1 << 40, 1 << 80, 1e300, True, None, "9")),
+    ("an entry twice", lambda manifest, entry: manifest["files"].append(dict(entry))),
+    ("an entry less", lambda manifest, entry: manifest["files"].remove(entry)),
+    ("no files", lambda manifest, _: manifest["files"].clear()),
+    ("another hash", lambda _, entry: entry.__setitem__("sha256", "0" * 64)),
+    ("another name", lambda _, entry: entry.__setitem__("name", "../" + entry["name"])),
+    ("another update", lambda manifest, _: manifest.__setitem__("update", 7)),
+    ("a huge update", lambda manifest, _: manifest.__setitem__("update", 10**40)),
+    ("another version", lambda manifest, _: manifest.__setitem__("format_version", 99)),
+)
+
+ON_A_CHECKPOINT: tuple[Callable[[Pair, int, random.Random], tuple[str, Content]], ...] = (
+    *([file_damaged] * 8), file_missing, file_added, file_renamed, files_exchanged, files_mixed, files_mixed,
+    replaced_by_the_other, manifest_forged,
+)  # fmt: skip
+
+
+def every_bit(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield the content with each of its bits changed."""
+    for position in range(len(data)):
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[position] ^= 1 << bit
+            yield f"bit {bit} of byte {position}", bytes(changed)
+
+
+def every_length(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield each beginning of the content but the whole."""
+    for length in range(len(data)):
+        yield f"cut to {length} bytes", data[:length]
+
+
+def tree(folder: Path) -> Content:
+    """Return what is in the files of the folder."""
+    return {name: (folder / name).read_bytes() for name in files.names(folder)}
+
+
+def make_odd(path: Path, generator: random.Random) -> str:
+    """Something that is no file of ours is at `path`; returns what."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    kind = generator.choice(("a folder", "a pipe", "a link to nowhere", "a link to a file", "a device"))
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.symlink_to("nowhere" if kind == "a link to nowhere" else "config.yaml")
+    return kind
+
+
+def _block(data: bytes, generator: random.Random) -> tuple[int, int]:
+    start = generator.randrange(len(data))
+    return start, generator.randint(1, min(512, len(data) - start))

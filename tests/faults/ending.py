@@ -1,0 +1,114 @@
+"""Ends an accel-run command where FAULT in the environment says, one place as JSON; the fork server imports it first.
+
+at      "update" (in the middle of it), "begin" (between two, also after the last), "evaluation", "build", "save",
+        "recovery"; or in what the product is broken: "forgets", "begins anew", "takes an older one"
+number  update of the phase; evaluation of this process; operation of the file system since the save or the
+        process began
+save    which save of this process
+phase   of "update" and "begin"
+by      SIGKILL ends the launcher too, "rank" this rank alone; SIGTERM asks the launcher; "raise": the task raises
+rank    who does it
+wait    do it only once a checkpoint is there
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from runner.durable import files
+from runner.durable.system import System
+
+FAULT: dict[str, Any] = json.loads(os.environ.get("FAULT") or "{}")
+LAUNCHER = os.getpid()
+CHECKPOINTS = Path("outputs/mine/checkpoints")
+
+
+def reached(at: str, number: int, phase: str = "") -> None:
+    """End the process if this is the place."""
+    if FAULT.get("at") == at and FAULT["number"] == number and FAULT.get("phase", phase) == phase and _is_mine():
+        _end()
+
+
+def _is_mine() -> bool:
+    import torch.distributed as dist
+
+    return FAULT.get("rank", 0) == (dist.get_rank() if dist.is_initialized() else 0)
+
+
+def _end() -> None:
+    limit = time.monotonic() + 3
+    while FAULT.get("wait") and not list(CHECKPOINTS.glob("update-*/MANIFEST.json")) and time.monotonic() < limit:
+        time.sleep(0.001)
+    by = FAULT["by"]
+    if by == "raise":
+        raise KeyError("injected")
+    if by == "SIGTERM":
+        FAULT.clear()  # a second one would mean: at once
+        os.kill(LAUNCHER, signal.SIGTERM)
+        return
+    if by == "SIGKILL" and os.getpid() != LAUNCHER:
+        os.kill(LAUNCHER, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Counting(System):
+    """Counts the operations since the process began and since a save began."""
+
+    operations = saves = in_save = 0
+
+
+def _counted(name: str) -> Any:
+    real = getattr(System, name)
+
+    def call(self: Counting, *given: Any) -> Any:
+        self.operations += 1
+        self.in_save += 1
+        if name == "mkdir" and ".tmp-update" in str(given[0]):
+            self.saves, self.in_save = self.saves + 1, 0
+        if FAULT.get("at") == "recovery":
+            reached("recovery", self.operations)
+        elif FAULT.get("save") == self.saves:
+            reached("save", self.in_save)
+        return real(self, *given)
+
+    return call
+
+
+for _name in [name for name in vars(System) if not name.startswith("_")]:
+    setattr(Counting, _name, _counted(_name))
+
+if FAULT.get("at") in ("save", "recovery"):
+    _through = files.through(Counting())
+    _through.__enter__()
+
+
+def _forgets() -> None:
+    """What the generators were is not put back."""
+    import runner.engine.train
+
+    runner.engine.train.restore_random_state_of = lambda *_: None
+
+
+def _loses(count: int | None) -> None:
+    """The newest `count` checkpoints, None: all, are gone before the run looks where it goes on."""
+    from runner.engine import session
+
+    real = session._where_to_go_on
+
+    def where_to_go_on(*given: Any) -> Any:
+        for path in sorted(CHECKPOINTS.glob("update-*"), reverse=True)[:count]:
+            shutil.rmtree(path)
+        return real(*given)
+
+    session._where_to_go_on = where_to_go_on
+
+
+BROKEN = {"forgets": _forgets, "begins anew": lambda: _loses(None), "takes an older one": lambda: _loses(1)}
+if FAULT.get("at") in BROKEN:
+    BROKEN[FAULT["at"]]()

@@ -1,0 +1,449 @@
+"""What a run does to its folder, step by step, and what must hold of the folder after a crash at any moment of it."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.durable import checkpoint, files
+from runner.durable.checkpoint import Snapshot, Writer, path_of, recover, retain, save
+from runner.durable.directory import RunDirectory
+from tests.faults.crash_states import State
+from tests.faults.recording import Quick, Recording
+
+Promise = Callable[[str, Any], None]  # from now on a crash must keep this
+ROWS = [f'{{"update": {number}, "loss": {1 / (number + 1):.17g}}}\n'.encode() for number in range(12)]
+
+
+@dataclass(frozen=True)
+class History:
+    """Something a run does.
+
+    act      does it in a folder, and tells what it has promised
+    check    raises where a folder does not keep what was promised
+    prepare  what is there, and on disk, before
+    """
+
+    name: str
+    act: Callable[[Path, Promise], None]
+    check: Callable[[Path, Mapping[str, Any]], None]
+    prepare: Callable[[Path], None] = lambda _: None
+
+    def record(self, root: Path) -> Recording:
+        """Return what the history does in the new folder `root`."""
+        root.mkdir()
+        with files.through(Quick()):
+            self.prepare(root)
+        recording = Recording(root)
+        with files.through(recording):
+            self.act(root, recording.acknowledge)
+        return recording
+
+
+@cache
+def snapshot(update: int) -> Snapshot:
+    """Return a snapshot of a few hundred bytes, every part of which depends on `update`."""
+    generator = torch.Generator().manual_seed(update)
+    return Snapshot(
+        update=update,
+        tensors={
+            "model": {"weight": torch.randn(3, 4, generator=generator)},
+            "optimizer": {"0.exp_avg": torch.randn(3, generator=generator), "0.step": torch.tensor(float(update))},
+        },
+        state={"samples": update * 64, "best": 0.1 + update},
+        facts={"epoch": update // 10, "metrics_bytes": sum(map(len, ROWS[:update]))},
+    )
+
+
+@cache
+def bits_of(update: int) -> dict[str, dict[str, tuple[torch.dtype, torch.Size, bytes]]]:
+    return {stem: _bits(tensors) for stem, tensors in snapshot(update).tensors.items()}
+
+
+def check_loaded(loaded: checkpoint.Loaded) -> None:
+    """What was loaded is, bit for bit, what was saved for its update."""
+    expected = snapshot(loaded.update)
+    assert loaded.state == expected.state
+    assert {key: loaded.manifest[key] for key in expected.facts} == expected.facts
+    assert {stem: _bits(loaded.tensors(stem)) for stem in loaded.stems} == bits_of(loaded.update)
+
+
+def check_checkpoints(
+    directory: Path, acknowledged: int, *, damaged: frozenset[int] = frozenset(), num_saved: int | None = None
+) -> int:
+    """The oracle; returns the update that recovery found, 0 where it starts afresh.
+
+    Recovery does not raise, what it finds equals what was saved, is at least the acknowledged one, and the next save
+    works. Two valid ones are there once two were acknowledged (`num_saved`; None: each one up to `acknowledged`). What
+    is damaged is among `damaged`: a crash leaves each checkpoint whole or out of sight.
+    """
+    visible = {update for update in range(20) if files.exists(path_of(directory, update))}
+    whole = {update for update in visible if not checkpoint.verify(path_of(directory, update))}
+    assert visible - whole <= damaged, f"damaged under their names: {visible - whole}"
+    assert len(whole) >= min(2, acknowledged if num_saved is None else num_saved), f"only {whole} are left"
+    recovery = recover(directory)
+    names = {f"update-{update:010}" for update in damaged}
+    assert {name for name, _ in recovery.skipped} <= names, f"passed over: {recovery.skipped}"
+    found = recovery.checkpoint.update if recovery.checkpoint else 0
+    assert found >= acknowledged, f"update {found} was found, but {acknowledged} was acknowledged"
+    if recovery.checkpoint:
+        check_loaded(recovery.checkpoint)
+    assert not [name for name in files.names(directory) if name.startswith(files.TEMPORARY)], "not swept"
+    save(directory, snapshot(found + 1))
+    retain(directory, 2)
+    newest = recover(directory).checkpoint
+    assert newest is not None
+    assert newest.update == found + 1, f"update {found + 1} was saved, but {newest.update} is found"
+    check_loaded(newest)
+    return found
+
+
+@contextmanager
+def on_disk(state: State, root: Path) -> Iterator[Path]:
+    """The state is in the folder `root` while it is looked at, without waiting for the disk."""
+    state.put(root)
+    try:
+        with files.through(Quick()):
+            yield root
+    finally:
+        shutil.rmtree(root)
+
+
+def check(history: History, state: State, root: Path) -> None:
+    """The history's law holds of the state. Raises AssertionError with all that is needed to see it again."""
+    with on_disk(state, root):
+        try:
+            history.check(root, state.acknowledged)
+        except Exception as error:
+            raise AssertionError(f"{history.name}: {state}\n{type(error).__name__}: {error}") from error
+
+
+def damage(path: Path, file: str = "model.safetensors") -> None:
+    """Flip one bit of a file of the checkpoint."""
+    content = bytearray((path / file).read_bytes())
+    content[-1] ^= 1
+    (path / file).write_bytes(content)
+
+
+# Checkpoints
+
+
+def _checkpoints(root: Path) -> Path:
+    return root / "runs" / "one" / "checkpoints"
+
+
+def _open_run(root: Path) -> Path:
+    """Return the folder of the checkpoints of the run, opened as every start of it does."""
+    with RunDirectory.create_or_open(root / "runs", "one") as run:
+        return run.checkpoints
+
+
+def _saved(directory: Path, *updates: int) -> None:
+    for update in updates:
+        save(directory, snapshot(update))
+
+
+def _save_and_retain(root: Path, promise: Promise) -> None:
+    directory = _open_run(root)
+    for update in (1, 2, 3, 4):
+        save(directory, snapshot(update))
+        promise("update", update)
+        retain(directory, 2)
+
+
+def _write_in_the_background(root: Path, promise: Promise) -> None:
+    directory = _open_run(root)
+
+    def saved(path: Path) -> None:
+        promise("update", int(path.name.removeprefix("update-")))
+
+    with Writer(directory, keep_last=1, on_saved=saved) as writer:
+        for update in (1, 2, 3, 4):
+            writer.submit(snapshot(update), best=[path_of(directory, 1)])
+
+
+def _check_saved(root: Path, promised: Mapping[str, Any]) -> None:
+    check_checkpoints(_checkpoints(root), promised.get("update", 0))
+
+
+def _one_valid_two_damaged(root: Path) -> None:
+    directory = _open_run(root)
+    _saved(directory, 1, 2, 3)
+    damage(path_of(directory, 2))
+    damage(path_of(directory, 3), checkpoint.STATE)
+
+
+def _save_over_damaged(root: Path, promise: Promise) -> None:
+    directory = _open_run(root)
+    promise("update", 1)
+    for update in (2, 3):
+        save(directory, snapshot(update))
+        promise("update", update)
+        retain(directory, 2)
+
+
+def _recover_and_go_on(root: Path, promise: Promise) -> None:
+    directory = _open_run(root)
+    promise("update", 1)
+    found = recover(directory).checkpoint
+    assert found is not None
+    for update in range(found.update + 1, 4):
+        save(directory, snapshot(update))
+        promise("update", update)
+        retain(directory, 2)
+
+
+def _check_beside_damaged(root: Path, promised: Mapping[str, Any]) -> None:
+    check_checkpoints(_checkpoints(root), promised.get("update", 1), damaged=frozenset({2, 3}))
+
+
+def _saved_twice(root: Path) -> None:
+    _saved(_open_run(root), 1, 2)
+
+
+def _save_anew(root: Path, promise: Promise) -> None:
+    directory = root / "runs" / "one" / "checkpoints"
+    promise("update", 2)
+    for _ in range(2):
+        save(directory, snapshot(2), anew=True)
+    retain(directory, 2)
+
+
+def _check_anew(root: Path, promised: Mapping[str, Any]) -> None:
+    check_checkpoints(_checkpoints(root), promised.get("update", 2), num_saved=1)
+
+
+def _left_half_made(root: Path) -> None:
+    """What a killed save and a killed retention leave."""
+    directory = _open_run(root)
+    _saved(directory, 1, 2, 3)
+    path_of(directory, 1).rename(directory / ".tmp-old-update-0000000001-ab")
+    (directory / ".tmp-update-0000000004-cd").mkdir()
+    (directory / ".tmp-update-0000000004-cd" / "model.safetensors").write_bytes(b"half")
+
+
+def _sweep_and_go_on(root: Path, promise: Promise) -> None:
+    promise("update", 3)
+    _recover_and_save(root, promise, last=5)
+
+
+def _recover_and_save(root: Path, promise: Promise, last: int) -> None:
+    directory = _open_run(root)
+    found = recover(directory).checkpoint
+    for update in range(found.update + 1 if found else 1, last + 1):
+        save(directory, snapshot(update))
+        promise("update", update)
+        retain(directory, 2)
+
+
+def _three_and_a_damaged_one(root: Path) -> None:
+    directory = _open_run(root)
+    _saved(directory, 7, 8, 9)
+    path_of(directory, 7).rename(directory / "damaged-update-0000000007-1")
+
+
+def _start_afresh(root: Path, promise: Promise) -> None:
+    directory = _open_run(root)
+    assert checkpoint.set_aside(directory) == 3
+    promise("afresh", True)
+    save(directory, snapshot(1))
+    promise("update", 1)
+
+
+def _check_afresh(root: Path, promised: Mapping[str, Any]) -> None:
+    directory = _checkpoints(root)
+    kept = [name for name in files.names(directory) if re.search("update-000000000[789]", name)]
+    assert len(kept) == 3, f"nothing is thrown away, but there are {kept}"
+    if not promised:
+        return
+    found = recover(directory).checkpoint
+    assert found is None or found.update == 1, f"update {found and found.update} came back"
+    check_checkpoints(directory, promised.get("update", 0))
+
+
+# Small files and logs
+
+
+def _write_small_files(root: Path, promise: Promise) -> None:
+    with RunDirectory.create_or_open(root / "runs", "one") as run:
+        for number in range(4):
+            run.write("run.json", _small(number))
+            promise("run.json", number)
+        run.write("plots/loss.json", _small(0))
+        promise("plots/loss.json", 0)
+
+
+def _small(number: int) -> bytes:
+    return random.Random(number).randbytes(150 + 70 * number)
+
+
+def _check_small_files(root: Path, promised: Mapping[str, Any]) -> None:
+    run = root / "runs" / "one"
+    for name in ("run.json", "plots/loss.json"):
+        path, oldest = run / name, promised.get(name, -1)
+        if oldest < 0 and not files.exists(path):
+            continue
+        assert path.read_bytes() in [_small(number) for number in range(max(0, oldest), 4)], f"{name} is not whole"
+        files.atomic_write(path, b"next")
+        assert path.read_bytes() == b"next"
+
+
+def _append_and_cut(root: Path, promise: Promise) -> None:
+    with files.AppendLog(root / "metrics.jsonl") as log:
+        log.write(ROWS[0].decode())
+        log.sync()
+        promise("rows", 1)
+        for number in (1, 2, 3):
+            log.write(ROWS[number].decode())
+            log.flush()
+        log.sync()
+        promise("rows", 4)
+        log.write(ROWS[4].decode())
+        log.flush()
+        promise("rows", 2)
+        log.cut(len(b"".join(ROWS[:2])))
+        promise("not", 2)
+        for number in (5, 6):
+            log.write(ROWS[number].decode())
+        log.sync()
+        promise("after the cut", True)
+
+
+def _torn(root: Path) -> None:
+    (root / "metrics.jsonl").write_bytes(ROWS[0] + ROWS[1] + ROWS[2][:11])
+
+
+def _append_after_a_torn_line(root: Path, promise: Promise) -> None:
+    promise("rows", 2)
+    with files.AppendLog(root / "metrics.jsonl") as log:
+        for number in (2, 3):
+            log.write(ROWS[number].decode())
+            log.sync()
+            promise("rows", number + 1)
+
+
+def _check_log(root: Path, promised: Mapping[str, Any]) -> None:
+    path = root / "metrics.jsonl"
+    with files.AppendLog(path) as log:
+        content = path.read_bytes()
+        assert log.length == len(content)
+        assert not content or content.endswith(b"\n"), f"the last line is torn: {content[-30:]!r}"
+        rows = b"".join(ROWS[: promised.get("rows", 0)])
+        assert content.startswith(rows), (
+            f"of the rows on disk {len(rows)} bytes were promised, but there is {content!r}"
+        )
+        if promised.get("not"):
+            assert ROWS[2] not in content, "what was cut off is there again"
+        if promised.get("after the cut"):
+            assert content == rows + ROWS[5] + ROWS[6], content
+        log.write("next")
+    assert path.read_bytes() == content + b"next\n"
+
+
+def _rows_and_saves(root: Path, promise: Promise) -> None:
+    """Rows are on disk before the checkpoint that counts them is."""
+    with RunDirectory.create_or_open(root / "runs", "one") as run, files.AppendLog(run.metrics) as log:
+        for update in (1, 2, 3):
+            log.write(ROWS[update - 1].decode())
+            save(run.checkpoints, snapshot(update), sync_first=log.sync)
+            promise("update", update)
+            retain(run.checkpoints, 2)
+
+
+def _check_rows(root: Path, promised: Mapping[str, Any]) -> None:
+    newest = checkpoint.newest_valid(_checkpoints(root))
+    if newest:
+        counted = checkpoint.load(newest).manifest["metrics_bytes"]
+        content = (root / "runs" / "one" / "metrics.jsonl").read_bytes()
+        assert content[:counted] == b"".join(ROWS)[:counted], "rows that a checkpoint counts are missing"
+    _check_saved(root, promised)
+
+
+HISTORIES = [
+    History("saves with retention", _save_and_retain, _check_saved),
+    History("saves by the writer", _write_in_the_background, _check_saved),
+    History("saves over damaged checkpoints", _save_over_damaged, _check_beside_damaged, _one_valid_two_damaged),
+    History("recovery from damaged checkpoints", _recover_and_go_on, _check_beside_damaged, _one_valid_two_damaged),
+    History("saves in the place of another", _save_anew, _check_anew, _saved_twice),
+    History("what was left half made is swept", _sweep_and_go_on, _check_saved, _left_half_made),
+    History("a fresh start", _start_afresh, _check_afresh, _three_and_a_damaged_one),
+    History("small files", _write_small_files, _check_small_files),
+    History("a log", _append_and_cut, _check_log),
+    History("a log with a torn line", _append_after_a_torn_line, _check_log, _torn),
+    History("rows and saves", _rows_and_saves, _check_rows),
+]
+
+
+# Short ones, of which every place is changed
+
+
+def _two_saved(root: Path) -> None:
+    with RunDirectory.create_or_open(root / "runs", "one") as run:
+        for update in (1, 2):
+            save(run.checkpoints, snapshot(update))
+
+
+def _save_the_third(root: Path, promise: Promise) -> None:
+    directory = root / "runs" / "one" / "checkpoints"
+    promise("update", 2)
+    save(directory, snapshot(3))
+    promise("update", 3)
+    retain(directory, 1)
+
+
+def _save_the_first(root: Path, promise: Promise) -> None:
+    with RunDirectory.create_or_open(root / "runs", "one") as run:
+        save(run.checkpoints, snapshot(1))
+        promise("update", 1)
+
+
+def _one_valid_one_damaged(root: Path) -> None:
+    _two_saved(root)
+    damage(path_of(root / "runs" / "one" / "checkpoints", 2))
+
+
+def _save_over_the_damaged(root: Path, promise: Promise) -> None:
+    promise("update", 1)
+    save(root / "runs" / "one" / "checkpoints", snapshot(2))
+    promise("update", 2)
+
+
+def _check_over_the_damaged(root: Path, promised: Mapping[str, Any]) -> None:
+    directory = root / "runs" / "one" / "checkpoints"
+    is_aside = files.exists(directory / "damaged-update-0000000002-1")
+    damaged = frozenset[int]() if is_aside else frozenset({2})
+    check_checkpoints(directory, promised.get("update", 1), damaged=damaged)
+
+
+def _one_row_and_save(root: Path, promise: Promise) -> None:
+    with RunDirectory.create_or_open(root / "runs", "one") as run, files.AppendLog(run.metrics) as log:
+        log.write(ROWS[0].decode())
+        save(run.checkpoints, snapshot(1), sync_first=log.sync)
+        promise("update", 1)
+
+
+BY_NAME = {history.name: history for history in HISTORIES}
+SHORT = [
+    History("the third save and its retention", _save_the_third, BY_NAME["saves with retention"].check, _two_saved),
+    History("the first save of a run", _save_the_first, BY_NAME["saves with retention"].check),
+    History("a row and a save", _one_row_and_save, BY_NAME["rows and saves"].check),
+    *(BY_NAME[name] for name in ("small files", "a log", "a log with a torn line", "a fresh start")),
+    BY_NAME["saves in the place of another"],
+    History("a save over a damaged one", _save_over_the_damaged, _check_over_the_damaged, _one_valid_one_damaged),
+]
+
+
+def _bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, tensor in tensors.items()
+    }

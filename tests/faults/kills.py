@@ -1,0 +1,167 @@
+"""Kill saving processes and whole runs at random moments, and ask the oracle after each. For a process apart."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from runner.durable import files
+from runner.durable.system import System
+from tests.faults import saver, whole_runs
+from tests.faults.power_cuts import CarelessOfAll
+
+
+@dataclass
+class Campaign:
+    """What came of it. bad: what the oracle said, with what is needed to repeat it."""
+
+    kills: int = 0
+    inside: int = 0
+    saves: int = 0
+    runs: int = 0
+    bad: list[str] = field(default_factory=list)
+    moments: Counter[str] = field(default_factory=Counter)
+
+
+def kill_saves(folder: Path, count: int, seed: int) -> Campaign:
+    """Kill a process that saves in a row `count` times, half of them at an operation, half at a time."""
+    with files.through(CarelessOfAll()):  # what was written survives a kill, on disk or not
+        return _kill_saves(folder, count, seed)
+
+
+def _kill_saves(folder: Path, count: int, seed: int) -> Campaign:
+    campaign = Campaign()
+    root = folder / "first"
+    update = saver.assert_recovers(root, saver.Told())
+    for number in range(count):
+        generator = random.Random(f"{seed} kill {number}")
+        told, how = _kill_once(root, update, generator)
+        campaign.kills += 1
+        campaign.inside += how.startswith("operation")
+        campaign.saves += told.saved - update
+        try:
+            update = saver.assert_recovers(root, told)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}".splitlines()[0]
+            campaign.bad.append(f"seed {seed}, kill {number} ({how}): {cause}")
+            root = folder / f"after-{number}"
+            update = saver.assert_recovers(root, saver.Told())
+    return campaign
+
+
+def _kill_once(root: Path, update: int, generator: random.Random) -> tuple[saver.Told, str]:
+    in_operation = generator.random() < 0.5
+    at = generator.randint(1, 160) if in_operation else -1
+    moment = generator.choice(saver.MOMENTS)
+    real = System() if generator.random() < 0.1 else CarelessOfAll()
+    system = saver.Interrupted(lambda: os.kill(os.getpid(), signal.SIGKILL), at, moment, real)
+    pid, listener = saver.start(partial(saver.save_in_a_row, root, update + 1), system, update)
+    how = f"operation {at} {moment}"
+    if not in_operation:
+        seconds = generator.uniform(0, 0.03)
+        how = f"after {seconds:.4f} s"
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    listener.hear()
+    listener.close()
+    assert code == -signal.SIGKILL, f"the saving process ended with {code} ({how})"
+    return listener.told, how
+
+
+def kill_runs(folder: Path, count: int, seed: int, words: tuple[str, ...] = ()) -> Campaign:
+    """Kill whole runs until `count` kills were made; each goes on with the same command, to the same end."""
+    whole_runs.warm()
+    campaign = Campaign()
+    words = (*whole_runs.WORDS, *words)
+    straight = folder / "straight"
+    straight.mkdir()
+    reference = whole_runs.run(words, straight)
+    assert reference.code == 0, reference.out
+    operations = whole_runs.num_operations(straight)
+    number = 0
+    while campaign.kills < count:
+        number += 1
+        generator = random.Random(f"{seed} run {number} {words}")
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            ends: list[str] = []
+            try:
+                _kill_one_run(Path(name), straight, words, generator, operations, reference.seconds, ends, campaign)
+            except Exception as error:
+                cause = f"{type(error).__name__}: {error}"
+                campaign.bad.append(f"seed {seed}, run {number} ({'; '.join(ends)}): {cause}")
+        campaign.runs += 1
+    return campaign
+
+
+def _kill_one_run(
+    folder: Path,
+    straight: Path,
+    words: tuple[str, ...],
+    generator: random.Random,
+    operations: int,
+    seconds: float,
+    ends: list[str],
+    campaign: Campaign,
+) -> None:
+    acknowledged = 0
+    for _ in range(generator.choice((1, 1, 2, 4))):
+        how, end = whole_runs.random_end(generator, operations, seconds)
+        ends.append(how)
+        ended = whole_runs.run(words, folder, end, before=acknowledged)
+        acknowledged = ended.acknowledged
+        assert ended.code in (0, -signal.SIGKILL), f"exit {ended.code}: {ended.out}"
+        campaign.kills += ended.code != 0
+        campaign.moments[how.split()[0]] += ended.code != 0
+        whole_runs.assert_gone(ended.pids)
+    last = whole_runs.run(words, folder, before=acknowledged)
+    assert last.code == 0, f"exit {last.code}: {last.out}"
+    assert "Traceback" not in last.out, last.out
+    resumed = whole_runs.events(folder, "resume")
+    found = resumed[-1]["update"] if resumed and resumed[-1] == _last_start(folder) else 0
+    assert found >= acknowledged, f"update {acknowledged} was on disk, and it went on at {found}"
+    whole_runs.assert_same(straight, folder)
+    whole_runs.assert_tidy(folder)
+
+
+def _last_start(folder: Path) -> object:
+    starts = whole_runs.events(folder, "resume") + whole_runs.events(folder, "start")
+    return max(starts, key=lambda row: row["time"])
+
+
+def kill_in_place(folder: Path, count: int, seed: int) -> Campaign:
+    """Kill a process `count` times that overwrites its only checkpoint, as torch.save to a path does."""
+    campaign = Campaign()
+    file = folder / "checkpoint.pt"
+
+    def work(tell: Callable[[str, int], None]) -> None:
+        for update in range(1, 100_000):
+            torch.save({"update": update, "weight": torch.full((500_000,), float(update))}, file)
+            tell("saved", update)
+
+    for number in range(count):
+        file.unlink(missing_ok=True)
+        pid, listener = saver.start(work, System())
+        time.sleep(random.Random(f"{seed} in place {number}").uniform(0.02, 0.06))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        listener.hear()
+        listener.close()
+        campaign.kills += 1
+        try:
+            found = int(torch.load(file, weights_only=True)["update"])
+            assert found >= listener.told.saved
+        except Exception as error:
+            campaign.bad.append(f"kill {number}: {type(error).__name__}: {error}".splitlines()[0])
+    return campaign

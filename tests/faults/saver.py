@@ -1,0 +1,271 @@
+"""A process that saves in a row and tells what is acknowledged, and the oracle that is asked when it was ended.
+
+Everything a run holds at an update is a function of its number, so each byte found afterwards can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.base.errors import StorageError
+from runner.durable import files
+from runner.durable.checkpoint import Loaded, Snapshot, recover, retain, save, verify
+from runner.durable.directory import RunDirectory
+from runner.durable.files import AppendLog
+from runner.durable.system import System
+
+NAME = "mine"
+KEEP = 2
+OPERATIONS = tuple(name for name in vars(System) if not name.startswith("_"))
+
+
+@lru_cache(maxsize=64)
+def snapshot(update: int) -> Snapshot:
+    """Return the snapshot of `update`: most have 2 kB, some 100 kB, few 1 MB, each value another one."""
+    generator = torch.Generator().manual_seed(update)
+    size = 200_000 if update % 37 == 0 else 20_000 if update % 5 == 0 else 100
+    return Snapshot(
+        update=update,
+        tensors={
+            "model": {"weight": torch.randn(size, generator=generator), "bias": torch.randn(3, generator=generator)},
+            "optimizer": {"0.exp_avg": torch.randn(size, generator=generator), "0.step": torch.tensor(float(update))},
+            "random": {"cpu": torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8)},
+        },
+        state={"samples": update * 64, "best": 0.1 + update, "phases": ["train"], "name": "Zoë"},
+        facts={"epoch": update // 10, "world_size": 1, "run_id": NAME, "metrics_bytes": num_metrics_bytes(update)},
+    )
+
+
+def rows(update: int) -> list[str]:
+    """Return the rows of metrics.jsonl that belong to `update`, of very different lengths."""
+    generator = random.Random(update)
+    return [
+        json.dumps({"update": update, "row": number, "text": "x" * generator.choice((0, 10, 300, 5000))})
+        for number in range(generator.randint(1, 4))
+    ]
+
+
+def num_metrics_bytes(update: int) -> int:
+    """Return how long metrics.jsonl is once `update` is in it."""
+    for number in range(len(_ENDS), update + 1):
+        _ENDS.append(_ENDS[-1] + sum(len(row) + 1 for row in rows(number)))
+    return _ENDS[update]
+
+
+def record(update: int) -> str:
+    """Return what run.json holds at `update`."""
+    return json.dumps({"state": "running", "update": update, "text": "y" * (update % 7 * 900)}) + "\n"
+
+
+@dataclass
+class Told:
+    """The last update of each kind that was acknowledged."""
+
+    rows: int = 0
+    saved: int = 0
+    recorded: int = 0
+
+
+def save_in_a_row(root: Path, first: int, acknowledge: Callable[[str, int], None]) -> None:
+    """Write rows, checkpoints and run.json for ever, as a run does, and acknowledge each once it must be safe."""
+    run = root / NAME
+    with AppendLog(run / "metrics.jsonl") as metrics:
+        for update in range(first, sys.maxsize):
+            for row in rows(update):
+                metrics.write(row)
+                metrics.flush()
+            metrics.sync()
+            acknowledge("rows", update)
+            save(run / "checkpoints", snapshot(update))
+            acknowledge("saved", update)
+            files.atomic_write(run / "run.json", record(update))
+            acknowledge("recorded", update)
+            retain(run / "checkpoints", KEEP)
+
+
+def start(work: Callable[[Callable[[str, int], None]], None], system: System, before: int = 0) -> tuple[int, Listener]:
+    """Begin `work` in a forked process, its file operations through `system`; return its pid and who hears of it."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, Listener(reading, before)
+    code = 70
+    try:
+        with files.through(system):
+            work(lambda kind, update: _tell(writing, kind, update))
+    except (StorageError, OSError):
+        code = 0  # the power is gone; nothing more was acknowledged
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+class Listener:
+    """Hears through a pipe what is acknowledged. `told` is what was heard.
+
+    before  the update that everything was safe at when the process began
+    """
+
+    def __init__(self, reading: int, before: int) -> None:
+        self.told = Told(before, before, before)
+        self._reading = reading
+        os.set_blocking(reading, False)
+
+    def hear(self) -> None:
+        """Everything that was acknowledged until now is in `told`."""
+        with suppress(BlockingIOError):
+            while content := os.read(self._reading, _MESSAGE << 10):
+                for start_ in range(0, len(content), _MESSAGE):  # each message is written whole
+                    update = int.from_bytes(content[start_ + 1 : start_ + _MESSAGE], "little")
+                    setattr(self.told, _KINDS[content[start_]], update)
+
+    def close(self) -> None:
+        """Nothing more is heard."""
+        os.close(self._reading)
+
+
+def assert_recovers(root: Path, told: Told, *, garbage: bool = False) -> int:
+    """The oracle: the real recovery finds what was acknowledged, byte for byte, and the next save works.
+
+    Returns the update of that save, which is whole and on disk. AssertionError says what was lost or wrong.
+    garbage  the file system may leave anything in what was appended to a file and not synced
+    """
+    with RunDirectory.create_or_open(root, NAME) as directory:
+        checkpoints = directory.checkpoints
+        found = recover(checkpoints)
+        assert found.skipped == (), f"passed over: {found.skipped}"
+        update = found.checkpoint.update if found.checkpoint else 0
+        assert update >= told.saved, f"update {told.saved} was acknowledged, recovered was {update}"
+        if found.checkpoint:
+            assert_is(found.checkpoint)
+        there = [name for name in files.names(checkpoints) if name.startswith("update-")]
+        assert len(there) >= min(KEEP, told.saved), f"only {there} are left"
+        assert all(not verify(checkpoints / name) for name in there), f"not all of {there} are valid"
+        _assert_rows(directory.metrics, told, update, garbage=garbage)
+        _assert_record(directory.run_json, told)
+        assert not list(directory.path.rglob(f"{files.TEMPORARY}*")), "temporaries are left"
+        _assert_next_save(directory, update + 1)
+    return update + 1
+
+
+def assert_is(loaded: Loaded) -> None:
+    """What was loaded is, bit for bit, the snapshot of its update."""
+    expected = snapshot(loaded.update)
+    assert loaded.state == expected.state, f"state of {loaded.update} is {loaded.state}"
+    facts = {key: loaded.manifest[key] for key in expected.facts}
+    assert facts == expected.facts, f"facts of {loaded.update} are {facts}"
+    assert set(loaded.stems) == set(expected.tensors)
+    for stem, tensors in expected.tensors.items():
+        actual = loaded.tensors(stem)
+        assert actual.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert actual[name].dtype == tensor.dtype
+            assert torch.equal(actual[name], tensor), f"{stem}: {name} of update {loaded.update} is another one"
+
+
+class Interrupted(System):
+    """Calls `end` at the operation numbered `at`: before it, after it, or with half of a write made.
+
+    before_each  called with the number before each operation
+    """
+
+    def __init__(
+        self,
+        end: Callable[[], None],
+        at: int,
+        moment: str,
+        real: System | None = None,
+        before_each: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._end, self._at, self._moment = end, at, moment
+        self._real = real or System()
+        self._before_each = before_each
+        self.count = 0
+        for name in OPERATIONS:
+            setattr(self, name, self._meddled(name, getattr(self._real, name)))
+
+    def _meddled(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any) -> Any:
+            self.count += 1
+            is_it = self.count == self._at
+            self._before_each(self.count)
+            if is_it and self._moment == "before":
+                self._end()
+            if is_it and self._moment == "half way" and name == "write":
+                real(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                self._end()
+            result = real(*arguments)
+            if is_it:
+                self._end()
+            return result
+
+        return operation
+
+
+MOMENTS = ("before", "half way", "after")
+
+
+def _assert_rows(path: Path, told: Told, update: int, *, garbage: bool) -> None:
+    """What was synced is there, what follows are whole lines, and the run can go on after `update`."""
+    with AppendLog(path) as metrics:
+        content = path.read_bytes()
+        newest = max(told.rows, update)  # what was told last may not have been heard yet
+        assert len(content) == metrics.length
+        expected = "".join(row + "\n" for number in range(1, newest + 4) for row in rows(number)).encode()
+        synced = num_metrics_bytes(newest)
+        assert content[:synced] == expected[:synced], (
+            f"{synced} bytes of rows, up to update {newest}, were synced ({told}), but of the"
+            f" {len(content)} there only the first {_num_equal(content, expected)} are right"
+        )
+        assert not content or content.endswith(b"\n")
+        if not garbage:
+            assert expected.startswith(content), f"there are other rows after byte {synced}"
+        metrics.cut(num_metrics_bytes(update))
+
+
+def _num_equal(left: bytes, right: bytes) -> int:
+    return next((at for at, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), len(left))
+
+
+def _assert_record(path: Path, told: Told) -> None:
+    content = path.read_text() if path.exists() else ""
+    update = int(json.loads(content)["update"]) if content else 0
+    assert update >= told.recorded, f"run.json of update {told.recorded} was acknowledged, but it is that of {update}"
+    assert content == (record(update) if update else "")
+
+
+def _assert_next_save(directory: RunDirectory, update: int) -> None:
+    with AppendLog(directory.metrics) as metrics:
+        for row in rows(update):
+            metrics.write(row)
+        metrics.sync()
+    save(directory.checkpoints, snapshot(update))
+    files.atomic_write(directory.run_json, record(update))
+    retain(directory.checkpoints, KEEP)
+    found = recover(directory.checkpoints).checkpoint
+    assert found is not None
+    assert found.update == update, f"the next save was not found: {found.path.name}"
+    assert_is(found)
+
+
+def _tell(writing: int, kind: str, update: int) -> None:
+    os.write(writing, bytes([_KINDS.index(kind)]) + update.to_bytes(_MESSAGE - 1, "little"))
+
+
+_KINDS = ("rows", "saved", "recorded")
+_MESSAGE = 9
+_ENDS = [0]

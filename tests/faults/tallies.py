@@ -1,0 +1,84 @@
+"""What every fault suite has tried: the counts that are shown at the end of the tests, from whichever process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+IS_LONG = os.environ.get("ACCEL_RUN_FAULTS") == "long"
+SEED = int(os.environ.get("ACCEL_RUN_SEED", "1"))
+
+
+@dataclass
+class Tally:
+    """What a suite has done.
+
+    tried    injections after which the oracle was asked
+    skipped  reason -> injections that could not be made here
+    notes    other figures of the suite: files saved, longest recovery, ...
+    """
+
+    suite: str
+    tried: int = 0
+    num_bad: int = 0
+    seconds: float = 0.0
+    skipped: Counter[str] = field(default_factory=Counter)
+    notes: dict[str, float | str] = field(default_factory=dict)
+
+    def skip(self, reason: str, count: int = 1) -> None:
+        """Count what cannot be tried here."""
+        self.skipped[reason] += count
+
+    def __str__(self) -> str:
+        parts = [f"{self.suite}: {self.tried} tried, {self.num_bad} bad"]
+        parts += [f"{count} skipped ({reason})" for reason, count in self.skipped.items()]
+        parts += [f"{name} {value}" for name, value in self.notes.items()]
+        return ", ".join([*parts, f"seed {SEED}, {self.seconds:.0f} s"])
+
+    def __add__(self, other: Tally) -> Tally:
+        """Return the counts of two cases of one suite."""
+        largest = {
+            name: max(there.notes[name] for there in (self, other) if name in there.notes)
+            for name in {**self.notes, **other.notes}
+            if name.endswith("_s")
+        }
+        return Tally(
+            self.suite, self.tried + other.tried, self.num_bad + other.num_bad, self.seconds + other.seconds,
+            self.skipped + other.skipped, largest,
+        )  # fmt: skip
+
+
+TALLIES: list[Tally] = []  # of this process
+
+
+def packed() -> list[dict[str, Any]]:
+    """Return the counts of this process, for another one to `unpack`."""
+    return [{**asdict(made), "skipped": dict(made.skipped)} for made in TALLIES]  # plain: it leaves the process
+
+
+def unpack(there: Sequence[Mapping[str, Any]]) -> None:
+    """Add the counts of another process."""
+    TALLIES.extend(Tally(**{**made, "skipped": Counter(made["skipped"])}) for made in there)
+
+
+def show(write_line: Callable[[str], None]) -> None:
+    """Show the counts of all suites, and keep them where ACCEL_RUN_TALLY says."""
+    suites: dict[str, Tally] = {}
+    for made in TALLIES:  # the cases of a suite in one line
+        name = made.suite.partition("[")[0]
+        suites[name] = suites[name] + made if name in suites else replace(made, suite=name)
+    for suite in suites.values():
+        write_line(str(suite))
+    tried, num_bad = (sum(getattr(suite, what) for suite in suites.values()) for what in ("tried", "num_bad"))
+    skipped = sum(sum(suite.skipped.values()) for suite in suites.values())
+    write_line(f"all: {tried} tried, {num_bad} bad, {skipped} skipped")
+    target = os.environ.get("ACCEL_RUN_TALLY")
+    if target:
+        with Path(target).open("a") as file:
+            for made in TALLIES:
+                file.write(json.dumps({**vars(made), "seed": SEED}) + "\n")

@@ -1,0 +1,138 @@
+"""A small task with all that a resumed run could lose: dropout, draws of all generators, bad samples, own state."""
+
+import random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from runner import Fit, Task, sample_rng
+from tests.faults.ending import reached
+
+SETTINGS = {"global_batch_size": 8, "evaluate.every": 3, "log_every": 2, "optimizer.lr": 0.02}
+
+
+def build(
+    *,
+    samples: int = 26,
+    dropout: float = 0.2,
+    noise: float = 0.1,
+    batch_norm: bool = False,
+    bad: bool = False,
+    own: bool = False,
+    double: bool = False,
+) -> Task:
+    """A classifier of points.
+
+    samples     of training; an update of 8 leaves a ragged end of 2
+    noise       how much of torch's, numpy's and Python's generators goes into the loss
+    batch_norm  statistics that training gathers
+    bad         some samples cannot be read
+    own         a generator and a count of the task's own, kept in buffers of the model
+    double      float64
+    """
+    return Points(samples, dropout, noise, batch_norm, bad, own, double)
+
+
+class Shift(nn.Module):
+    """Subtracts a mean that a fit may have found; holds what the task wants to keep."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        if own:
+            self.register_buffer("generator", torch.Generator().manual_seed(3).get_state())
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        return x - self.mean
+
+
+class Samples:
+    def __init__(self, split, size, bad, dtype):
+        self.split, self.size, self.dtype, self.epoch = split, size, dtype, 0
+        self.bad = {1, 7, 8, 20} if bad and split == "train" else set()
+
+    def __len__(self):
+        return self.size
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise ValueError(f"sample {index} cannot be read")
+        x = sample_rng(5, 0, index).standard_normal(6) + 0.5
+        y = int(x[:3].sum() > 1.5)
+        if self.split == "train":
+            x = x + 0.1 * sample_rng(5, self.epoch + 1, index).standard_normal(6)
+        return torch.from_numpy(x).to(self.dtype), y
+
+
+class Mean(Fit):
+    """The mean of the inputs."""
+
+    def __init__(self, task):
+        self.task = task
+
+    def start(self):
+        return {"sum": torch.zeros(6, dtype=torch.float64), "count": torch.zeros((), dtype=torch.float64)}
+
+    def add(self, model, state, batch):
+        reached("update", self.task.update, self.task.phase)
+        return {"sum": state["sum"] + batch[0].double().sum(0), "count": state["count"] + len(batch[0])}, len(batch[0])
+
+    def merge(self, one, other):
+        return {name: one[name] + other[name] for name in one}
+
+    def finish(self, model, state):
+        mean = state["sum"] / state["count"]
+        model[0].mean.copy_(mean)
+        return {"mean": float(mean.mean())}
+
+
+class Points(Task):
+    def __init__(self, samples, dropout, noise, batch_norm, bad, own, double):
+        self.samples, self.noise, self.bad, self.own = samples, noise, bad, own
+        self.dtype = torch.float64 if double else torch.float32
+        norm = nn.BatchNorm1d(12) if batch_norm else nn.LayerNorm(12)
+        self.model = nn.Sequential(
+            Shift(own), nn.Linear(6, 12), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 2)
+        ).to(self.dtype)
+        self.update, self.share, self.evaluations, self.in_evaluation = 0, 0.0, 0, False
+        reached("build", 0)
+
+    def dataset(self, split):
+        return Samples(split, self.samples if split == "train" else 10, self.bad, self.dtype)
+
+    def begin_update(self, progress):
+        self.update, self.share, self.in_evaluation = progress.update, progress.share, False
+        reached("begin", progress.update, self.phase)
+
+    def loss(self, model, batch):
+        x, y = batch
+        if torch.is_grad_enabled():
+            reached("update", self.update, self.phase)
+            x = x + self.noise * (self.drawn() - 0.5)
+        total = F.cross_entropy(model(x) * (1 + self.share), y, reduction="sum")
+        return total, len(y)
+
+    def drawn(self):
+        """Return a number of every generator that the runner puts back, and of the task's own."""
+        found = torch.rand(()).item() + np.random.random() + random.random()
+        if self.own:
+            shift, generator = self.model[0], torch.Generator()
+            generator.set_state(shift.generator)
+            found += torch.rand((), generator=generator).item() + 0.001 * int(shift.seen)
+            shift.generator.copy_(generator.get_state())
+            shift.seen += 1
+        return found
+
+    def evaluate(self, model, batch):
+        if not self.in_evaluation:
+            self.evaluations, self.in_evaluation = self.evaluations + 1, True
+        reached("evaluation", self.evaluations)
+        count = len(batch[1])
+        drawn = torch.rand(count).double().sum() + sum(np.random.random(count)) + random.random()
+        return {"loss": self.loss(model, batch), "drawn": (self.noise * drawn, count)}

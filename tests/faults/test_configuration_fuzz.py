@@ -1,0 +1,382 @@
+"""Configurations with something wrong about them: each is valid after all, or refused in words that help."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base import configuration as configurations
+from runner.base.configuration import Configuration, Request, compose, options_of
+from runner.base.errors import AccelRunError, ConfigError, Exit
+from runner.base.places import shipped
+from runner.cli import print_problems
+from runner.plan.inventory import Inventory, read_cpu
+from runner.plan.plan import inventory_for, make_plan
+from tests.faults.mutations import FILES, slip, spoiled_word
+from tests.faults.tallies import SEED, Tally
+
+HERE = Path(__file__).parents[2]
+MAX_SECONDS = 3.0
+MAX_SHOWN = 3000  # characters of one problem: a page of a terminal
+NEEDED_SHARE = 0.95  # of slips of one letter that are answered with the right word
+HELPS = ("must", "did you mean", "say ", "here it is", "give ", "leave it out", "run them", "quote it", "known:",
+         "accel-run plan", "nothing is deleted", "take ", "nearest", "belongs to", "phases:", "mend the file",
+         "write the plain", "write the value", "what there is", "leads back")  # fmt: skip
+SYNTAX = ("is not YAML", "is not UTF-8")  # the place is all that can be said
+SECURITY = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_", "!!python", "${", "hydra")
+OUT_OF_GROUPS = ("..", "@", "~", ":", "package")  # of a file's defaults list
+
+
+@dataclass
+class Case:
+    """One configuration: the words of a command line, the files of a folder, and what must be said of it.
+
+    wanted  the right word, which a slip of one letter must be answered with
+    named   words of independent mistakes, all of which must be named
+    """
+
+    kind: str
+    words: list[str]
+    files: dict[str, bytes] = field(default_factory=dict)
+    wanted: str = ""
+    named: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.words!r:.600}" + "".join(
+            f"\n      {name}: {content!r:.400}" for name, content in self.files.items()
+        )
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, str]:
+    """Every key of the default configuration with a word for its value; groups with their options are apart."""
+    found = compose(Request()).flat()
+    return {key: configurations._word(value) for key, value in found.items() if key not in configurations.GROUPS}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra composes the same groups of the shipped files once; it takes nine tenths of the time."""
+    real, kept = configurations._compose_groups, dict[tuple[Any, ...], Any]()
+
+    def compose_groups(groups: dict[str, str], request: Request, problems: list[Any]) -> Any:
+        if request.config_dir:
+            return real(groups, request, problems)
+        key = (*sorted(groups.items()), request.task_file)
+        if key not in kept:
+            kept[key] = real(groups, request, problems)
+        return copy.deepcopy(kept[key])
+
+    loaded, read = configurations._load, dict[tuple[str, str], Any]()
+
+    def load(group: str, option: str, config_dir: Path | None) -> Any:
+        if config_dir:
+            return loaded(group, option, config_dir)
+        if (group, option) not in read:
+            read[group, option] = loaded(group, option, None)
+        return copy.deepcopy(read[group, option])
+
+    monkeypatch.setattr(configurations, "_compose_groups", compose_groups)
+    monkeypatch.setattr(configurations, "_load", load)
+
+
+# ---------------------------------------------------------------- cases
+
+
+def cases(known: dict[str, str], count: int) -> Iterator[Case]:
+    """Yield `count` cases, each from its own number."""
+    makers = (
+        *[_words] * 9, *[_slip_of_key] * 7, *[_slip_of_group] * 2, *[_slip_of_option] * 3, *[_several] * 6, _file,
+        *[_many] * (count >= 10_000),
+    )  # fmt: skip
+    for number in range(count):
+        rng = random.Random(f"configuration {SEED} {number}")
+        yield makers[number % len(makers)](rng, known)
+
+
+def _words(rng: random.Random, known: dict[str, str]) -> Case:
+    return Case("words", [spoiled_word(rng, known) for _ in range(rng.choice([1, 1, 2, 3]))])
+
+
+def _slip_of_key(rng: random.Random, known: dict[str, str]) -> Case:
+    key = rng.choice([*known])
+    spoiled = slip(rng, key)
+    is_still_one = spoiled in known or not spoiled or spoiled.startswith((".", "-"))
+    return Case("slip of a key", [f"{spoiled}={known[key]}"], wanted="" if is_still_one else key)
+
+
+def _slip_of_group(rng: random.Random, known: dict[str, str]) -> Case:
+    group = rng.choice(configurations.GROUPS)
+    option = rng.choice(options_of(group))
+    spoiled = slip(rng, group)
+    return Case("slip of a group", [f"{spoiled}={option}"], wanted="" if spoiled in (group, "") else group)
+
+
+def _slip_of_option(rng: random.Random, known: dict[str, str]) -> Case:
+    group = rng.choice(configurations.GROUPS)
+    option = rng.choice(options_of(group))
+    spoiled = slip(rng, option)
+    is_still_one = spoiled in options_of(group) or spoiled in ("", "none", "off")
+    return Case("slip of an option", [f"{group}={spoiled}"], wanted="" if is_still_one else option)
+
+
+MISTAKES: dict[str, tuple[str, ...]] = {
+    "unknown key": ("frobnicate=1", "optimizer.nothing=1", "batchsize=3", "task.nothing=1", "inference.nothing=2"),
+    "unknown option": ("precision=fp17", "scheduler=cosinus", "compile=fast", "hardware=t5", "backend=quick"),
+    "type": ("optimizer.lr=fast", "updates=many", "checkpoint.keep=few", "log_every=[1]", "resume_allow=lr"),
+    "range": ("seed=-1", "max_grad_norm=0", "epochs=-1", "evaluate.samples=0", "dataloader.prefetch_factor=0"),
+    "literal": ("dataloader.bad_samples=maybe", "early_stopping.best_is=most", "optimizer.kernel=quick", "device=gpu"),
+    "sweep": ("micro_batch_size=1,2", "run=range(1,3)", "data.path=choice(a,b)"),
+    "unreadable": ("data.train_samples=[1,2", "output_root='x", "early_stopping.patience={a"),
+    "deleted": ("~tracker", "~monitor"),
+    "package": ("profiler@x=trace",),
+    "Hydra": ("hydra.run.dir=x",),
+    "no setting": ("fast", "--verbose"),
+}
+
+
+def _several(rng: random.Random, known: dict[str, str]) -> Case:
+    kinds = rng.sample([*MISTAKES], rng.randint(2, 4))
+    words = [rng.choice(MISTAKES[kind]) for kind in kinds]
+    return Case("several mistakes", words, named=tuple(words))
+
+
+def _many(rng: random.Random, known: dict[str, str]) -> Case:
+    count = rng.choice([100, 3000])
+    return Case("many words", [spoiled_word(rng, known) for _ in range(count)])
+
+
+BASES = {
+    "optimizer/mine.yaml": "# mine\noption: adamw\nlr: 0.001\nbetas: [0.9, 0.99]\nlr_scales:\n  head: 0.1\n",
+    "scheduler/mine.yaml": "defaults:\n  - cosine\nwarmup: 10\nfinal_factor: 0.2\n",
+    "precision/fp16.yaml": "init_scale: 1024\n",
+    "hardware/mine.yaml": "# @package _global_\ndefaults:\n  - override /precision: bf16\nhardware:\n  title: mine\n"
+    "  devices:\n    - {name: a card, memory_gib: 8, kind: cuda, capability: [8, 6]}\n",
+    "task/mine.yaml": "option: gpt\nsize: tiny\n",
+    "config.yaml": (shipped("conf") / "config.yaml").read_text(),
+}
+
+
+def _file(rng: random.Random, known: dict[str, str]) -> Case:
+    name = rng.choice([*BASES])
+    spoil = rng.choice([*FILES])
+    content = FILES[spoil](rng, BASES[name])
+    if rng.random() < 0.3:
+        other = rng.choice([*FILES])
+        with contextlib.suppress(UnicodeDecodeError, IndexError):
+            content = FILES[other](rng, content.decode())
+    group, _, option = name.removesuffix(".yaml").rpartition("/")
+    return Case(f"file {spoil}", [f"{group}={option}"] if group else [], {name: content})
+
+
+# ---------------------------------------------------------------- the oracle
+
+
+class Judge:
+    """Composes and plans a case and looks at what comes of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.cpu = folder, Inventory((), read_cpu()[0])
+        self.seen: Counter[str] = Counter()
+        self.codes: Counter[int] = Counter()
+        self.slips: Counter[tuple[str, bool]] = Counter()
+        self.unanswered: list[str] = []
+        self.slowest = 0.0
+
+    def judge(self, case: Case) -> Iterator[str]:
+        """Yield what is wrong with the answer to a case."""
+        request = Request(tuple(case.words), None, self._written(case.files))
+        began = time.process_time()
+        error: AccelRunError | None = None
+        try:
+            self._used(compose(request))
+        except AccelRunError as refused:
+            error = refused
+        except Exception as other:
+            yield f"{type(other).__name__}: {other!s:.300}"
+            return
+        seconds = time.process_time() - began
+        self.slowest = max(self.slowest, seconds)
+        if seconds > MAX_SECONDS:
+            yield f"took {seconds:.1f} s"
+        self.seen[case.kind] += 1
+        self.codes[int(error.exit_code) if error else 0] += 1
+        if error is not None:
+            yield from self._wrong_with(error, case)
+        if case.wanted and error is not None:
+            is_right = any(case.wanted in problem.fix for problem in error.problems)
+            self.slips[case.kind, is_right] += 1
+            if not is_right:
+                self.unanswered.append(f"{case.words[0]} ({case.wanted}): {error.problems[0].fix}")
+
+    def _written(self, files: dict[str, bytes]) -> Path | None:
+        for name, content in files.items():
+            place = self.folder / f"{sum(self.seen.values())}"
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(content)
+            return place
+        return None
+
+    def _used(self, found: Configuration) -> None:
+        found.flat()
+        configurations.to_yaml(found)
+        names_machine = any(item.get("kind") != "cpu" for item in found.hardware.get("devices") or ())
+        inventory = inventory_for(found)[0] if names_machine else self.cpu
+        json.loads(make_plan(found, inventory).to_json())
+
+    def _wrong_with(self, error: AccelRunError, case: Case) -> Iterator[str]:
+        text = " ".join([*case.words, *(content.decode(errors="replace") for content in case.files.values())])
+        allowed = {Exit.CONFIG}
+        hostile = (*SECURITY, *OUT_OF_GROUPS) if case.files else SECURITY
+        allowed |= {Exit.SECURITY} if any(word in text for word in hostile) else set()
+        allowed |= {Exit.NO_DEVICE} if "device" in text else set()
+        if error.exit_code not in allowed:
+            yield f"ended with {int(error.exit_code)}: {error!s:.300}"
+        shown = io.StringIO()
+        with contextlib.redirect_stderr(shown):
+            print_problems(error)
+        for problem in error.problems:
+            if not problem.where.strip():
+                yield f"names neither file nor argument: {problem!s:.300}"
+            if not problem.what.strip() or not any(
+                word in f"{problem.what} {problem.fix}" for word in (*HELPS, *SYNTAX)
+            ):
+                yield f"does not say what is allowed: {problem!s:.300}"
+            if case.files and not any(name in str(problem) for name in (*case.files, str(self.folder), *case.words)):
+                yield f"does not name the file: {problem!s:.300}"
+            if len(str(problem)) > MAX_SHOWN:
+                yield f"says {len(str(problem))} characters: {problem!s:.100}"
+        controls = {char for char in shown.getvalue() if char != "\n" and _moves(char)}
+        if controls:
+            yield f"would print {controls!r}: {shown.getvalue()!r:.300}"
+        if shown.getvalue().count("\n") > 3 * len(error.problems) + 1:
+            yield f"is torn into lines: {shown.getvalue()!r:.300}"
+        for word in case.named:
+            key = word.partition("=")[0].lstrip("~")
+            if not any(key in problem.where for problem in error.problems):
+                yield f"{word} is not named: {error!s:.600}"
+
+
+def _moves(char: str) -> bool:
+    """Tell whether a character does something to a terminal, or to the order of the others."""
+    return (
+        unicodedata.category(char) in ("Cc", "Cs") or char in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    )
+
+
+@pytest.mark.usefixtures("quick")
+def test_every_configuration_is_valid_or_refused_in_words(
+    known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
+) -> None:
+    judge = Judge(tmp_path)
+    bad = []
+    for number, case in enumerate(cases(known, amount(2200, 100_000))):
+        tally.tried += 1
+        bad += [f"{number}: {case}\n    {wrong}" for wrong in [*judge.judge(case)][:2]]
+        if len(bad) > int(os.environ.get("ACCEL_RUN_SHOWN", "50")):
+            break
+    answered = {}
+    for kind in {kind for kind, _ in judge.slips}:
+        right, wrong = judge.slips[kind, True], judge.slips[kind, False]
+        answered[kind] = right / (right + wrong)
+    tally.notes |= {f"{kind} answered": f"{share:.1%}" for kind, share in answered.items()}
+    tally.notes |= {f"exit {code}": count for code, count in sorted(judge.codes.items())}
+    tally.notes["slowest_s"] = round(judge.slowest, 2)
+    assert not bad, f"seed {SEED}, {len(bad)} wrong answers:\n" + "\n".join(bad)
+    is_enough = min(answered.values(), default=1.0) >= NEEDED_SHARE or tally.tried < 1000
+    assert is_enough, f"{answered}; not answered:\n" + "\n".join(judge.unanswered)
+
+
+@pytest.mark.parametrize(
+    "word", ["x{}=1", "updates={}1", "task.size=[{}", "--x{}", "optimzer=adam", "optimizer.lr_scales.x{}=fast"]
+)
+def test_thousands_of_words_are_answered_in_time(word: str, tally: Tally) -> None:
+    began = time.process_time()
+    with contextlib.suppress(AccelRunError):
+        compose(Request(tuple(word.format(number) for number in range(3000))))
+    tally.tried += 1
+    tally.notes["seconds"] = round(time.process_time() - began, 2)
+    assert time.process_time() - began < MAX_SECONDS
+
+
+ASK = """
+import json, sys
+from runner.base.configuration import Request, compose
+from runner.base.errors import AccelRunError
+for words in json.load(sys.stdin):
+    try:
+        compose(Request(tuple(words)))
+    except AccelRunError:
+        pass
+    assert "torch" not in sys.modules, words
+"""
+
+
+def test_no_configuration_needs_torch(known: dict[str, str], amount: Callable[[int, int], int], tally: Tally) -> None:
+    asked = [case.words for case in cases(known, amount(30, 600)) if not case.files]
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], cwd=HERE, input=json.dumps(asked), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    tally.tried += len(asked)
+
+
+@pytest.mark.alone
+@pytest.mark.usefixtures("quick")
+def test_the_command_answers_in_time_with_its_exit_code(
+    known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
+) -> None:
+    """Only what a process can be given as words: without NUL, and not more than the system takes."""
+    wanted = amount(12, 400)
+    rng = random.Random(f"command {SEED}")
+    for case in cases(known, 50_000):
+        line = [word.encode(errors="surrogateescape") if _can_be_typed(word) else b"" for word in case.words]
+        if case.files or not all(line) or rng.random() > 0.1:
+            continue
+        try:
+            compose(Request(tuple(case.words)))
+            continue  # it would train
+        except ConfigError as error:
+            count = len(error.problems)
+        except AccelRunError:
+            continue
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-m", "runner", rng.choice(["train", "plan", "both"]), *line],
+            cwd=tmp_path, capture_output=True, check=False, env={**os.environ, "PYTHONPATH": str(HERE)},
+        )  # fmt: skip
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        said = done.stderr.decode(errors="replace")
+        assert done.returncode == Exit.CONFIG, f"{case}: {done.returncode}: {said}"
+        assert "Traceback" not in said, f"{case}: {said}"
+        assert said.startswith("accel-run: "), f"{case}: {said}"
+        assert count == 1 or f"{count} problems" in said, f"{case}: {said}"
+        assert seconds < MAX_SECONDS, f"{case}: {seconds} s"
+        tally.tried += 1
+        tally.notes["slowest_s"] = round(max(seconds, float(tally.notes.get("slowest_s", 0))), 2)
+        if tally.tried == wanted:
+            return
+
+
+def _can_be_typed(word: str) -> bool:
+    try:
+        return 0 < len(word.encode(errors="surrogateescape")) < 100_000 and "\x00" not in word
+    except UnicodeEncodeError:
+        return False

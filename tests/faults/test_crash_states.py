@@ -1,0 +1,38 @@
+"""Whatever a crash leaves, after whichever operation, recovery finds what was promised and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.crash_states import after_all, states
+from tests.faults.histories import HISTORIES, History, check
+from tests.faults.tallies import Tally
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.name)
+def test_whatever_a_crash_leaves_keeps_what_was_promised(
+    history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
+) -> None:
+    recording = history.record(memory / "recorded")
+    count = amount(6_000, 110_000) // len(HISTORIES)
+    for state in states(recording.start, recording.operations, count, f"{history.name} {seed}"):
+        check(history, state, memory / "state")
+        tally.tried += 1
+        tally.notes[state.model] = int(tally.notes.get(state.model, 0)) + 1
+    tally.notes["operations"] = len(recording.operations)
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.name)
+def test_what_was_recorded_is_what_was_done(history: History, memory: Path) -> None:
+    recording = history.record(memory / "recorded")
+    there = {
+        str(path.relative_to(recording.root)): None if path.is_dir() else path.read_bytes()
+        for path in recording.root.rglob("*")
+        if path.name != ".lock"  # who holds the run: not changed through the system
+    }
+    modelled = after_all(recording.start, recording.operations)
+    modelled.pop("runs/one/.lock", None)
+    assert modelled == there

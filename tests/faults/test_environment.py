@@ -1,0 +1,707 @@
+"""The machine fails a run: its disk, its limits, its workers, its names. The run says so in words, and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runner.durable.checkpoint import newest_valid, verify
+from tests.faults.tallies import Tally
+from tests.forkserver import Ended, ForkServer
+
+ROOT = Path(__file__).parents[2]
+TASK = Path(__file__).parent / "task_in_environment.py"
+BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "run=mine"]
+LAST = 60
+IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
+needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounting and becoming somebody else takes root")
+Amount = Callable[[int, int], int]
+
+
+# ---------------------------------------------------------------- the one oracle
+
+
+@pytest.fixture(scope="module")
+def reference(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return from task settings to the run directory of a run that nothing happened to."""
+    known: dict[str, Path] = {}
+
+    def of(words: str = "") -> Path:
+        if words not in known:
+            folder = tmp_path_factory.mktemp("reference")
+            ended = server.run([*BASE, *words.split()], folder)
+            assert ended.code == 0, ended.err
+            known[words] = folder / "outputs" / "mine"
+        return known[words]
+
+    return of
+
+
+Reference = Callable[[str], Path]
+
+
+def must_be_told(ended: Ended, code: int, *causes: str) -> None:
+    """Exit code and message are as documented, and nobody sees a traceback."""
+    assert ended.code == code, f"exit {ended.code}:\n{ended.err}\n{ended.out[-2000:]}"
+    assert "Traceback" not in ended.err + ended.out, ended.err
+    assert "fault of accel-run" not in ended.err, ended.err
+    for cause in causes:
+        assert cause in ended.err, f"{cause!r} is not in\n{ended.err}"
+    if code not in (0, 75):
+        assert sum(line.startswith("accel-run: ") for line in ended.err.splitlines()) == 1, ended.err
+        assert "\x1b" not in ended.err
+
+
+def error_of(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "error.json").read_text())
+    return content
+
+
+def must_equal(run: Path, reference: Path) -> None:
+    """The run is done, and ended bit for bit as the one that nothing happened to."""
+    record = json.loads((run / "run.json").read_text())
+    assert (record["state"], record["exit_code"]) == ("done", 0)
+    assert not (run / "error.json").exists(), "an error beside a state that says done"
+    assert not list(run.rglob(".tmp-*")), "temporaries are left"
+    name = f"checkpoints/update-{LAST:010}"
+    assert verify(run / name) == []
+    for stem in ("model", "optimizer"):
+        mine, theirs = (load_file(folder / name / f"{stem}.safetensors") for folder in (run, reference))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine), f"{stem} differs"
+    assert rows_of(run) == rows_of(reference)
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """Return the mathematics in metrics.jsonl."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: row[key] for key in ("update", "train/loss", "train/grad_norm") if key in row} for row in rows]
+
+
+def must_go_on(
+    server: ForkServer, words: list[str], folder: Path, run: Path, reference: Path, *, env: dict[str, str] | None = None
+) -> None:
+    """The same command, where nothing happens any more, ends as the run that nothing happened to."""
+    before = newest_valid(run / "checkpoints") if run.is_dir() else None
+    again = server.run(words, folder, env)
+    must_be_told(again, 0)
+    if before is not None:
+        assert f"from {before.name}" in again.out or "is finished" in again.out, again.out
+    must_equal(run, reference)
+
+
+# ---------------------------------------------------------------- disks
+
+
+@contextmanager
+def disk(folder: Path, mib: int = 8) -> Iterator[Path]:
+    """A small file system of its own."""
+    place = folder / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "none", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def ballast(place: Path, left: int) -> None:
+    """Take all of the disk but so many bytes."""
+    there = os.statvfs(place)
+    with (place / "ballast").open("wb") as file:
+        file.write(b"\0" * max(0, there.f_bavail * there.f_frsize - left))
+
+
+BIG = "task.hidden=20000"  # a checkpoint of 3.3 MB
+
+
+@dataclass(frozen=True)
+class FullDisk:
+    """When the disk of 8 MB fills up, and what must come of it.
+
+    left   bytes that are free at the beginning; None: all
+    act    what the task does to the disk, and at which update
+    saved  update of the newest checkpoint afterwards, 0 for none
+    """
+
+    words: str
+    code: int
+    saved: int
+    left: int | None = None
+    act: tuple[str, int] = ("", -1)
+    cause: str = "the disk is full (ENOSPC)"
+
+
+DISKS = {
+    "before anything": FullDisk("", 73, 0, left=0),
+    "at the first save": FullDisk("", 74, 0, left=30_000, cause="3 saves in a row failed"),
+    "at the third save": FullDisk(BIG, 74, 20, cause="3 saves in a row failed"),
+    "while metrics are appended": FullDisk("log_every=1", 74, 20, act=("fill", 23), cause="3 saves in a row failed"),
+    "at the end": FullDisk("log_every=60 checkpoint.every=50", 74, 50, act=("fill", 59)),
+    "for good, read-only": FullDisk("", 74, 20, act=("read-only", 22), cause="the file system is read-only (EROFS)"),
+}
+
+
+@needs_root
+@pytest.mark.parametrize("name", DISKS)
+def test_a_full_disk_costs_updates_and_nothing_that_was_saved(
+    name: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    case = DISKS[name]
+    with disk(tmp_path) as place:
+        words = [*BASE, f"output_root={place}/runs", *case.words.split()]
+        run = place / "runs" / "mine"
+        if case.left is not None:
+            ballast(place, case.left)
+        act, at = case.act
+        wait = str(run / "checkpoints" / f"update-{case.saved:010}")
+        env = {"DISK": str(place), "ACT": act, "AT": str(at), "WAIT": wait}
+        ended = server.run(words, tmp_path, env if act else None)
+        must_be_told(ended, case.code, case.cause)
+        saved = newest_valid(run / "checkpoints") if run.is_dir() else None
+        assert (int(saved.name[-10:]) if saved else 0) == case.saved
+        if case.saved:
+            assert f"last checkpoint: update {case.saved} (" in ended.err
+        if "saves in a row" in case.cause:
+            assert (ended.out + ended.err).count("the checkpoint was not saved") == 3, (
+                "training went on twice, and said so"
+            )
+        subprocess.run(["mount", "-o", "remount,rw,size=64m", str(place)], check=True)
+        for path in place.glob("ballast*"):
+            path.unlink()
+        must_go_on(server, words, tmp_path, run, reference(case.words))
+    tally.tried += 1
+
+
+@needs_root
+def test_a_disk_that_is_freed_in_time_costs_nothing(
+    server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    with disk(tmp_path) as place:
+        ballast(place, 40_000)
+        words = [*BASE, f"output_root={place}/runs"]
+        ended = server.run(words, tmp_path, {"DISK": str(place), "ACT": "empty", "AT": "25"})
+        must_be_told(ended, 0)
+        said = ended.out + ended.err
+        assert "the checkpoint was not saved: " in said
+        assert said.count("rows of metrics are kept in memory: ") == 1
+        must_equal(place / "runs" / "mine", reference(""))
+    tally.tried += 1
+
+
+FAILING = """
+import errno, os, random
+from runner.durable import files
+from runner.durable.system import System
+
+chance, kind, dice = {chance}, errno.{kind}, random.Random({seed})
+
+class Failing(System):
+    pass
+
+def failing(name):
+    real = getattr(System, name)
+    def call(self, *given):
+        if dice.random() < chance:
+            raise OSError(kind, os.strerror(kind))
+        return real(self, *given)
+    return call
+
+for name in {names}:
+    setattr(Failing, name, failing(name))
+files._system = Failing()
+"""
+
+
+def test_a_disk_that_fails_at_random_costs_updates_and_nothing_that_was_saved(
+    server: ForkServer, reference: Reference, tmp_path: Path, seed: int, amount: Amount, tally: Tally
+) -> None:
+    dice, whole = random.Random(f"{seed} disk"), reference("")
+    ends: dict[int, int] = {}
+    for number in range(amount(8, 2000)):
+        kind = dice.choice(["ENOSPC", "EDQUOT", "EIO", "EROFS", "EACCES"])
+        names = dice.sample(["open", "write", "fsync", "mkdir", "rename", "unlink", "truncate"], dice.randint(1, 4))
+        chance = dice.choice([0.01, 0.05, 0.3])
+        before = FAILING.format(chance=chance, kind=kind, seed=dice.randrange(1 << 30), names=names)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ended = server.run(BASE, folder, None, before)
+        try:
+            assert ended.code in (0, 73, 74, 77), ended.err
+            assert "Traceback" not in ended.err, ended.err
+            run = folder / "outputs" / "mine"
+            if ended.code == 0:
+                for path in run.rglob(".tmp-*"):  # what could not be removed is swept by the next start
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+                assert verify(run / "checkpoints" / f"update-{LAST:010}") == []
+            else:
+                must_go_on(server, BASE, folder, run, whole)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, number {number}:\n{before}\n{error}") from error
+        shutil.rmtree(folder)
+        ends[ended.code] = ends.get(ended.code, 0) + 1
+        tally.tried += 1
+    tally.notes["ends"] = str(ends)
+
+
+ONCE = """
+import errno, os
+from pathlib import Path
+from runner.durable import files
+from runner.durable.system import System
+
+class Once(System):
+    left = 1
+
+    def rename(self, source, target):
+        if target.name.startswith("update-") and int(target.name[-10:]) {which}:
+            self.left -= 1
+            if self.left >= 0:
+                raise OSError(errno.{kind}, os.strerror(errno.{kind}))
+        super().rename(source, target)
+
+files._system = Once()
+"""
+
+
+@pytest.mark.parametrize("kind", ["EIO", "ENOSPC"])
+def test_a_disk_that_fails_once_at_the_last_save_costs_nothing(
+    kind: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    ended = server.run(BASE, tmp_path, None, ONCE.format(kind=kind, which=f"== {LAST}"))
+    must_be_told(ended, 0)
+    assert (ended.out + ended.err).count("the save is tried again: ") == 1
+    must_equal(tmp_path / "outputs" / "mine", reference(""))
+    stopped = tmp_path / "stopped"
+    stopped.mkdir()
+    ended = server.run(BASE, stopped, {"ACT": "hang-up", "AT": "23"}, ONCE.format(kind=kind, which="> 20"))
+    must_be_told(ended, 75)
+    assert (ended.out + ended.err).count("the save is tried again: ") == 1
+    path = newest_valid(stopped / "outputs" / "mine" / "checkpoints")
+    assert path is not None
+    assert path.name > "update-0000000020"
+    must_go_on(server, BASE, stopped, stopped / "outputs" / "mine", reference(""))
+    tally.tried += 2
+
+
+# ---------------------------------------------------------------- limits
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What the task does to its own process at update 23, and how the run must end."""
+
+    act: str
+    code: int
+    cause: str
+    words: str = ""
+
+
+LIMITS = {
+    "few open files": Limit("few-files", 74, "too many files are open"),
+    "few open files, with workers": Limit("few-files", 71, "too many files are open", "dataloader.num_workers=1"),
+    "short files": Limit("short-files", 74, "File too large"),
+    "little memory": Limit("little-memory", 81, "the machine's memory is used up"),
+    "little memory for numpy": Limit("little-memory-for-numpy", 81, "the machine's memory is used up"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_limit_of_the_system_is_told(
+    name: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    limit = LIMITS[name]
+    words = [*BASE, *limit.words.split()]
+    run = tmp_path / "outputs" / "mine"
+    wait = str(run / "checkpoints" / "update-0000000020")
+    ended = server.run(words, tmp_path, {"ACT": limit.act, "AT": "23", "WAIT": wait})
+    must_be_told(ended, limit.code, limit.cause)
+    if limit.act != "little-memory":  # there may be none left to look at checkpoints
+        assert "last checkpoint: update 20 (" in ended.err
+    must_go_on(server, words, tmp_path, run, reference(""))
+    tally.tried += 1
+
+
+SMALL_SHM = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.unshare(0x00020000) == 0  # CLONE_NEWNS: nobody else sees it
+assert libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None) == 0  # MS_REC | MS_PRIVATE
+assert libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size={}") == 0
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("size", ["4k", "64k"])
+def test_full_shared_memory_is_told_and_not_waited_for(
+    size: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    words = [*BASE, "dataloader.num_workers=2", "dataloader.prefetch_factor=8"]
+    ended = server.run(words, tmp_path, None, SMALL_SHM.format(size))
+    must_be_told(ended, 71, "the shared memory through which data workers hand over batches is full", "/dev/shm")
+    must_go_on(server, words, tmp_path, tmp_path / "outputs" / "mine", reference(""))
+    tally.tried += 1
+
+
+# ---------------------------------------------------------------- samples and those who read them
+
+SAMPLES = {
+    "sample-raises": (65, "cannot be read: ValueError: this one is broken\n           and says so in two lines"),
+    "sample-cannot-say": (65, "cannot be read: Unsayable: (its __str__ raises RuntimeError)"),
+    "sample-shape": (65, "the samples of a batch cannot be put together: "),
+    "sample-type": (65, "the samples of a batch cannot be put together: "),
+    "sample-nothing": (65, "the samples of a batch cannot be put together: "),
+    "sample-not-finite": (82, "samples that are not finite: "),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("act", SAMPLES)
+def test_a_bad_sample_is_told(act: str, workers: int, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    code, cause = SAMPLES[act]
+    ended = server.run([*BASE, f"dataloader.num_workers={workers}"], tmp_path, {"ACT": act})
+    must_be_told(ended, code, cause)
+    error = error_of(tmp_path / "outputs" / "mine")
+    if "cannot be read" in cause:
+        assert error["place"]["samples"] in ([17], [77])
+        assert error["where"].startswith(f"{TASK}:"), "the line of the data set"
+    tally.tried += 1
+
+
+def test_a_bad_sample_is_left_out_and_listed_by_choice(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    ended = server.run([*BASE, "dataloader.bad_samples=skip"], tmp_path, {"ACT": "sample-raises"})
+    must_be_told(ended, 0)
+    assert "samples that cannot be read are left out; events.jsonl lists them" in ended.out + ended.err
+    events = [json.loads(line) for line in (tmp_path / "outputs/mine/events.jsonl").read_text().splitlines()]
+    bad = [(row["index"], row["reason"]) for row in events if row["kind"] == "bad sample"]
+    assert {index for index, _ in bad} == {17, 77}
+    assert len(bad) in (6, 7, 8), "once in each epoch"
+    tally.tried += 1
+
+
+WORKERS = {
+    "worker-killed": (85, "a data worker died"),
+    "worker-aborts": (85, "a data worker died"),
+    "worker-exits": (85, "a data worker died"),
+    "worker-leaves": (85, "a data worker died"),
+    "worker-raises": (65, "sample 77 cannot be read: Unpicklable: a"),
+    "worker-out-of-memory": (65, "sample 77 cannot be read: RuntimeError: "),
+}
+
+
+@pytest.mark.parametrize("act", WORKERS)
+def test_a_data_worker_that_dies_is_told(
+    act: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    code, cause = WORKERS[act]
+    words = [*BASE, "dataloader.num_workers=2"]
+    began = time.monotonic()
+    ended = server.run(words, tmp_path, {"ACT": act})
+    assert time.monotonic() - began < 30
+    must_be_told(ended, code, cause)
+    must_go_on(server, words, tmp_path, tmp_path / "outputs" / "mine", reference(""))
+    tally.tried += 1
+
+
+# ---------------------------------------------------------------- who may, and where
+
+
+WITHOUT_RIGHTS = """
+import ctypes
+header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capset(header, nothing) == 0  # root without capabilities is an ordinary owner of its files
+"""
+
+
+@needs_root
+@pytest.mark.parametrize(("root", "code"), [("closed/runs", 77), ("closed/deep/runs", 77), ("file/runs", 73)])
+def test_a_folder_that_one_may_not_write_to_is_told(
+    root: str, code: int, server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    (tmp_path / "file").write_text("")
+    ended = server.run([*BASE, f"output_root={root}"], tmp_path, None, WITHOUT_RIGHTS)
+    must_be_told(ended, code, "the run directory cannot be made: ", "output_root")
+    (tmp_path / "closed").chmod(0o700)
+    tally.tried += 1
+
+
+NOBODY = """
+import os, pwd
+def unknown(*_):
+    raise KeyError("no such user")
+pwd.getpwuid = pwd.getpwnam = unknown
+for name in ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME", "PATH"):
+    os.environ.pop(name, None)
+"""
+
+
+def test_a_user_without_home_name_or_temporary_folder_can_train(
+    server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    ended = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": "/nowhere"}, NOBODY)
+    must_be_told(ended, 0)
+    must_equal(tmp_path / "outputs" / "mine", reference(""))
+    tally.tried += 1
+
+
+def test_a_temporary_folder_with_a_long_name_serves_data_workers(
+    server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    """The name of a socket in it would be too long, and a worker could hand nothing over."""
+    folder = tmp_path / ("l" * 100)
+    folder.mkdir()
+    ended = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": str(folder)})
+    must_be_told(ended, 0)
+    must_equal(tmp_path / "outputs" / "mine", reference(""))
+    assert list(folder.iterdir()) == []
+    tally.tried += 1
+
+
+def test_what_a_run_leaves_is_private_whatever_the_umask(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    ended = server.run(BASE, tmp_path, None, "import os; os.umask(0)")
+    must_be_told(ended, 0)
+    run = tmp_path / "outputs" / "mine"
+    open_to_all = [path for path in (run, *run.rglob("*")) if stat.S_IMODE(path.lstat().st_mode) & 0o077]
+    assert open_to_all == []
+    tally.tried += 1
+
+
+LONG = "l" * 200
+PLACES = {
+    "spaces": "with two  spaces", "quotes": "it's \"quoted\"", "unicode": "größe-日本-🚀", "newline": "two\nlines",
+    "escape": "a\x1b[31mred", "percent": "100%{x}", "dollar": "$HOME", "long": f"{LONG}/{LONG}/{LONG}",
+    "slash": "runs/", "dots": "./a/../b", "link": "link", "home": "~/runs", "comma": "a,b=c", "bytes": "b\udcff",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_folder_of_any_name_holds_runs(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    place = PLACES[name]
+    (tmp_path / "behind").mkdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("behind")
+    escaped = place.replace("\\", "\\\\").replace('"', '\\"')
+    words = [*BASE, f'output_root="{escaped}"', "updates=10"]
+    env = {"HOME": str(tmp_path / "home")}
+    ended = server.run(words, tmp_path, env)
+    if name in ("newline", "escape"):  # they would end a line of a script, or steer a terminal
+        assert ended.code == 78, ended.err
+        assert "must be text in one line without control characters" in ended.err
+        return
+    if name == "bytes":  # not UTF-8: the configuration could not be written
+        assert ended.code in (0, 78), ended.err
+        assert "Traceback" not in ended.err
+        return
+    must_be_told(ended, 0)
+    run = Path(str(tmp_path / place).replace("~", "home", 1) if name == "home" else tmp_path / place) / "mine"
+    assert json.loads((run / "run.json").read_text())["state"] == "done"
+    again = server.run(words, tmp_path, env)
+    assert "is finished" in again.out, again.err
+    shown = server.run(["status", "mine", words[-2]], tmp_path, env)
+    assert (shown.code, shown.err) == (0, "")
+    assert "mine: done" in shown.out
+    tally.tried += 1
+
+
+def test_a_name_that_is_too_long_is_told(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    for words in (["run=" + 300 * "r"], ["output_root=" + 300 * "r"], ["output_root=" + "/r" * 3000]):
+        ended = server.run([*BASE[:-1], "run=mine", *words][-len(BASE) :], tmp_path)
+        assert ended.code in (73, 78), ended.err
+        assert "Traceback" not in ended.err
+        tally.tried += 1
+
+
+# ---------------------------------------------------------------- streams, signals, starts
+
+STREAMS = {
+    "no input": "os.close(0)",
+    "no output": "os.close(1)",
+    "no errors": "os.close(2)",
+    "nothing": "os.close(0); os.close(1); os.close(2)",
+    "full output": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+    "full errors": "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)",
+    "no reader": "r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)",
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_nobody_can_read_does_not_hold_a_run_up(
+    name: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    ended = server.run(BASE, tmp_path, None, f"import os; {STREAMS[name]}")
+    assert ended.code == 0, ended.err
+    must_equal(tmp_path / "outputs" / "mine", reference(""))
+    tally.tried += 1
+
+
+def test_a_terminal_that_goes_away_is_a_request_to_save(
+    server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    ended = server.run(BASE, tmp_path, {"ACT": "hang-up", "AT": "23"})
+    must_be_told(ended, 75)
+    must_go_on(server, BASE, tmp_path, tmp_path / "outputs" / "mine", reference(""))
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"  # as nohup does
+    (tmp_path / "again").mkdir()
+    must_be_told(server.run(BASE, tmp_path / "again", {"ACT": "hang-up", "AT": "23"}, ignoring), 0)
+    tally.tried += 2
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[ForkServer]:
+    made = ForkServer()
+    yield made
+    made.close()
+
+
+TOGETHER = """
+import os, time
+while not os.path.exists(os.environ["GO"]):
+    pass
+"""
+
+
+def test_of_two_starts_at_the_same_moment_one_runs(
+    server: ForkServer, other: ForkServer, tmp_path: Path, amount: Amount, tally: Tally
+) -> None:
+    first_won = 0
+    for number in range(amount(10, 500)):
+        place = tmp_path / str(number)
+        folders = [place / side for side in "ab"]
+        for folder in folders:
+            folder.mkdir(parents=True)
+        env = {"GO": str(place / "go"), "HOLD": str(place / "hold"), "ACT": "hold", "AT": "3"}
+        for one, folder in zip((server, other), folders, strict=True):
+            one.start([*BASE, f"output_root={place}/runs", "updates=5"], folder, env, TOGETHER)
+        (place / "go").touch()
+        outputs = {one.process.stdout: one for one in (server, other)}
+        ready, _, _ = select.select(list(outputs), [], [], 60)
+        lost = outputs[ready[0]]  # the one that runs is held until the other has ended
+        ended = lost.wait()
+        (place / "hold").touch()
+        won = (other if lost is server else server).wait()
+        assert (won.code, ended.code) == (0, 87), f"start {number}: {won}\n{ended}"
+        must_be_told(ended, 87, "the run directory is in use by ")
+        run = place / "runs" / "mine"
+        assert json.loads((run / "run.json").read_text())["state"] == "done"
+        assert not (run / "error.json").exists()
+        first_won += lost is other
+        tally.tried += 1
+    tally.notes["first won"] = first_won
+
+
+# ---------------------------------------------------------------- a shell that is set up badly
+
+
+def test_a_bare_environment_in_another_locale_is_enough(reference: Reference, tmp_path: Path, tally: Tally) -> None:
+    """A real process: what is taken from the environment at the start of Python cannot be changed in a fork."""
+    env = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "TMPDIR": "/nowhere"}
+    env["OMP_NUM_THREADS"] = "1"
+    words = [sys.executable, "-m", "runner", *BASE, 'output_root="größe-日本"']
+    done = subprocess.run(words, cwd=tmp_path, env={**env, "PATH": os.defpath}, capture_output=True, check=False)
+    out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
+    must_be_told(Ended(done.returncode, out, err), 0)
+    must_equal(tmp_path / "größe-日本" / "mine", reference(""))
+    tally.tried += 1
+
+
+# ---------------------------------------------------------------- trackers
+
+KEY = "0123456789abcdef0123456789abcdef01234567"  # the form of a key, and nobody's
+NO_WANDB = {
+    "fails": "raise ImportError('a broken installation')\n",
+    "ends": "import os\nos._exit(1)\n",
+    "hangs": "import time\ntime.sleep(600)\n",
+}
+
+
+def tracked(server: ForkServer, folder: Path, env: dict[str, str]) -> Ended:
+    """Return how a run with wandb ended."""
+    return server.run([*BASE, "tracker=wandb"], folder, {"HOME": str(folder), **env})
+
+
+def must_start_in_time(run: Path, reference: Path) -> None:
+    """The first update came at most 2 s later than without a tracker."""
+    with_it, without = (
+        next(
+            json.loads(line)["seconds"]
+            for line in (folder / "events.jsonl").read_text().splitlines()
+            if "first up" in line
+        )
+        for folder in (run, reference)
+    )
+    assert with_it < without + 2.0
+
+
+@pytest.mark.parametrize("how", NO_WANDB)
+def test_a_wandb_that_cannot_be_imported_costs_no_row(
+    how: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "__init__.py").write_text(NO_WANDB[how])
+    began = time.monotonic()
+    stop = {"ACT": "hang-up", "AT": "23"} if how == "hangs" else {}  # at the end it would be waited for 30 s
+    ended = tracked(server, tmp_path, {"PYTHONPATH": f"{tmp_path}:{ROOT}", **stop})
+    must_be_told(ended, 75 if stop else 0)
+    must_start_in_time(tmp_path / "outputs" / "mine", reference(""))
+    assert time.monotonic() - began < 30
+    if stop:
+        assert server.run(BASE, tmp_path).code == 0
+    must_equal(tmp_path / "outputs" / "mine", reference(""))
+    assert "only in metrics.jsonl" in ended.out or "metrics.jsonl has every row" in ended.out
+    tally.tried += 1
+
+
+@pytest.mark.parametrize("how", ["refused", "black hole"])
+def test_a_network_that_does_not_answer_costs_neither_start_nor_rows(
+    how: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
+) -> None:
+    pytest.importorskip("wandb")
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as door:
+        port = door.getsockname()[1]
+        if how == "refused":
+            door.close()
+        ended = tracked(server, tmp_path, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": KEY})
+    must_be_told(ended, 0)
+    must_start_in_time(tmp_path / "outputs" / "mine", reference(""))
+    run = tmp_path / "outputs" / "mine"
+    must_equal(run, reference(""))
+    found = offline_updates(run)
+    assert len(set(found)) == len(found), "no row twice"
+    missing = {row["update"] for row in rows_of(run)} - set(found)  # on a machine too busy to import wandb in time
+    assert not missing or f"{len(missing)} rows are only in metrics.jsonl" in ended.out, "each row is there or counted"
+    assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    tally.tried += 1
+
+
+def offline_updates(run: Path) -> list[int]:
+    """Return the updates of the rows in the offline folders."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    from runner.observe import tracker_process
+
+    found = []
+    for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
+        for data in tracker_process._records(path.read_bytes()):
+            record = Record.FromString(data)
+            if record.HasField("history"):
+                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                found.append(int(items["update"]))
+    return found

@@ -1,0 +1,386 @@
+"""Every exit code is on docs/errors.md and reached by a real run; what a task raises is told in its own lines."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from runner.base import errors
+from runner.base.errors import AccelRunError, DataError, Exit, remake
+from tests.faults import test_environment as environment
+from tests.faults import test_numeric as numeric
+from tests.faults.tallies import Tally
+from tests.forkserver import ForkServer
+
+ROOT = Path(__file__).parents[2]
+BASE = environment.BASE
+
+# ---------------------------------------------------------------- codes
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to reach a code: a command (after `first`, which must be done), and what is said."""
+
+    code: Exit
+    words: list[str]
+    cause: str = ""
+    first: list[str] | None = None
+    act: str = ""
+
+
+WAYS = {
+    "done": Way(Exit.DONE, BASE),
+    "no command": Way(Exit.USAGE, [], "usage: accel-run COMMAND"),
+    "no such run": Way(Exit.NO_INPUT, ["inference", "run=nowhere"], "there is no run 'nowhere'"),
+    "no such device": Way(Exit.NO_DEVICE, [*BASE[:3], "device=mps", *BASE[4:]], "device=mps"),
+    "the task raises": Way(Exit.SOFTWARE, BASE, "raised KeyError: 'points'", act="raise"),
+    "asked to stop": Way(Exit.PREEMPTED, BASE, act="hang-up"),
+    "a typo": Way(Exit.CONFIG, ["train", "lrr=3"], "did you mean"),
+    "a GPU that is full": Way(Exit.GPU_MEMORY, BASE, "the GPU's memory is used up", act="gpu-memory"),
+    "a rank that is killed": Way(
+        Exit.RANK_LOST,
+        [*BASE, "parallelism=ddp", "parallelism.world_size=2", "parallelism.restarts=0", "dataloader.drop_last=true"],
+        "was ended by SIGKILL",
+        act="kill-rank",
+    ),
+    "another seed": Way(Exit.INCOMPATIBLE_RESUME, [*BASE, "seed=9"], "this makes it another run", first=BASE),
+    "a second signal": Way(Exit.INTERRUPTED, BASE, "Stopped at once, without saving", act="interrupt-twice"),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_code_is_reached(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    way = WAYS[name]
+    if way.first:
+        assert server.run(way.first, tmp_path).code == 0
+    ended = server.run(way.words, tmp_path, {"ACT": way.act, "AT": "23"} if way.act else None)
+    assert ended.code == way.code, ended.err
+    assert way.cause in ended.err
+    assert "Traceback" not in ended.err
+    tally.tried += 1
+
+
+def test_a_run_directory_that_is_a_link_is_refused(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "mine").symlink_to(tmp_path / "elsewhere")
+    ended = server.run(BASE, tmp_path)
+    environment.must_be_told(ended, Exit.SECURITY, "must lie in outputs, but is a link")
+
+
+def test_every_code_is_reached_by_a_fault() -> None:
+    """HANG is that of the watchdog, whose suite reaches it."""
+    reached = {int(way.code) for way in WAYS.values()}
+    reached |= {case.code for case in environment.DISKS.values()}
+    reached |= {case.code for case in environment.LIMITS.values()}
+    reached |= {code for code, _ in (*environment.SAMPLES.values(), *environment.WORKERS.values())}
+    reached |= {case.code for case in numeric.FAULTS.values()}
+    apart = {Exit.PERMISSION, Exit.IN_USE, Exit.SECURITY}  # by tests without a table
+    source = Path(environment.__file__).read_text() + Path(__file__).read_text()
+    for code in apart:
+        assert re.search(rf'must_be_told\(ended, ({int(code)}|Exit\.{code.name})\b|runs", {int(code)}\)', source), code
+    apart.add(Exit.HANG)
+    assert reached | {int(code) for code in apart} == {int(code) for code in Exit}
+
+
+def test_every_code_is_on_the_page() -> None:
+    rows = re.findall(r"^\| (\d+) \| ([A-Z_]+) \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    assert [(int(number), name) for number, name in rows] == [(int(code), code.name) for code in Exit]
+
+
+def test_every_class_of_error_is_raised_somewhere() -> None:
+    named = {
+        node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        for file in (ROOT / "runner").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+    }
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AccelRunError)]
+    assert [kind.__name__ for kind in kinds if kind.__name__ not in named] == []
+    assert {kind.exit_code for kind in kinds} <= set(Exit)
+
+
+def test_an_error_keeps_its_place_on_the_way_to_another_process() -> None:
+    error = DataError("what", where="where", fix="fix")
+    error.place = {"samples": [3]}
+    kind, given = error.__reduce__()
+    assert kind is remake
+    again = remake(*given)
+    assert (again.problems, again.place, again.exit_code) == (error.problems, {"samples": [3]}, Exit.BAD_DATA)
+
+
+# ---------------------------------------------------------------- what a task raises
+
+TASK = """\
+import torch
+import torch.nn.functional as F
+from runner import Task
+
+SETTINGS = {"updates": 8, "global_batch_size": 4, "checkpoint.every": 2, "optimizer.lr": 0.01, "evaluate.every": 4}
+
+def build() -> Task:
+    return Mine()
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.full((2,), float(index)), index % 2
+
+class Unsayable(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+def inner():
+    return {}["inner"]
+
+class Mine(Task):
+    def __init__(self):
+        self.model = torch.nn.Linear(2, 2)
+        self.update = 0
+    def begin_update(self, progress):
+        self.update = progress.update
+    def dataset(self, split):
+        return Points()
+    def loss(self, model, batch):
+        x, y = batch
+        if self.update == 5:
+            pass  # HERE
+        return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+"""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A change of the task; the first line must hold `cause`, and all lines of the message together `lines`."""
+
+    new: str
+    cause: str
+    lines: tuple[str, ...] = ()
+    old: str = "            pass  # HERE\n"
+    code: int = 70
+    words: str = ""
+
+
+def in_loss(*lines: str) -> str:
+    return "".join(f"            {line}\n" for line in lines)
+
+
+def method(*lines: str) -> str:
+    return "    def loss(" if not lines else "".join(f"    {line}\n" for line in lines) + "    def loss("
+
+
+RAISED = {
+    "a cause": Told(
+        in_loss("try:", "    inner()", "except KeyError as error:", "    raise ValueError('outer') from error"),
+        "update 6 of phase train raised ValueError: outer",
+        ("from KeyError: 'inner'", 'in inner: return {}["inner"]'),
+    ),
+    "while another": Told(
+        in_loss("try:", "    inner()", "except KeyError:", "    raise ValueError('outer')"),
+        "raised ValueError: outer",
+        ("while handling KeyError: 'inner'",),
+    ),
+    "a group": Told(
+        in_loss("raise ExceptionGroup('two', [KeyError('one'), ValueError('other')])"),
+        "raised ExceptionGroup: two (2 sub-exceptions)",
+        ("1. KeyError: 'one'", "2. ValueError: other"),
+    ),
+    "no words": Told(in_loss("raise Unsayable"), "raised Unsayable: (its __str__ raises ValueError)"),
+    "a very long message": Told(in_loss("raise ValueError('x' * 10**6)"), "... (999600 more characters)"),
+    "very many lines": Told(
+        in_loss("raise ValueError('x\\n' * 10**4)"), "raised ValueError: x", ("(9988 more lines)",)
+    ),
+    "colors and bells": Told(
+        in_loss("raise ValueError('\\x1b[31mred\\x1b]0;title\\x07 \\r\\b\\x9b2J')"), "raised ValueError: red"
+    ),
+    "endless recursion": Told(in_loss("self.loss(model, batch)"), "raised RecursionError: maximum recursion depth"),
+    "a subprocess": Told(
+        in_loss("import subprocess", "subprocess.run(['false'], check=True)"), "raised CalledProcessError: Command"
+    ),
+    "words like torch's of a worker": Told(
+        in_loss("raise ValueError('ffmpeg exited unexpectedly')"),
+        "raised ValueError: ffmpeg exited",
+        ("in loss: raise",),
+    ),
+    "words like the system's of memory": Told(
+        in_loss("raise ValueError('cannot allocate memory for this frame')"),
+        "update 6 of phase train raised ValueError",
+    ),
+    "words like the system's of files": Told(
+        in_loss("raise ValueError('too many open files')"), "update 6 of phase train raised ValueError"
+    ),
+    "words like torch's of a GPU": Told(
+        in_loss("raise RuntimeError('my CUDA error handler is missing')"), "update 6 of phase train raised RuntimeError"
+    ),
+    "a class named like torch's": Told(
+        in_loss("raise type('OutOfMemoryError', (RuntimeError,), {})('CUDA budget used up')"),
+        "raised OutOfMemoryError: CUDA budget used up",
+    ),
+    "too much memory": Told(
+        in_loss("x.new_empty(1 << 60)"),
+        "the machine's memory is used up",
+        ("in loss: x.new_empty(1 << 60)",),
+        code=81,
+    ),
+    "no exception": Told(in_loss("raise BaseException('odd')"), "update 6 of phase train raised BaseException: odd"),
+    "no exception, with ranks": Told(
+        in_loss("raise BaseException('odd')"),
+        "raised BaseException: odd",
+        words="parallelism=ddp parallelism.world_size=2",
+    ),
+    "an interruption of its own": Told(
+        in_loss("raise KeyboardInterrupt"), "update 6 of phase train raised KeyboardInterrupt"
+    ),
+    "the end of a generator": Told(in_loss("raise GeneratorExit"), "update 6 of phase train raised GeneratorExit"),
+    "an exit": Told(in_loss("raise SystemExit(0)"), "update 6 of phase train raised SystemExit: 0"),
+    "no exception in a sample": Told(
+        "        if index == 37:\n            raise BaseException('odd')\n        return torch.full(",
+        "sample 37 cannot be read: BaseException: odd",
+        old="        return torch.full(",
+        code=65,
+    ),
+    "no exception in a sample, in a worker": Told(
+        "        if index == 37:\n            raise KeyboardInterrupt\n        return torch.full(",
+        "sample 37 cannot be read: KeyboardInterrupt",
+        old="        return torch.full(",
+        code=65,
+        words="dataloader.num_workers=1 dataloader.bad_samples=skip",
+    ),
+    "an assertion": Told(in_loss("assert y is None"), "raised AssertionError", ("assert y is None",)),
+    "a module that is missing": Told(in_loss("import nowhere"), "No module named 'nowhere'", ("import nowhere",)),
+    "a helper with a slip": Told(
+        in_loss("import helper"), "raised SyntaxError: '(' was never closed (helper.py, line 1)"
+    ),
+    "the evaluation": Told(
+        method("def evaluate(self, model, batch):", "    return inner()"),
+        "the evaluation after update 4 of phase train raised KeyError: 'inner'",
+        old="    def loss(",
+    ),
+    "baselines": Told(
+        method("def baselines(self):", "    return inner()"), "baselines raised KeyError: 'inner'", old="    def loss("
+    ),
+    "blocks": Told(
+        method("def blocks(self):", "    return inner()"), "blocks raised KeyError: 'inner'", old="    def loss("
+    ),
+    "losses": Told(
+        method("@property", "def losses(self):", "    return inner()"), "raised KeyError: 'inner'", old="    def loss("
+    ),
+    "predict": Told(
+        method("def predict(self, model, generator):", "    yield inner()"),
+        "predict raised KeyError: 'inner'",
+        old="    def loss(",
+        words="both",
+    ),
+    "a hook of the state": Told(
+        "        self.model.register_state_dict_post_hook(lambda *_: inner())\n        self.update = 0\n",
+        "raised KeyError: 'inner'",
+        old="        self.update = 0\n",
+    ),
+    "a hook of a gradient": Told(
+        "        self.model.weight.register_hook(lambda gradient: inner())\n        self.update = 0\n",
+        "raised KeyError: 'inner'",
+        old="        self.update = 0\n",
+    ),
+    "nothing to train": Told(
+        "torch.nn.ReLU()", "there must be a parameter to train", old="torch.nn.Linear(2, 2)", code=78
+    ),
+    "collate, in a worker": Told(
+        method("def collate(self, samples):", "    return inner()"),
+        "raised KeyError: 'inner'",
+        ('in inner: return {}["inner"]',),
+        old="    def loss(",
+        words="dataloader.num_workers=1",
+    ),
+    "collate, in a thread": Told(
+        method("def collate(self, samples):", "    return inner()"),
+        "raised KeyError: 'inner'",
+        ('in inner: return {}["inner"]',),
+        old="    def loss(",
+        words="dataloader=thread",
+    ),
+    "collate, with words like torch's": Told(
+        method("def collate(self, samples):", "    raise ValueError('a\\nb')"),
+        "raised ValueError: a",
+        old="    def loss(",
+        words="dataloader.num_workers=1 dataloader.start_method=spawn",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_what_a_task_raises_is_told_in_its_own_lines(
+    name: str, server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
+    told = RAISED[name]
+    changed = TASK.replace(told.old, told.new, 1)
+    assert changed != TASK
+    (tmp_path / "mine.py").write_text(changed)
+    (tmp_path / "helper.py").write_text("f(\n")
+    command, *more = told.words.split() if told.words.startswith("both") else ["train", *told.words.split()]
+    ended = server.run([command, "--task", "./mine.py", "run=mine", "device=cpu", "monitor=off", *more], tmp_path)
+    environment.must_be_told(ended, told.code, told.cause, *told.lines)
+    assert f"{ROOT}/runner" not in ended.err, "none of our lines"
+    assert "site-packages" not in ended.err, "none of torch's"
+    assert len(ended.err) < 8000
+    assert all(char == "\n" or char.isprintable() for char in ended.err)
+    if command == "train":
+        error = json.loads((tmp_path / "outputs" / "mine" / "error.json").read_text())
+        assert error["exit_code"] == told.code
+        assert json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["exit_code"] == told.code
+        assert "Traceback" in error["traceback"] or "world_size" in told.words
+    tally.tried += 1
+
+
+@pytest.mark.parametrize("call", ["os.abort()", "__import__('ctypes').string_at(0)"])
+def test_a_crash_in_c_tells_the_lines_that_were_run(call: str, server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import os\n" + TASK.replace("pass  # HERE", call))
+    ended = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
+    assert ended.code not in set(Exit)
+    assert "Fatal Python error: " in ended.err
+    assert re.search(r'mine.py", line \d+ in loss', ended.err), ended.err
+
+
+def test_a_tracker_that_is_not_installed_is_told_before_a_run_begins(server: ForkServer, tmp_path: Path) -> None:
+    without = """
+import importlib.util as u
+find = u.find_spec
+u.find_spec = lambda name, *rest: None if name == 'tensorboard' else find(name, *rest)
+"""
+    (tmp_path / "mine.py").write_text(TASK)
+    words = "train --task ./mine.py run=mine device=cpu monitor=off tracker=tensorboard"
+    ended = server.run(words, tmp_path, {}, without)
+    environment.must_be_told(ended, 78, "tensorboard must be installed, but is not")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_place_is_in_error_json(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK.replace("pass  # HERE", "inner()"))
+    ended = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
+    assert ended.err.splitlines()[-1] == "           last checkpoint: update 4 (1 update is repeated)"
+    error = json.loads((tmp_path / "outputs" / "mine" / "error.json").read_text())
+    assert error["place"] == {"rank": 0, "phase": "train", "update": 5}
+    assert (error["last_checkpoint"], error["updates_repeated"]) == ("update-0000000004", 1)
+
+
+def test_an_error_of_a_run_that_never_began_says_nothing_of_checkpoints(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK.replace("return Mine()", "return inner()"))
+    ended = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
+    environment.must_be_told(ended, 70, "build raised KeyError: 'inner'")
+    assert "checkpoint" not in ended.err
+
+
+@environment.needs_root
+def test_a_folder_of_the_configuration_that_cannot_be_read_is_told(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("seed: 1\n")
+    (tmp_path / "conf").chmod(0o000)
+    ended = server.run(["plan", "--config-dir", "conf"], tmp_path, None, environment.WITHOUT_RIGHTS)
+    assert "Traceback" not in ended.err
+    assert ended.code in (66, 77, 78), ended.err

@@ -1,0 +1,348 @@
+"""Every operation fails once, or is the last one before the process ends; what was promised is kept all the same."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base.errors import AccelRunError, StorageError
+from runner.durable import checkpoint, files
+from runner.durable.directory import RunDirectory
+from runner.durable.system import System
+from tests.faults.crash_states import states
+from tests.faults.histories import BY_NAME, ROWS, SHORT, History, check, check_checkpoints, snapshot
+from tests.faults.recording import Acknowledge, Faults, Killed, Quick, Recording
+from tests.faults.tallies import IS_LONG, Tally
+
+KINDS = ("EIO", "ENOSPC", "short", "killed half way", "killed after", "link")
+if IS_LONG:  # for the code the same as others: refused is refused, and before one operation is after another
+    KINDS += ("EDQUOT", "EINTR", "killed before")
+PAIRS = [("EIO", "EIO"), ("ENOSPC", "killed after"), ("short", "EIO"), ("killed half way", "EIO")]
+OF_WRITES = ("short", "killed half way")
+
+
+class Attempt:
+    """A history in which operations fail, in a folder of its own.
+
+    promised  what it had promised when it ended
+    ended     what ended it: nothing, the product's own error, or the end of the process
+    """
+
+    def __init__(self, history: History, at: Mapping[int, str], root: Path, inner: System | None = None) -> None:
+        self.root = root
+        self.promised: dict[str, Any] = {}
+        self.ended: BaseException | None = None
+        root.mkdir()
+        victim = root.with_name("victim")
+        victim.write_text("untouched")
+        with files.through(Quick()):
+            history.prepare(root)
+        self.faults = Faults(at, inner, victim)
+        with self.faults.active():
+            try:
+                history.act(root, self.promised.__setitem__)
+            except (AccelRunError, Killed) as error:
+                self.ended = error
+        files._forget_locks()  # as the end of a process does
+        assert victim.read_text() == "untouched", "written through a link"
+        for path in [victim, *(path for path in root.rglob("*") if path.is_symlink())]:
+            path.unlink()
+
+
+def tried(history: History, at: Mapping[int, str], root: Path) -> Attempt:
+    """The history went through these failures, and what it had promised is kept."""
+    attempt = Attempt(history, at, root)
+    told = f"{history.name}, {at}, {[attempt.faults.trace[number] for number in attempt.faults.met]}"
+    try:
+        if isinstance(attempt.ended, AccelRunError):
+            assert attempt.ended.problems, "an error says what it is about"
+            assert attempt.ended.problems[0].where, "an error says where it happened"
+        with files.through(Quick()):
+            history.check(root, attempt.promised)
+    except Exception as error:
+        raise AssertionError(f"{told}: {attempt.ended!r}\n{type(error).__name__}: {error}") from error
+    finally:
+        shutil.rmtree(root)
+    return attempt
+
+
+def test_every_call_of_the_system_can_be_recorded_and_can_fail() -> None:
+    calls = {name for name in vars(System) if not name.startswith("_")}
+    assert calls <= set(vars(Faults))
+    assert calls - set(vars(Recording)) == {"begin_write_back"}, "a call that changes what a crash leaves is recorded"
+
+
+@pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
+def test_every_operation_fails_once(history: History, memory: Path, tally: Tally) -> None:
+    trace = tried(history, {}, memory / "whole").faults.trace
+    whole = Attempt(history, {}, memory / "once").promised
+    for (number, (operation, _)), kind in itertools.product(enumerate(trace), KINDS):
+        if (kind in OF_WRITES and operation != "write") or (kind == "link" and operation != "open"):
+            continue
+        attempt = tried(history, {number: kind}, memory / "attempt")
+        assert attempt.faults.met == [number]
+        if attempt.ended is None:
+            assert attempt.promised == whole, f"{history.name}, {kind} at {trace[number]}: went on in silence"
+        if kind == "short":
+            assert attempt.ended is None, f"{history.name}: a short write is continued"
+        tally.tried += 1
+    tally.notes["operations"] = len(trace)
+
+
+class Careless(Quick):
+    """A system that opens without some of the flags it is given."""
+
+    def __init__(self, without: int) -> None:
+        self.without = without
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        return super().open(path, flags & ~self.without, mode)
+
+
+@pytest.mark.parametrize(
+    ("without", "is_caught"),
+    [(os.O_EXCL | os.O_NOFOLLOW, True), (os.O_EXCL, False), (os.O_NOFOLLOW, False)],
+    ids=["both", "O_EXCL: O_NOFOLLOW refuses the link", "O_NOFOLLOW: O_EXCL refuses the link"],
+)
+def test_opening_without_care_is_caught(memory: Path, without: int, is_caught: bool) -> None:
+    history = next(one for one in SHORT if one.name == "the first save of a run")
+    trace = Attempt(history, {}, memory / "whole").faults.trace
+    manifest = next(
+        at for at, (name, path) in enumerate(trace) if name == "open" and path.endswith(checkpoint.MANIFEST)
+    )
+    if is_caught:
+        with pytest.raises(AssertionError, match="through a link"):
+            Attempt(history, {manifest: "link"}, memory / "attempt", Careless(without))
+    else:
+        assert isinstance(
+            Attempt(history, {manifest: "link"}, memory / "attempt", Careless(without)).ended, StorageError
+        )
+
+
+@pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
+def test_every_two_operations_fail(
+    history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
+) -> None:
+    num_operations = len(tried(history, {}, memory / "whole").faults.trace) + 4  # clearing up after the first is more
+    pairs = list(itertools.product(itertools.combinations(range(num_operations), 2), PAIRS))
+    chance = random.Random(f"{seed} {history.name}")
+    for numbers, kinds in chance.sample(pairs, min(len(pairs), amount(100, len(pairs)))):
+        attempt = tried(history, dict(zip(numbers, kinds, strict=True)), memory / "attempt")
+        if len(attempt.faults.met) == 2:
+            tally.tried += 1
+        else:
+            tally.skip("ended at the first")
+
+
+def test_a_row_half_written_that_cannot_be_cut_off_at_once_is_cut_off_later(memory: Path) -> None:
+    history = replace(BY_NAME["a log"], act=lambda *_: None)
+    failing = {2: "short", 3: "ENOSPC", 4: "ENOSPC"}  # after the opening and the sync of its name
+    (memory / "run").mkdir()
+    faults = Faults({number + 2: kind for number, kind in failing.items()})
+    with faults.active(), files.AppendLog(memory / "run" / "metrics.jsonl") as log:
+        log.write(ROWS[0].decode())
+        with pytest.raises(StorageError):
+            log.flush()
+        assert [faults.trace[number][0] for number in faults.met] == ["write", "write", "truncate"]
+        log.write(ROWS[1].decode())
+        log.flush()
+        assert log.length == len(ROWS[0] + ROWS[1])
+    history.check(memory / "run", {"rows": 2})
+
+
+def test_a_log_is_cut_between_lines(memory: Path) -> None:
+    with files.AppendLog(memory / "metrics.jsonl") as log:
+        log.write(ROWS[0].decode())
+        log.write(ROWS[1].decode())
+        log.flush()
+        log.cut(len(ROWS[0]) + 5)
+        log.write(ROWS[2].decode())
+    assert (memory / "metrics.jsonl").read_bytes() == ROWS[0] + ROWS[2]
+
+
+# After a failure the program goes on, and then the power is cut
+
+
+def _go_on(root: Path, promise: Callable[[str, Any], None]) -> None:
+    with RunDirectory.create_or_open(root / "runs", "one") as run:
+        found = checkpoint.recover(run.checkpoints).checkpoint
+        num_saved = int(found is not None)
+        if found:
+            promise("update", found.update)  # a run that is over says so and saves nothing more
+        for update in range(found.update + 1 if found else 1, 4):
+            with suppress(StorageError):  # training goes on
+                checkpoint.save(run.checkpoints, snapshot(update))
+                promise("update", update)
+                num_saved += 1
+                promise("saved", num_saved)
+                checkpoint.retain(run.checkpoints, 2)
+
+
+def _check_run(root: Path, promised: Mapping[str, Any]) -> None:
+    check_checkpoints(
+        root / "runs" / "one" / "checkpoints", promised.get("update", 0), num_saved=promised.get("saved", 0)
+    )
+
+
+def with_starts(at: Mapping[int, str], root: Path) -> tuple[Recording, Faults]:
+    """A run was started until it came to its end, in spite of what failed."""
+    root.mkdir()
+    recording = Recording(root)
+    faults = Faults(at, recording)
+    with faults.active():
+        for _ in range(5):
+            try:
+                _go_on(root, recording.acknowledge)
+                break
+            except Killed:
+                faults.restart()
+                files._forget_locks()
+            except AccelRunError:
+                continue
+    return recording, faults
+
+
+NAMED = ("mkdir", "rename", "fsync", "open")  # what has to do with names
+
+
+def test_a_failure_then_a_crash_keeps_what_was_promised(
+    memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
+) -> None:
+    history = History("a run that is started until it ends", _go_on, _check_run)
+    trace = with_starts({}, memory / "whole")[1].trace
+    injections = list(itertools.product(range(len(trace)), ("EIO", "killed after", "killed half way")))
+    possible = [(n, kind) for n, kind in injections if kind not in OF_WRITES or trace[n][0] == "write"]
+    usual = [(n, kind) for n, kind in possible if trace[n][0] in NAMED]
+    count = amount(70, len(possible))
+    chosen = possible if count >= len(possible) else random.Random(seed).sample(usual, min(len(usual), count))
+    for number, kind in chosen:
+        recording, faults = with_starts({number: kind}, memory / "run")
+        shutil.rmtree(memory / "run")
+        assert faults.met == [number]
+        done = recording.operations
+        struck = faults.struck[0]
+        promises = [place + 1 for place, one in enumerate(done) if isinstance(one, Acknowledge) and place >= struck]
+        points = {*range(struck, min(struck + 8, len(done) + 1)), *promises[:1]}
+        for state in states(recording.start, done, 0, seed, points=points):
+            check(history, state, memory / "state")
+            tally.tried += 1
+    tally.notes["failures"] = len(chosen)
+
+
+def _in_folders_just_made(root: Path, promise: Callable[[str, Any], None]) -> None:
+    system = files._system  # as `mkdir -p` does: nobody syncs
+    system.mkdir(root / "made")
+    system.mkdir(root / "made" / "by-hand")
+    _go_on(root / "made" / "by-hand", promise)
+
+
+def _check_in_folders(root: Path, promised: Mapping[str, Any]) -> None:
+    _check_run(root / "made" / "by-hand", promised)
+
+
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_a_run_in_folders_that_somebody_made_just_before_outlives_a_crash(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, is_synced: bool
+) -> None:
+    history = History("folders just made", _in_folders_just_made, _check_in_folders)
+    if not is_synced:
+        monkeypatch.setattr(files, "sync_names_of", lambda _: None)
+    recording = history.record(memory / "run")
+    places = [place + 1 for place, one in enumerate(recording.operations) if isinstance(one, Acknowledge)]
+    found = states(recording.start, recording.operations, 0, 0, points=places)
+    if is_synced:
+        for state in found:
+            check(history, state, memory / "state")
+    else:
+        with pytest.raises(AssertionError, match="update 0 was found, but 1 was acknowledged"):
+            for state in found:
+                check(history, state, memory / "state")
+
+
+def _sync_again(root: Path, promise: Callable[[str, Any], None]) -> None:
+    with files.AppendLog(root / "metrics.jsonl") as log:
+        for number in (0, 1, 2):
+            log.write(ROWS[number].decode())
+            with suppress(StorageError):
+                log.sync()
+                promise("rows", number + 1)
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_log_of_which_a_sync_failed_promises_nothing_more(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
+) -> None:
+    history = replace(BY_NAME["a log"], act=_sync_again)
+    trace = Attempt(history, {}, memory / "whole").faults.trace
+    syncs = [number for number, (name, _) in enumerate(trace) if name == "fsync"]
+    (memory / "run").mkdir()
+    recording = Recording(memory / "run")
+    if is_forgotten:
+        monkeypatch.setattr(files.AppendLog, "_fault", property(lambda _: None, lambda *_: None), raising=False)
+    with Faults({syncs[-2]: "EIO"}, recording).active():
+        _sync_again(memory / "run", recording.acknowledge)
+    found = states(recording.start, recording.operations, 0, 0)
+    if not is_forgotten:
+        for state in found:
+            check(history, state, memory / "state")
+    else:
+        with pytest.raises(AssertionError, match="of the rows on disk"):
+            for state in found:
+                check(history, state, memory / "state")
+
+
+# Reading
+
+
+@contextmanager
+def failing_read(at: int, code: int) -> Iterator[list[str]]:
+    """Inside, the reading call numbered `at` is refused; gives the list of calls."""
+    calls: list[str] = []
+
+    def meddle(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(subject: Any, *rest: Any, **keywords: Any) -> Any:
+            if name == "open" and rest and rest[0] & (os.O_CREAT | os.O_WRONLY | os.O_DIRECTORY):
+                return real(subject, *rest, **keywords)
+            calls.append(f"{name} {subject}")
+            if len(calls) - 1 == at:
+                raise OSError(code, os.strerror(code))
+            return real(subject, *rest, **keywords)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("open", "listdir", "lstat"):
+            patch.setattr(os, name, meddle(name, getattr(os, name)))
+        yield calls
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.EACCES], ids=errno.errorcode.get)
+def test_every_read_of_a_recovery_and_of_a_retention_fails_once(memory: Path, code: int, tally: Tally) -> None:
+    def filled(directory: Path) -> Path:
+        with files.through(Quick()):
+            for update in (1, 2, 3, 4):
+                checkpoint.save(directory, snapshot(update))
+        return directory
+
+    for act in (lambda path: checkpoint.retain(path, 2), checkpoint.recover):
+        with failing_read(-1, code) as calls, files.through(Quick()):
+            act(filled(memory / "whole"))
+        shutil.rmtree(memory / "whole")
+        for at in range(len(calls)):
+            directory = filled(memory / "attempt")
+            with failing_read(at, code), files.through(Quick()), suppress(StorageError):
+                act(directory)
+            with files.through(Quick()):
+                check_checkpoints(directory, 4)
+            shutil.rmtree(directory)
+            tally.tried += 1

@@ -1,0 +1,143 @@
+"""Ways from a foreign folder to a shell or to Python: closed, each with the file that went through it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from runner.base.configuration import Request, compose
+from runner.base.errors import ConfigError, SecurityRefusal
+from runner.commands.complete import candidates
+from runner.engine.trained import _as_trained
+from runner.launch.launcher import launched
+from tests.faults.tallies import Tally
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).with_name("task_to_attack.py")
+SBATCH = '#!/bin/bash\ncp -- "$1" "$PLAYED/script"\nbash -- "$1"\necho "Submitted batch job 42"\n'
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where we are; `sbatch` there runs the script."""
+    for name in ("sbatch", "srun"):
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(SBATCH if name == "sbatch" else "#!/bin/bash\n")
+        file.chmod(0o755)
+    monkeypatch.setenv("PLAYED", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("key", ["output_root", "data.path", "weights", "launcher.partition", "launcher.account"])
+def test_no_text_of_a_configuration_ends_a_line_of_a_script(cluster: Path, key: str, tally: Tally) -> None:
+    for end in ("\n", "\r", "\x0b", "\x85", "\u2028"):
+        for word in (f'{key}="x{end}touch PWNED{end}#"', f"{key}='x{end}touch PWNED{end}#'"):
+            with pytest.raises(ConfigError) as caught:
+                launched(compose(Request(("launcher=slurm", "run=a", word))))
+            assert key in str(caught.value)
+            tally.tried += 1
+    assert not (cluster / "PWNED").exists()
+
+
+def test_a_file_does_not_write_the_script_of_a_job(cluster: Path) -> None:
+    (cluster / "conf" / "hardware").mkdir(parents=True)
+    text = '# @package _global_\noutput_root: "o\\ntouch PWNED\\n#x"\nhardware: {title: x, devices: []}\n'
+    (cluster / "conf" / "hardware" / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="one line"):
+        launched(compose(Request(("launcher=slurm", "run=a", "hardware=mine"), None, cluster / "conf")))
+    assert not (cluster / "PWNED").exists()
+
+
+def test_nor_does_the_name_of_the_folder_in_which_we_are(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cluster / "o\ntouch PWNED\n#x").mkdir()
+    monkeypatch.chdir(cluster / "o\ntouch PWNED\n#x")
+    with pytest.raises(ConfigError, match="printable"):
+        launched(compose(Request(("launcher=slurm", "run=a"))))
+    assert not list(cluster.rglob("PWNED"))
+
+
+@pytest.mark.parametrize("place", ["outputs/b/mt.py", "outputs/mt.py", "outputs/a/mt.py", "outputs/b/link.py"])
+def test_no_run_names_code_below_the_output_root(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    words = f"train --task {TASK} device=cpu monitor=off updates=1 run=a"
+    assert server.run(words, tmp_path).code == 0
+    code = tmp_path / place
+    code.parent.mkdir(exist_ok=True)
+    evil = f"open({str(tmp_path / 'PWNED')!r}, 'w')\n{TASK.read_text()}"
+    if code.name == "link.py":
+        (tmp_path / "elsewhere.py").write_text(evil)
+        code.symlink_to("../../elsewhere.py")
+    else:
+        code.write_text(evil)
+    run_json = tmp_path / "outputs" / "a" / "run.json"
+    for named in (str(code), place):
+        run_json.write_text(json.dumps(json.loads(run_json.read_text()) | {"task_file": named}))
+        ended = server.run("inference run=a device=cpu", tmp_path)
+        assert ended.code == 89, ended
+        assert not (tmp_path / "PWNED").exists()
+    shutil.rmtree(tmp_path / "outputs" / "b", ignore_errors=True)
+    run_json.write_text(json.dumps(json.loads(run_json.read_text()) | {"task_file": str(TASK)}))
+    monkeypatch.chdir(tmp_path)
+    from runner.durable.directory import RunDirectory
+
+    directory = RunDirectory.find(Path("outputs"), "a")
+    assert _as_trained(Request(), directory, Path("outputs")).task_file == TASK
+    with pytest.raises(SecurityRefusal):
+        _as_trained(Request(), directory, tmp_path)  # TASK is not below, but then neither is the run in that root
+
+
+HOSTILE = (
+    "mine$(touch X)",
+    "a`id`",
+    "a;id",
+    "\x1b[2Jx",
+    "a\nb",
+    "-rf",
+    "a b",
+    "a|b",
+    "a&b",
+    "a'b",
+    'a"b',
+    "$HOME",
+    "a*",
+)
+
+
+def test_the_tab_key_offers_names_that_mean_nothing_to_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "optimizer").mkdir(parents=True)
+    for name in (*HOSTILE, "good-1.0"):
+        (tmp_path / "conf" / "optimizer" / f"{name}.yaml").write_text("option: adamw\n")
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+        (tmp_path / "outputs" / name / "run.json").write_text("{}")
+        (tmp_path / f"{name}.py").write_text("")
+        (tmp_path / f"{name}.pt").write_text("")
+    kinds = ", ".join(map(repr, (*HOSTILE, "good-1.0")))
+    (tmp_path / "task.py").write_text(f"from typing import Literal\ndef build(*, kind: Literal[{kinds}] = 'x'): ...\n")
+    for words in (
+        ["train", "--config-dir", "conf", "optimizer="],
+        ["train", "resume="],
+        ["train", "data.path="],
+        ["train", "data.path=outputs/"],
+        ["train", "--task", ""],
+        ["train", "--task", "task.py", "task.kind="],
+        ["inference", "run="],
+        ["status", ""],
+        ["import", ""],
+    ):
+        offered = candidates(words)
+        assert any("good-1.0" in word for word in offered), words
+        for word in offered:
+            assert not set(word) & set("$`;|&'\"\\\n\x1b* "), (words, word)
+            assert not word.startswith("-"), (words, word)
+            tally.tried += 1

@@ -1,0 +1,90 @@
+"""What is small in a file and large when it is built, slow to read or read from elsewhere: 78 or 89 within a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.base.configuration import Request, compose
+from runner.base.errors import AccelRunError
+from tests.faults.tallies import Tally
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).with_name("task_to_attack.py")
+HEAD = "# @package _global_\nhardware: {title: x, devices: []}\n"
+
+
+def files() -> Iterator[tuple[str, str, int, str]]:
+    """Yield (name, content of a hardware profile, exit code, what is said)."""
+    chain = "\n".join(f"x{number}: '${{x{number - 1}}}${{x{number - 1}}}'" for number in range(1, 60))
+    yield "texts that double", f"{HEAD}x0: aaaaaaaaaa\n{chain}\n", 78, "characters once each"
+    chain = "\n".join(f"x{number}: {{a: '${{x{number - 1}}}', b: '${{x{number - 1}}}'}}" for number in range(1, 60))
+    yield "mappings that double", f"{HEAD}x0: {{a: 1}}\n{chain}\n", 78, "values"
+    chain = "\n".join(f"  x{number}: ['${{..x{number - 1}}}', '${{..x{number - 1}}}']" for number in range(1, 60))
+    yield "relative ones", f"{HEAD}y:\n  x0: [1]\n{chain}\n", 78, "values"
+    chain = "\n".join(f"  x{number}: '${{z.x{number - 1}}}${{z.x{number - 1}}}'" for number in range(1, 60))
+    yield "through another name", f"{HEAD}z: ${{y}}\ny:\n  x0: aaaaaaaa\n{chain}\n", 78, "characters once each"
+    yield "a long text often", f"{HEAD}x: {'a' * 30_000}\ny: '{'${x}' * 8_000}'\n", 78, "characters once each"
+    chain = "\n".join(f"x{number}: ${{x{number + 1}}}" for number in range(2_000))
+    yield "a long way", f"{HEAD}{chain}\n", 78, ""
+    yield "a circle", f"{HEAD}x: ${{y}}\ny: ${{x}}\n", 78, ""
+    yield "empty lines", HEAD + "\n" * 65_000, 0, ""
+    yield "a line end of Unicode", f"{HEAD}#\u2028# @package hydra\n", 89, "the package hydra is not for configurations"
+
+
+@pytest.mark.parametrize(("name", "content", "code", "told"), list(files()), ids=[name for name, *_ in files()])
+def test_nothing_grows(tmp_path: Path, name: str, content: str, code: int, told: str, tally: Tally) -> None:
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware" / "mine.yaml").write_text(content, encoding="utf-8")
+    compose(Request(("seed=1",)))  # what is imported once
+    began, said, ended = time.process_time(), "", 0
+    try:
+        compose(Request(("hardware=mine",), None, tmp_path))
+    except AccelRunError as error:
+        said, ended = str(error), error.exit_code
+    assert time.process_time() - began < 3, "a second, and what a busy machine adds"
+    assert ended == code, said
+    assert told in said
+    assert len(said) < 10_000
+    tally.tried += 1
+
+
+def test_an_option_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "evil.yaml").write_text("option: fp32\n_target_: os.system\n")
+    folder = tmp_path / "conf"
+    folder.mkdir()
+    shipped = (Path(__file__).parents[2] / "conf" / "config.yaml").read_text()
+    for option in (tmp_path / "evil", f"[{tmp_path / 'evil'}]"):
+        (folder / "config.yaml").write_text(shipped.replace("- precision: auto", f"- precision: {option}"))
+        assert str(tmp_path) in (folder / "config.yaml").read_text()
+        with pytest.raises(AccelRunError) as caught:
+            compose(Request((), None, folder))
+        assert caught.value.exit_code == 89
+        assert "leads out of the groups" in str(caught.value)
+
+
+def test_a_value_of_the_command_line_is_no_reference(tmp_path: Path) -> None:
+    for word in ("data.path='${oc.env:HOME}'", 'data.path="${seed}"', "data.path=${seed}", "data={path:'${seed}'}"):
+        with pytest.raises(AccelRunError) as caught:
+            compose(Request((word,)))
+        assert caught.value.exit_code == 78
+        assert "stand in files only" in str(caught.value), word
+
+
+def test_a_deep_task_file_is_told(server: ForkServer, tmp_path: Path) -> None:
+    for name, line in (("minus", f"x = {'-' * 100_000}1\n"), ("lists", f"x = {'[' * 5_000}{']' * 5_000}\n")):
+        (tmp_path / "mine.py").write_text(TASK.read_text() + line)
+        ended = server.run("plan --task mine.py", tmp_path)
+        assert (ended.code, "Traceback" in ended.err) == (78, False), (name, ended.err)
+
+
+def test_status_shows_rows_with_numbers_of_any_size(server: ForkServer, tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "a"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text('{"state": "done"}')
+    (run / "metrics.jsonl").write_text('{"phase": "train", "update": 1, "loss": 1' + "0" * 400 + "}\n")
+    ended = server.run("status a", tmp_path)
+    assert (ended.code, ended.err) == (0, "")

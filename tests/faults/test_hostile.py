@@ -1,0 +1,545 @@
+"""Configurations and checkpoints made by an enemy: refused in words, with nothing run, opened or changed outside."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import random
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base.configuration import GROUPS, Request, compose
+from runner.base.errors import AccelRunError, Exit
+from runner.base.guarded_yaml import ENVIRONMENT, MAX_BYTES
+from runner.base.schema import read_functions
+from tests import forkserver
+from tests.faults import enemy
+from tests.faults.tallies import IS_LONG, Tally
+from tests.forkserver import ForkServer
+
+# ruff: noqa: E501 - tables of attacks
+
+TARGETS = ("os.system", "subprocess.Popen", "builtins.eval", "builtins.exec", "pickle.loads", "shutil.rmtree",
+           "torch.load", "importlib.import_module", "hydra.utils.instantiate", "runner.cli.main")  # fmt: skip
+
+REFUSED = (Exit.SECURITY, Exit.CONFIG)
+
+
+@pytest.fixture(scope="module")
+def watch() -> Iterator[list[tuple[str, str]]]:
+    """What the interpreter is asked for while it is armed: code run, processes, sockets, files written, imports."""
+    return (yield from _watching())
+
+
+SEEN: list[tuple[str, str]] = []
+ARMED = [False]
+KINDS = ("exec", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "socket.connect",
+         "socket.bind", "ctypes.dlopen", "pickle.find_class", "marshal.loads", "os.remove", "os.rename", "os.chmod",
+         "shutil.rmtree", "os.symlink", "os.link")  # fmt: skip
+
+
+DEFINING = ("collections/__init__.py", "dataclasses.py", "typing.py", "enum.py",
+            "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")  # fmt: skip
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if not ARMED[0]:
+        return
+    if event in ("exec", "marshal.loads") and sys._getframe(1).f_code.co_filename.endswith(DEFINING):
+        return  # a class or a module of an installed package is being defined, or its own annotations are read
+    if event in KINDS:
+        SEEN.append((event, f"{arguments!r:.200} by {sys._getframe(1).f_code.co_filename}"))
+    elif event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        SEEN.append((event, repr(arguments[0])))
+
+
+def _watching() -> Iterator[list[tuple[str, str]]]:
+    sys.addaudithook(_hook)  # it cannot be taken away again, so it sleeps outside of the tests
+    compose(Request(("optimizer.lr=0.1",)))  # what Hydra imports and generates once
+    yield SEEN
+    ARMED[0] = False
+
+
+def attempt(words: tuple[str, ...], folder: Path | None = None, task: Path | None = None) -> AccelRunError | None:
+    """Compose under the audit hook; return how it was refused, None where it was taken for data."""
+    SEEN.clear()
+    ARMED[0] = True
+    try:
+        compose(Request(words, task, folder))
+    except AccelRunError as error:
+        return error
+    finally:
+        ARMED[0] = False
+    return None
+
+
+def hostile_words() -> Iterator[tuple[str, ...]]:
+    for target in TARGETS if IS_LONG else TARGETS[:4]:
+        yield (f"+optimizer._target_={target}",)
+        yield (f"optimizer={{_target_:{target}}}",)
+        yield (f"+data={{path:{{_target_:{target},_args_:[id]}}}}",)
+    for key in ("hydra.callbacks.x._target_", "+hydra.job.chdir", "hydra/launcher", "hydra.run.dir", "hydra.searchpath",
+                "++hydra.launcher._target_", "hydra/job_logging", "hydra.sweeper.params", "hydra.output_subdir"):  # fmt: skip
+        yield (f"{key}=evil",)
+    for group in GROUPS[:: 1 if IS_LONG else 9]:
+        for way in ("../../../etc/passwd", "/etc/passwd", "..", "file:///etc/passwd", "pkg://os", "a/../../b", "\\x00"):
+            yield (f"{group}={way}",)
+        yield (f"{group}@hydra.callbacks=default",)
+        yield (f"~{group}",)
+    yield ("x=" + "[" * 3000 + "]" * 3000,)
+    yield ("x=" + "{a:" * 500 + "1" + "}" * 500,)
+    yield ("run=../../etc",)
+    yield ("run=/etc/cron.d/x",)
+
+
+def test_hostile_words_are_refused_and_nothing_is_called(watch: list[tuple[str, str]], tally: Tally) -> None:
+    from runner.durable.directory import check_name
+
+    for words in hostile_words():
+        if words[0].startswith("run="):
+            with pytest.raises(AccelRunError):
+                check_name(words[0].partition("=")[2])
+        else:
+            error = attempt(words)
+            assert error is not None, f"taken for data: {words}"
+            assert error.exit_code in REFUSED, (words, error)
+        assert not watch, (words, watch)
+        tally.tried += 1
+
+
+def test_what_names_code_is_refused_as_such(watch: list[tuple[str, str]]) -> None:
+    for target in TARGETS:
+        error = attempt((f"+optimizer._target_={target}",))
+        assert error is not None
+        assert error.exit_code == Exit.SECURITY
+        assert "nothing is imported or called by its name" in str(error)
+
+
+LOL = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{new}: &{new} [*{old},*{old},*{old},*{old},*{old},*{old},*{old},*{old},*{old},*{old}]\n"
+    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def hostile_files() -> Iterator[tuple[str, str | bytes, int]]:
+    """Yield (name, content, exit code) of an option of the group optimizer."""
+    head = "option: adamw\n"
+    for target in TARGETS:
+        yield f"target {target}", f"{head}_target_: {target}\n", 89
+        yield f"nested target {target}", f"{head}lr_scales: {{head: {{_target_: {target}}}}}\n", 89
+        yield f"tag {target}", f"{head}lr: !!python/object/apply:{target} ['id']\n", 89
+        yield f"name tag {target}", f"{head}lr: !!python/name:{target}\n", 89
+    for resolver in ("oc.create:{a: 1}", "oc.decode:'[1]'", "oc.select:lr", "oc.dict.keys:x", "hydra:runtime.cwd",
+                     "now:%Y", "python_version:", "evil:1", "oc.deprecated:lr", "oc.env", "oc.env:", "${x}:1",
+                     "oc.env:HOME,${oc.env:HF_TOKEN}", "oc.env:'HF_TOKEN'", "oc.${x}:HF_TOKEN", "oc.env:${x}"):  # fmt: skip
+        yield f"resolver {resolver}", f'{head}lr: "${{{resolver}}}"\n', 0 if resolver == "oc.env" else 89
+        yield f"resolver in a key {resolver}", f'{head}"${{{resolver}}}": 1\n', 0 if resolver == "oc.env" else 89
+    for variable in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PATH", "LD_PRELOAD", "SSH_AUTH_SOCK", "SLURM_JWT", "MY_OWN"):
+        yield f"variable {variable}", f"{head}lr: ${{oc.env:{variable}}}\n", 89
+        yield f"variable with default {variable}", f"{head}lr: ${{oc.env:{variable},0.1}}\n", 89
+    for entry in ("../../../etc/passwd", "/../x", "//etc/passwd", "file:///etc/passwd", "pkg://os", "adamw@hydra.callbacks",
+                  "override /hydra/launcher: basic", "/hydra/callbacks: x", "hydra/job_logging: colorlog",
+                  "adamw@hydra", "../task/gpt", "override /task: ../../x", "optional ../../x"):  # fmt: skip
+        yield f"defaults {entry}", f"defaults:\n  - {entry}\n", 89
+    for package in ("hydra.callbacks", "hydra", "optimizer", "_global_.hydra"):
+        yield f"package {package}", f"# @package {package}\n{head}", 89
+    yield "hydra key", "# @package _global_\nhydra:\n  callbacks:\n    x: {_target_: os.system}\n", 89
+    yield "searchpath", "# @package _global_\nhydra: {searchpath: ['file:///tmp']}\n", 89
+    yield "laughs", LOL, 78
+    yield "a circle", "a: &a [*a]\n", 78
+    yield "deep", "a: " + "[" * 5000 + "]" * 5000, 78
+    yield "deep block", "".join(" " * depth + "a:\n" for depth in range(200)), 78
+    yield "large", "a: " + "x" * MAX_BYTES, 78
+    yield "many keys", "".join(f"a{number}: 1\n" for number in range(7000)), 78
+    yield "merge of many", "a: &a {" + ",".join(f"k{number}: 1" for number in range(900)) + "}\n" + "".join(
+        f"m{number}: {{<<: *a}}\n" for number in range(100)), 78  # fmt: skip
+    yield "twice", f"{head}lr: 0.1\nlr: 0.2\n", 78
+    yield "huge number", f"{head}lr: " + "9" * 5000 + "\n", 78
+    yield "infinite", f"{head}lr: .inf\n", 78
+    yield "not a number", f"{head}lr: .nan\n", 78
+    yield "a date", f"{head}lr: 2024-02-31\n", 78
+    yield "binary", f"{head}lr: !!binary aGVsbG8=\n", 78
+    yield "a set", f"{head}lr: !!set {{a, b}}\n", 78
+    yield "own tag", f"{head}lr: !evil x\n", 78
+    yield "a path", f"{head}lr: !!python/object/apply:pathlib.Path [/etc]\n", 89
+    yield "two documents", f"{head}---\n{head}", 78
+    yield "a list", "- 1\n- 2\n", 78
+    yield "a scalar", "just text\n", 78
+    yield "nothing", "", 78
+    yield "zeros", b"\x00" * 100, 78
+    yield "latin", head.encode() + "lr: é\n".encode("latin-1"), 78
+    yield "utf-16", f"{head}lr: 0.1\n".encode("utf-16"), 78
+    yield "pickle", b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.", 78
+    yield "list as a key", f"{head}? [a]\n: 1\n", 78
+    yield "secret", f"{head}api_key: hunter2hunter2\n", 78
+    yield "secret inside", f"{head}lr_scales: {{my_token: hunter2hunter2}}\n", 78
+    yield "address with password", f"{head}lr: https://me:hunter2hunter2@host/x\n", 78
+
+
+def test_hostile_files_are_refused_and_nothing_is_called(
+    watch: list[tuple[str, str]], tmp_path: Path, tally: Tally
+) -> None:
+    (tmp_path / "optimizer").mkdir()
+    slowest = 0.0
+    for name, content, code in hostile_files():
+        data = content.encode() if isinstance(content, str) else content
+        (tmp_path / "optimizer" / "evil.yaml").write_bytes(data)
+        began = time.monotonic()
+        error = attempt(("optimizer=evil",), tmp_path)
+        slowest = max(slowest, time.monotonic() - began)
+        assert error is not None, f"{name}: taken for data"
+        assert error.exit_code == (code or Exit.CONFIG), (name, error)
+        assert "hunter2" not in str(error), name
+        assert not watch, (name, watch)
+        tally.tried += 1
+    tally.notes["slowest_s"] = round(slowest, 2)
+    assert slowest < 5.0
+
+
+def test_a_whole_config_yaml_of_an_enemy_is_no_better(
+    watch: list[tuple[str, str]], tmp_path: Path, tally: Tally
+) -> None:
+    for name, content, _ in hostile_files():
+        data = content.encode() if isinstance(content, str) else content
+        (tmp_path / "config.yaml").write_bytes(data)
+        error = attempt((), tmp_path)
+        assert error is not None, name
+        assert error.exit_code in REFUSED, (name, error)
+        assert not watch, (name, watch)
+        tally.tried += 1
+
+
+def test_files_that_are_none_or_lead_elsewhere_are_refused(watch: list[tuple[str, str]], tmp_path: Path) -> None:
+    outside = tmp_path / "outside.yaml"
+    outside.write_text("option: adamw\n")
+    folder = tmp_path / "conf" / "optimizer"
+    folder.mkdir(parents=True)
+    (folder / "link.yaml").symlink_to(outside)
+    (folder / "zero.yaml").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe.yaml")
+    for option, code in (("link", 89), ("zero", 89), ("pipe", 78)):
+        error = attempt((f"optimizer={option}",), tmp_path / "conf")
+        assert error is not None
+        assert error.exit_code in (code, Exit.CONFIG), (option, error)
+        assert not watch
+
+
+def test_what_is_harmless_stays_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    folder = tmp_path / "optimizer"
+    folder.mkdir()
+    (folder / "mine.yaml").write_bytes(b"\xef\xbb\xbfoption: adamw\r\nlr: 0.25\r\nbetas: &b [0.9, 0.99]\r\n")
+    (tmp_path / "task").mkdir()
+    own = tmp_path / "hardware"
+    own.mkdir()
+    (own / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /precision: bf16\n  - override /compile: 'off'\n"
+        "data:\n  path: ${oc.env:SCRATCH}/data\noutput_root: ${oc.env:NOT_THERE_AT_ALL,here}\n".replace(
+            "NOT_THERE_AT_ALL", "SLURM_TMPDIR"
+        )
+        + "hardware:\n  title: mine\n  devices: []\n"
+    )
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+    found = compose(Request(("optimizer=mine", "hardware=mine"), None, tmp_path))
+    assert found.choices["optimizer"].options["lr"] == 0.25
+    assert found.settings.data.path == "/scratch/me/data"
+    assert found.settings.output_root == "here"
+    assert found.choices["precision"].name == "bf16"
+
+
+def test_no_variable_that_a_configuration_may_take_is_a_secret() -> None:
+    from runner.base.secret import is_secret_name
+
+    assert not [name for name in ENVIRONMENT if is_secret_name(name)]
+
+
+ANNOTATIONS = (
+    "__import__('os').system('touch CANARY')", "exec('1')", "(lambda: 1/0)()", "'__import__(\"os\")'", "open('CANARY','w')",
+    "[x for x in ().__class__.__bases__[0].__subclasses__()]", "int if print('x') else str", "Literal[exec('1')]",
+    "Annotated[int, __import__('os')]", "Range(__import__('os'))", "typing.get_type_hints", "object.__class__",
+)  # fmt: skip
+
+
+def test_reading_what_a_task_offers_runs_none_of_it(watch: list[tuple[str, str]], tmp_path: Path) -> None:
+    for annotation in ANNOTATIONS:
+        file = tmp_path / "evil.py"
+        file.write_text(
+            f"def build(*, a: {annotation} = 1, b: {annotation!r} = 2):\n    pass\nraise SystemExit('it was run')\n"
+        )
+        read_functions.cache_clear()
+        compile(file.read_text(), "warm", "exec")
+        SEEN.clear()
+        ARMED[0] = True
+        try:
+            keys = read_functions(file)["build"].keys
+        finally:
+            ARMED[0] = False
+        assert keys["a"].default == 1
+        assert [event for event in watch if event[0] != "compile"] == []
+    assert not (tmp_path / "CANARY").exists()
+
+
+def importable() -> Iterator[str]:
+    """Yield every callable of the modules that can be found, by its path; nothing is imported for it."""
+    import ast
+
+    for module in sorted(sys.stdlib_module_names):
+        yield from (f"{module}.{name}" for name in ("main", "run", "open", "system", "call", "loads", "load"))
+    for found in pkgutil.iter_modules():
+        path = getattr(found.module_finder, "path", "")
+        files = [Path(path) / f"{found.name}.py", *sorted((Path(path) / found.name).glob("**/*.py"))]
+        for file in files:
+            if file.is_file():
+                try:
+                    tree = ast.parse(file.read_bytes())
+                except (SyntaxError, ValueError, RecursionError):
+                    continue
+                module = ".".join(file.relative_to(path).with_suffix("").parts).removesuffix(".__init__")
+                for node in tree.body:
+                    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                        yield f"{module}.{node.name}"
+
+
+def test_no_importable_callable_is_called_by_its_name(
+    watch: list[tuple[str, str]], tmp_path: Path, amount: Callable[[int, int], int], seed: int, tally: Tally
+) -> None:
+    (tmp_path / "optimizer").mkdir()
+    file = tmp_path / "optimizer" / "evil.yaml"
+    wanted = amount(6, 1_000_000)
+    names: Any = list(importable()) if wanted > 1000 else [
+        f"{module}.{name}" for module in sorted(sys.stdlib_module_names) for name in ("main", "open", "system")
+    ]  # fmt: skip
+    random.Random(seed).shuffle(names)
+    for name in names[:wanted]:
+        ways: Mapping[str, str] = {
+            "_target_": f"option: adamw\n_target_: {name}\n",
+            "option": f"option: {name}\n",
+            "value": f"option: adamw\nkernel: {name}\n",
+            "resolver": f"option: adamw\nlr: ${{{name}:1}}\n",
+        }
+        for way, content in ways.items():
+            file.write_text(content)
+            before = set(sys.modules)
+            error = attempt(("optimizer=evil",), tmp_path)
+            assert error is not None, (name, way)
+            assert error.exit_code in REFUSED, (name, way, error)
+            assert not watch, (name, way, watch)
+            assert set(sys.modules) == before, (name, way)
+            tally.tried += 1
+
+
+# ---------------------------------------------------------------- checkpoints and run folders
+
+TASK = Path(__file__).with_name("task_to_attack.py")
+WORDS = [
+    "--task",
+    str(TASK),
+    "device=cpu",
+    "monitor=off",
+    "tracker=none",
+    "dataloader.num_workers=0",
+    "checkpoint.every=3",
+]
+COMMANDS = {
+    "status": ["status", "enemy"],
+    "train": ["train", *WORDS, "updates=9", "resume_allow=[updates]", "run=enemy"],
+    "inference": ["inference", "run=enemy", "device=cpu", "monitor=off", "--task", str(TASK)],
+    "resume": ["train", *WORDS, "updates=9", "resume_allow=[updates]", "run=new", "resume=outputs/enemy"],
+    "bare inference": ["inference", "run=enemy", "device=cpu", "monitor=off"],
+    "export": ["export", "enemy", "format=safetensors", "--task", str(TASK)],
+    "complete": ["complete", "--", "inference", "run=enemy", "inference."],
+}
+DOCUMENTED = {0, 65, 66, 73, 74, 77, 78, 87, 88, 89}
+
+WATCH = """
+import sys, os, resource, tempfile
+DEFINING = ("collections/__init__.py", "dataclasses.py", "typing.py", "enum.py", "<frozen importlib._bootstrap>",
+            "<frozen importlib._bootstrap_external>", "<frozen runpy>", "engine/tasks.py", "functools.py", "jit/frontend.py")
+CHANGING = {"os.remove": 1, "os.rename": 2, "os.mkdir": 1, "os.rmdir": 1, "os.symlink": 2, "os.link": 2, "os.chmod": 1,
+            "os.truncate": 1, "shutil.rmtree": 1, "os.chown": 1, "os.utime": 1}
+NEVER = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect", "socket.bind", "pickle.find_class",
+         "os.forkpty", "os.mkfifo", "os.mknod")
+def watch(folder, report):
+    home, private = os.path.realpath(folder), os.path.join(os.path.realpath(tempfile.gettempdir()), "accelrun-")
+    out = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    own = {"pid": os.getpid()}
+    def inside(path, at=-1):
+        if isinstance(path, int):
+            return True
+        path = os.fsdecode(path)
+        if at is not None and at >= 0 and not os.path.isabs(path):
+            path = os.path.join(os.readlink(f"/proc/self/fd/{at}"), path)
+        folder, name = os.path.split(os.path.abspath(path))
+        real = os.path.join(os.path.realpath(folder), name)
+        return real.startswith((home + "/", "/dev/null", private, "/tmp/pymp-", "/dev/shm/", "/proc/")) or real == home
+    def hook(event, arguments):
+        bad = None
+        if event in NEVER and arguments[0] != "uname":  # asked by Python's `platform`
+            bad = arguments
+        elif event == "exec":
+            caller = sys._getframe(1).f_code.co_filename
+            if not caller.endswith(DEFINING) and "torch" not in caller:
+                bad = (str(arguments[0]), caller)
+        elif event == "open":
+            path, mode, flags = arguments
+            if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) and os.path.isabs(os.fsdecode(path) if not isinstance(path, int) else ""):
+                if not inside(path): bad = arguments
+        elif event in CHANGING:
+            names, at = arguments[:CHANGING[event]], arguments[CHANGING[event]:]
+            ats = at if event in ("os.rename", "os.link") else at[-1:]
+            for number, name in enumerate(names):
+                where = ats[number] if number < len(ats) and isinstance(ats[number], int) else -1
+                if not inside(name, where): bad = arguments
+        if bad is not None:
+            os.write(out, (f"{event} {bad!r:.300}\\n").encode())
+    sys.addaudithook(hook)
+    pages = int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + (2 << 30),) * 2)
+"""
+
+
+class WatchedServer(ForkServer):
+    """The fork server, whose children report what they must not do, and may take 2 GiB more of memory than it has."""
+
+    def __init__(self) -> None:
+        mark = 'exec(request["before"], {})'
+        assert mark in forkserver.SERVER
+        program = WATCH + forkserver.SERVER.replace(
+            mark, mark + '; watch(request["cwd"], request["env"]["WATCH_REPORT"])'
+        )
+        before, forkserver.SERVER = forkserver.SERVER, program
+        try:
+            super().__init__()
+        finally:
+            forkserver.SERVER = before
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[WatchedServer]:
+    made = WatchedServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def trained(watched: WatchedServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 updates with two checkpoints, which attacks are made on copies of."""
+    folder = tmp_path_factory.mktemp("trained")
+    ended = watched.run(["train", *WORDS, "updates=6", "run=enemy"], folder, {"WATCH_REPORT": str(folder / "seen")})
+    assert ended.code == 0, ended.err
+    assert (folder / "seen").read_text() == "", "the hook reports what every run does"
+    assert watched.run(COMMANDS["export"], folder, {"WATCH_REPORT": str(folder / "seen")}).code == 0
+    assert (folder / "seen").read_text() == "", "the hook reports what every export does"
+    return folder / "outputs" / "enemy"
+
+
+def snapshot_of(folder: Path) -> list[tuple[str, int, bytes]]:
+    return [
+        (str(path), path.lstat().st_mode, path.read_bytes() if path.is_file() else b"")
+        for path in sorted(folder.rglob("*"))
+    ]
+
+
+def test_the_watch_sees_what_it_is_for(watched: WatchedServer, tmp_path: Path) -> None:
+    evil = tmp_path / "inside"
+    evil.mkdir()
+    (evil / "evil.py").write_text(
+        "import subprocess, socket, os\nopen('../out', 'w').close()\nopen(os.path.abspath('../out'), 'w').close()\n"
+        "subprocess.run(['true'])\nos.rename(os.path.abspath('../out'), os.path.abspath('../other'))\nexec('1')\n"
+        "import pickle\npickle.loads(b'cposix\\nsystem\\n.')\n"
+        "from runner import Task\n\ndef build() -> Task: ...\n"
+    )
+    report = tmp_path / "seen"
+    watched.run(["train", "--task", "evil.py", "device=cpu", "updates=1"], evil, {"WATCH_REPORT": str(report)})
+    seen = report.read_text()
+    for event in ("open", "subprocess.Popen", "os.rename", "exec", "pickle.find_class"):
+        assert f"\n{event} " in f"\n{seen}", (event, seen)
+
+
+def test_a_hostile_run_ends_every_command_in_words(
+    watched: WatchedServer, trained: Path, tmp_path: Path, amount: Callable[[int, int], int], seed: int, tally: Tally
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "canary").write_text("untouched\n")
+    known = snapshot_of(outside)
+    every = [(name, attack, command) for name, attack in enemy.attacks(outside) for command in COMMANDS]
+    random.Random(seed).shuffle(every)
+    slowest = (0.0, "")
+    codes: dict[int, int] = {}
+    for name, attack, command in every[: amount(36, len(every))]:
+        folder = tmp_path / "work"
+        shutil.copytree(trained, folder / "outputs" / "enemy", symlinks=True)
+        try:
+            attack(folder / "outputs" / "enemy")
+        except (PermissionError, FileNotFoundError) as error:
+            tally.skip(str(error).split(":")[0])
+            shutil.rmtree(folder)
+            continue
+        report = tmp_path / "seen"
+        began = time.monotonic()
+        pid = watched.start(COMMANDS[command], folder, {"WATCH_REPORT": str(report)})
+        alarm = threading.Timer(60.0, os.kill, (pid, 9))
+        alarm.start()
+        ended = watched.wait()
+        alarm.cancel()
+        slowest = max(slowest, (time.monotonic() - began, f"{command}, {name}"))
+        told = f"{command}, {name}: exit {ended.code}\n{ended.out[-500:]}\n{ended.err[-3000:]}"
+        assert ended.code in DOCUMENTED, told
+        assert "Traceback" not in ended.err, told
+        assert "fault of accel-run" not in ended.err, told
+        assert "overrides" not in name or "hunter2" not in ended.out + ended.err, told
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", ended.out + ended.err), told
+        assert report.read_text() == "", f"{told}\n{report.read_text()}"
+        assert snapshot_of(outside) == known, told
+        if ended.code:
+            assert ended.err.startswith("accel-run: ") or "\naccel-run: " in ended.err, told
+        codes[ended.code] = codes.get(ended.code, 0) + 1
+        shutil.rmtree(folder)
+        tally.tried += 1
+    tally.notes["codes"] = " ".join(f"{code}:{count}" for code, count in sorted(codes.items()))
+    tally.notes["slowest_s"] = f"{slowest[0]:.1f} ({slowest[1]})"
+
+
+def test_a_hostile_checkpoint_is_refused_or_equal(
+    trained: Path, tmp_path: Path, amount: Callable[[int, int], int], seed: int, tally: Tally
+) -> None:
+    from runner.durable.checkpoint import load
+    from runner.engine.state import check_state
+
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "canary").write_text("untouched\n")
+    original = load(enemy.newest(trained))
+    every = [
+        one
+        for one in enemy.attacks(outside)
+        if one[0].startswith(("manifest", "state", "model", "optimizer", "random"))
+    ]
+    random.Random(seed).shuffle(every)
+    for name, attack in every[: amount(150, len(every))]:
+        run = tmp_path / "run"
+        shutil.copytree(trained, run)
+        attack(run)
+        refusal = None
+        try:
+            found = check_state(load(enemy.newest(run)))
+            tensors = {stem: found.tensors(stem) for stem in found.stems}
+        except AccelRunError as error:
+            refusal = error
+        if refusal is None:
+            assert tensors.keys() == set(found.stems), name
+            assert found.update == original.update, name
+        else:
+            assert refusal.exit_code in (65, 74), (name, refusal)
+        shutil.rmtree(run)
+        tally.tried += 1
+    assert (outside / "canary").read_text() == "untouched\n"

@@ -1,0 +1,46 @@
+"""A process that is killed loses nothing it had acknowledged, and the same command ends as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults import kills
+from tests.faults.apart import apart
+from tests.faults.tallies import Tally
+
+Amount = Callable[[int, int], int]
+
+
+def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, amount: Amount, seed: int, tally: Tally) -> None:
+    count = amount(150, 10_000)
+    campaign = apart(kills.kill_saves, tmp_path, count, seed)
+    tally.tried += campaign.kills
+    tally.notes |= {"inside a save": campaign.inside, "saves": campaign.saves}
+    assert campaign.kills == count
+    assert not campaign.bad, "\n".join(campaign.bad)
+
+
+def test_torch_save_does_not_survive_a_kill(tmp_path: Path, seed: int, tally: Tally) -> None:
+    campaign = apart(kills.kill_in_place, tmp_path, 20, seed)
+    tally.tried += campaign.kills
+    tally.notes["caught"] = len(campaign.bad)
+    assert len(campaign.bad) >= 5, f"only {campaign.bad}"
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [((), 0.7), (("dataloader.num_workers=2", "dataloader.start_method=fork"), 0.3)],
+    ids=["alone", "workers"],
+)
+def test_a_run_that_is_killed_again_and_again_ends_bit_identical(
+    words: tuple[str, ...], share: float, tmp_path: Path, amount: Amount, seed: int, tally: Tally
+) -> None:
+    count = round(share * amount(15, 1000))
+    campaign = apart(kills.kill_runs, tmp_path, count, seed, words)
+    tally.tried += campaign.kills
+    tally.notes |= {"runs": campaign.runs, **{f"by {kind}": number for kind, number in campaign.moments.items()}}
+    assert campaign.kills >= count
+    assert not campaign.bad, "\n".join(campaign.bad)

@@ -1,0 +1,349 @@
+"""A save that leaves out a sync, or does two things in the other order, is caught: the suites can fail.
+
+Each recorded history is changed in one place, everywhere in turn, and the crashes of what is then done are looked at.
+That works on what is done, not on how the code does it, so it holds for any way to write a save.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.durable import checkpoint, files
+from tests.faults import histories
+from tests.faults.crash_states import State, states
+from tests.faults.histories import BY_NAME, SHORT, History, check
+from tests.faults.recording import (
+    Acknowledge,
+    Content,
+    Make,
+    Operation,
+    Recording,
+    Remove,
+    Rename,
+    Sync,
+    Truncate,
+    Write,
+)
+from tests.faults.tallies import Tally
+
+NUM_STATES = 150  # crashes looked at for each mutant; the extreme ones come in any case
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What is done where one thing is done otherwise."""
+
+    told: str
+    place: int
+    operations: Sequence[Operation]
+    equivalent: str  # why no crash can tell it from the original; nothing where one must
+
+
+class Judge:
+    """Remembers which states keep what a history promised, for the mutants of one history share most of theirs."""
+
+    def __init__(self, history: History, root: Path) -> None:
+        self.history, self.root = history, root
+        self.num_checked = 0
+        self._verdicts: dict[tuple[object, ...], str] = {}
+
+    def what_is_wrong(self, state: State) -> str:
+        """Return what the oracle says of the state, nothing where all is well."""
+        if state.identity not in self._verdicts:
+            self.num_checked += 1
+            try:
+                check(self.history, state, self.root)
+                self._verdicts[state.identity] = ""
+            except AssertionError as error:
+                self._verdicts[state.identity] = str(error)
+        return self._verdicts[state.identity]
+
+    def finds(self, start: Mapping[int, Content], mutant: Mutant, count: int) -> bool:
+        """Tell whether one of `count` crashes of the mutant breaks a promise."""
+        later = range(mutant.place, len(mutant.operations) + 1)
+        found = states(start, mutant.operations, count, 0, points=later)
+        return any(self.what_is_wrong(state) for state in found)
+
+
+# The mutants
+
+
+def mutants(recording: Recording) -> Iterator[Mutant]:
+    """Yield the history without each of its syncs, and with each two neighbours changed round where that can be."""
+    names = Names(recording)
+    done = recording.operations
+    for place, operation in enumerate(done):
+        if isinstance(operation, Sync):
+            told = f"without {names.of(operation)}, operation {place}"
+            rest = [*done[:place], *done[place + 1 :]]
+            yield Mutant(told, place, rest, names.why_not_needed(place))
+    for place, (first, second) in enumerate(itertools.pairwise(done)):
+        swapped = [*done[:place], second, first, *done[place + 2 :]]
+        if can_be_done(recording.start, swapped):
+            told = f"{names.of(second)} before {names.of(first)}, operation {place}"
+            yield Mutant(told, place, swapped, names.why_either_order(place))
+
+
+def can_be_done(start: Mapping[int, Content], operations: Sequence[Operation]) -> bool:
+    """Tell whether every operation finds what it works on."""
+    folders = {node: dict(content) for node, content in start.items() if isinstance(content, dict)}
+    made = set(start)
+    for operation in operations:
+        match operation:
+            case Make(node, folder, name, is_folder):
+                if folder not in folders or name in folders[folder]:
+                    return False
+                folders[folder][name] = node
+                made.add(node)
+                if is_folder:
+                    folders[node] = {}
+            case Rename(node, folder, name, new_name):
+                if folders[folder].get(name) != node:
+                    return False
+                del folders[folder][name]
+                folders[folder][new_name] = node
+            case Remove(node, folder, name):
+                if folders[folder].get(name) != node or folders.get(node):
+                    return False
+                del folders[folder][name]
+            case Write(node) | Truncate(node) | Sync(node):
+                if node not in made:
+                    return False
+            case _:
+                pass
+    return True
+
+
+class Names:
+    """What the nodes of a recording are called, and which of its changes no crash can tell apart."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.done = recording.operations
+        self.name = {0: "the root"}
+        for content in recording.start.values():
+            if isinstance(content, dict):
+                self.name |= {node: name for name, node in content.items()}
+        self.folders = {node for node, content in recording.start.items() if isinstance(content, dict)}
+        for operation in self.done:
+            if isinstance(operation, Make):
+                self.name[operation.node] = operation.name
+                self.folders |= {operation.node} if operation.is_folder else set()
+
+    def of(self, operation: Operation) -> str:
+        match operation:
+            case Acknowledge(key, value):
+                return f"the promise {key}={value}"
+            case Rename(_, _, name, new_name):
+                return f"the rename of {name} to {new_name}"
+            case Sync(node) if node in self.folders:
+                return f"the sync of the folder {self.name[node]}"
+            case _:
+                return f"{type(operation).__name__} of {self.name[operation.node]}"
+
+    def why_not_needed(self, place: int) -> str:
+        """Return why the sync may be left out; nothing where it may not."""
+        node = self.done[place].node  # type: ignore[union-attr]
+        if not self._waits(node, place):
+            return "nothing is new since the sync before; it is for what a start before may have left"
+        if self._is_synced_again(node, place):
+            return "the same is synced again before anything is promised or removed"
+        return ""
+
+    def why_either_order(self, place: int) -> str:
+        """Return why an operation and the next may change places; nothing where they may not."""
+        first, second = self.done[place], self.done[place + 1]
+        match first, second:
+            case (Acknowledge(key, value), _):
+                is_weaker = any(
+                    isinstance(one, Acknowledge) and one.key == key and one.value > value for one in self.done[:place]
+                )
+                return "" if is_weaker else "what follows a promise may come before it"
+            case (_, Acknowledge()):
+                is_needed = isinstance(first, Sync) and self._waits(first.node, place)
+                return "" if is_needed else "the promise does not rest on it"
+            case (Write(), Write()) | (Write(), Make()):
+                return "neither is on disk before a sync that comes after both"
+            case (Remove(), Remove()):
+                return "the folder was put out of sight, and that is on disk"
+            case (Sync(), Sync()):
+                return "two syncs with nothing between them"
+            case (Sync(node), other) | (other, Sync(node)):
+                return self._why_beside(node, other, place)
+        return ""
+
+    def _why_beside(self, node: int, other: Operation, place: int) -> str:
+        """Return why it does not matter whether the sync of `node` comes before or after `other`."""
+        at = place if self.done[place] is not other else place + 1
+        if self._touches(other, node):
+            return self.why_not_needed(at) if at == place + 1 else "the sync of it comes later, before any promise"
+        if isinstance(other, Rename) and other.new_name.startswith("replaced-"):
+            return "what is replaced may go sooner: recovery gives its name back"
+        if isinstance(other, Rename | Remove) and self._waits(node, at):
+            return ""  # all that a name stands for must be on disk, and what is taken apart must be out of sight
+        return "they concern different files or folders, and no name appears or goes"
+
+    def _touches(self, operation: Operation, node: int) -> bool:
+        """Tell whether the operation changes what a sync of `node` puts on disk."""
+        match operation:
+            case Make(_, folder) | Rename(_, folder) | Remove(_, folder):
+                return folder == node
+            case Write(file) | Truncate(file):
+                return file == node
+        return False
+
+    def _waits(self, node: int, place: int) -> bool:
+        """Tell whether something of `node` is not yet synced."""
+        for operation in reversed(self.done[:place]):
+            if isinstance(operation, Sync) and operation.node == node:
+                return False
+            if self._touches(operation, node):
+                return True
+        return False
+
+    def _is_synced_again(self, node: int, place: int) -> bool:
+        for operation in self.done[place + 1 :]:
+            if isinstance(operation, Acknowledge | Remove):
+                return False
+            if isinstance(operation, Sync) and operation.node == node:
+                return True
+        return False
+
+
+@pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
+def test_every_sync_left_out_and_every_two_steps_in_the_other_order_are_caught(
+    history: History, memory: Path, tally: Tally
+) -> None:
+    recording = history.record(memory / "recorded")
+    judge = Judge(history, memory / "state")
+    wrong, counts = [], Counter[str]()
+    for mutant in mutants(recording):
+        is_caught = judge.finds(recording.start, mutant, NUM_STATES)
+        tally.tried += 1
+        counts["caught" if is_caught else "equivalent"] += 1
+        if is_caught == bool(mutant.equivalent):
+            wrong.append(f"{'caught' if is_caught else 'NOT CAUGHT'}: {mutant.told} ({mutant.equivalent})")
+    assert not wrong, f"{history.name}:\n" + "\n".join(wrong)
+    tally.notes |= {**counts, "states": judge.num_checked}
+
+
+# Whole ways of doing it otherwise
+
+
+def only(*left_out: type[Operation], of_folders: bool | None = None) -> Callable[[Recording], list[Operation]]:
+    """Return the history without all operations of these kinds; for syncs, of folders only or of files only."""
+
+    def change(recording: Recording) -> list[Operation]:
+        folders = Names(recording).folders
+        return [
+            one
+            for one in recording.operations
+            if not isinstance(one, left_out) or (of_folders is not None and (one.node in folders) != of_folders)  # type: ignore[union-attr]
+        ]
+
+    return change
+
+
+def early_rename(recording: Recording) -> list[Operation]:
+    """Return the history in which the first folder made has its last name at once."""
+    done = list(recording.operations)
+    rename = next(one for one in done if isinstance(one, Rename))
+    made = next(place for place, one in enumerate(done) if isinstance(one, Make) and one.node == rename.node)
+    done.remove(rename)
+    done.insert(made + 1, rename)
+    return done
+
+
+def manifest_first(recording: Recording) -> list[Operation]:
+    """Return the history in which the manifest is written before the other files."""
+    done = list(recording.operations)
+    manifest = next(one.node for one in done if isinstance(one, Make) and one.name == checkpoint.MANIFEST)
+    folder = next(one for one in done if isinstance(one, Make) and one.name.startswith(".tmp-update"))
+    mine = [one for one in done if isinstance(one, Make | Write | Sync) and one.node == manifest]
+    rest = [one for one in done if one not in mine]
+    at = rest.index(folder) + 1
+    return [*rest[:at], *mine, *rest[at:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "equivalent"),
+    [
+        ("no sync at all", only(Sync), ""),
+        ("no sync of files", only(Sync, of_folders=False), ""),
+        ("no sync of folders", only(Sync, of_folders=True), ""),
+        ("the name before the files", early_rename, ""),
+        ("the manifest first", manifest_first, "the name appears after all files are on disk, in whichever order"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("history", SHORT[:3], ids=lambda history: history.name)
+def test_a_save_done_otherwise_is_caught(
+    history: History,
+    name: str,
+    change: Callable[[Recording], list[Operation]],
+    equivalent: str,
+    memory: Path,
+) -> None:
+    recording = history.record(memory / "recorded")
+    mutant = Mutant(name, 0, change(recording), equivalent)
+    assert can_be_done(recording.start, mutant.operations)
+    assert Judge(history, memory / "state").finds(recording.start, mutant, NUM_STATES) != bool(equivalent), name
+
+
+def _retain_in_place(directory: Path, keep_last: int, *_: Any, **__: Any) -> None:
+    for path in checkpoint._newest_first(directory)[max(2, keep_last) :]:
+        files.remove(path)
+
+
+def _write_in_place(path: Path, data: bytes | str) -> None:
+    if files.exists(path):
+        files.remove(path)
+    files.write_new(path, [data if isinstance(data, bytes) else data.encode()])
+    files.fsync_directory(path.parent)
+
+
+def _make_without_sync(path: Path) -> None:
+    if not path.is_dir():
+        _make_without_sync(path.parent)
+        files.new_directory(path)
+
+
+CODE = [
+    ("retention takes apart in place", checkpoint, "retain", _retain_in_place, SHORT[0]),
+    ("one checkpoint is kept", checkpoint, "_NUM_VALID", 1, SHORT[0]),
+    (
+        "hashes are not compared",
+        checkpoint,
+        "_file_problems",
+        lambda *_: (),
+        BY_NAME["recovery from damaged checkpoints"],
+    ),
+    ("small files are written in place", files, "atomic_write", _write_in_place, BY_NAME["small files"]),
+    ("a folder's name is not synced", files, "make_directory", _make_without_sync, BY_NAME["small files"]),
+]
+
+
+@pytest.mark.parametrize(("name", "module", "attribute", "other", "history"), CODE, ids=[row[0] for row in CODE])
+def test_other_code_is_caught(
+    name: str,
+    module: Any,
+    attribute: str,
+    other: Any,
+    history: History,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, attribute, other)
+    for borrower in (histories, sys.modules[__name__]):
+        if hasattr(borrower, attribute):
+            monkeypatch.setattr(borrower, attribute, other)
+    recording = history.record(memory / "recorded")
+    judge = Judge(history, memory / "state")
+    assert judge.finds(recording.start, Mutant(name, 0, recording.operations, ""), NUM_STATES), name

@@ -1,0 +1,338 @@
+"""A run ends with the first update whose numbers are not finite, says in which module, and saves no such weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from runner.axes.precision import NotFinite, Precision, fp32
+from runner.base.errors import NumericError
+from runner.base.world import World
+from runner.durable.checkpoint import newest_valid, verify
+from runner.engine.numeric import is_finite, must_be_finite, watched
+from tests.faults.tallies import Tally
+from tests.forkserver import Ended, ForkServer
+
+TASK = Path(__file__).parent / "task_of_numbers.py"
+BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "run=mine"]
+CPU = World(torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """words for the task, and what must be said; saved: the newest checkpoint afterwards, 0 for none."""
+
+    words: str
+    cause: str
+    code: int = 82
+    saved: int = 10
+
+
+FORWARD = "at update 12: first in the output of middle (Middle), whose inputs are finite; samples "
+BACKWARD = "the gradients are not finite at update 12: first in the backward pass of middle (Middle)"
+FAULTS = {
+    "the loss": Fault("task.fault=loss", "at update 12: all modules are finite, the loss made of them is not ("),
+    "a module": Fault("task.fault=module", "the loss is not finite " + FORWARD),
+    "a module in bf16": Fault("task.fault=module precision=bf16", FORWARD),
+    "a module, with workers": Fault("task.fault=module dataloader.num_workers=1", FORWARD),
+    "a module, with a thread": Fault("task.fault=module dataloader=thread", FORWARD),
+    "a module, micro-batches": Fault("task.fault=module micro_batch_size=1", FORWARD),
+    "a module, rows rarely": Fault("task.fault=module log_every=1000", FORWARD),
+    "a module at once": Fault("task.fault=module task.at=1", "at update 1: first in the output of middle", saved=0),
+    "the backward pass": Fault("task.fault=backward", BACKWARD),
+    "the backward pass, checkpointed": Fault("task.fault=backward memory=checkpoint", "the gradients are not finite"),
+    "the gradient by the loss": Fault("task.fault=gradient", "the gradients are not finite at update 12: "),
+    "gradients that nobody clips": Fault("task.fault=backward max_grad_norm=null", BACKWARD),
+    "gradients that nobody clips, at the end": Fault("task.fault=backward max_grad_norm=null updates=12", BACKWARD),
+    "samples": Fault("task.fault=samples task.at=1", "samples that are not finite: ", saved=-1),
+    "augmentation": Fault(
+        "task.fault=augmentation updates=500", "the batch was not finite, and is when read", saved=-1
+    ),
+    "augmentation, in a worker": Fault(
+        "task.fault=augmentation updates=500 dataloader.num_workers=1", "the batch was not finite, and is", saved=-1
+    ),
+    "a rate": Fault("optimizer=sgd optimizer.lr=1e38 scheduler=constant", "not finite at update ", saved=-1),
+    "only once": Fault("task.fault=once", "at update 12: made once more, its passes are finite"),
+    "no items": Fault("task.fault=nothing", "the losses of a whole update count no items (update 12)", code=70),
+    "a part without use": Fault("task.ghost=true", "not finite, and therefore not saved: ghost", saved=0),
+    "half precision": Fault(
+        "task.fault=half precision=fp16 precision.max_skips=4 precision.growth_interval=1000",
+        "4 updates in a row were skipped for float16 overflowed",
+        saved=0,
+    ),
+}
+
+
+def run(server: ForkServer, folder: Path, words: str = "", **env: str) -> Ended:
+    return server.run([*BASE, *words.split()], folder, env)
+
+
+def checked(ended: Ended, run_dir: Path, fault: Fault) -> dict[str, Any]:
+    """The one oracle: code, message, error.json, no traceback, and checkpoints of finite numbers only."""
+    assert ended.code == fault.code, ended.err
+    assert fault.cause in ended.err
+    assert "Traceback" not in ended.err
+    assert "fault of accel-run" not in ended.err
+    error: dict[str, Any] = json.loads((run_dir / "error.json").read_text())
+    assert fault.cause in error["cause"]
+    assert error["fix"]
+    assert error["exit_code"] == fault.code
+    for folder in (run_dir / "checkpoints").glob("update-*"):
+        assert verify(folder) == []
+        for stem in ("model", "optimizer"):
+            tensors = load_file(folder / f"{stem}.safetensors")
+            assert all(is_finite(tensor) for tensor in tensors.values()), f"{folder.name} {stem} is not finite"
+    newest = newest_valid(run_dir / "checkpoints")
+    if fault.saved >= 0:
+        assert (int(newest.name.split("-")[1]) if newest else 0) == fault.saved
+    assert error["last_checkpoint"] == (newest.name if newest else None)
+    return error
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_run_ends_with_the_first_update_that_is_not_finite(
+    name: str, server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
+    checked(run(server, tmp_path, FAULTS[name].words), tmp_path / "outputs" / "mine", FAULTS[name])
+    tally.tried += 1
+
+
+# ---------------------------------------------------------------- what is not finite by design
+
+BY_DESIGN = {
+    "missing labels": "first in the output of blow (Blow), whose inputs are finite; samples ",
+    "mask in the batch": "first in the output of blow (Blow), whose inputs are finite; samples ",
+    "logits": "first in the output of blow (Blow), whose inputs are finite; samples ",
+    "rows of a mask": "first in the output of attention (MultiheadAttention), whose inputs hold no NaN; samples ",
+    "a dataclass": "first in the output of answering (Answering), whose inputs are finite; samples ",
+    "a large norm": "the gradients are not finite at update 7: every gradient is finite, but their norm overflows",
+    "gradients": "the gradients are not finite at update 7: the forward pass is finite, the gradient of the loss",
+}
+
+
+@pytest.mark.parametrize("mode", BY_DESIGN)
+def test_what_is_not_finite_by_design_is_not_blamed(
+    mode: str, server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
+    words = [*BASE, f"task.mode={mode!r}"]
+    words[2] = str(TASK.with_name("task_of_masks.py"))
+    fault = Fault("", BY_DESIGN[mode], saved=5)
+    error = checked(server.run(words, tmp_path), tmp_path / "outputs" / "mine", fault)
+    assert error["place"]["update"] == 7
+    assert error["place"]["samples"]
+    assert ("; samples that are not finite: " in error["cause"]) == (mode in ("missing labels", "mask in the batch"))
+    tally.tried += 1
+
+
+LATE = """
+from runner.axes.precision import Precision
+made = Precision.__init__
+def late(self, *given, **named):
+    made(self, *given, **named)
+    self._at_once = False
+Precision.__init__ = late
+"""
+LATE_KERNELS = {
+    "fused": "at update 12: first in the output of middle (Middle), whose inputs are finite",
+    "foreach": "at update 12: it had changed body.0.weight, ",
+}
+
+
+@pytest.mark.parametrize("kernel", LATE_KERNELS)
+def test_an_update_that_was_applied_before_its_numbers_were_known_is_told_as_that(
+    kernel: str, server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
+    words = [*BASE, "task.fault=module", f"optimizer.kernel={kernel}"]
+    error = checked(server.run(words, tmp_path, {}, LATE), tmp_path / "outputs/mine", Fault("", LATE_KERNELS[kernel]))
+    assert error["place"]["update"] == 12
+    assert ("optimizer.kernel=fused" in error["fix"]) == (kernel == "foreach")
+    tally.tried += 1
+
+
+# ---------------------------------------------------------------- what batch normalization gathers
+
+
+def test_an_update_that_is_skipped_leaves_no_trace_in_batch_normalization(
+    server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
+    words = [*BASE, "precision=fp16", "log_every=1"]
+    words[2] = str(TASK.with_name("task_of_norms.py"))
+    ended = server.run(words, tmp_path)
+    assert ended.code == 0, ended.err
+    run_dir = tmp_path / "outputs" / "mine"
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert max(row.get("precision/skipped_updates", 0) for row in rows) >= 1, "the case is real"
+    newest = newest_valid(run_dir / "checkpoints")
+    assert newest is not None
+    assert all(is_finite(tensor) for tensor in load_file(newest / "model.safetensors").values())
+    tally.tried += 1
+
+
+def test_statistics_that_stopped_being_finite_are_not_saved(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    words = [*BASE, "task.large=0", "task.breaks_at=12"]
+    words[2] = str(TASK.with_name("task_of_norms.py"))
+    cause = "not finite, and therefore not saved: 1.running_var"
+    checked(server.run(words, tmp_path), tmp_path / "outputs" / "mine", Fault("", cause))
+    tally.tried += 1
+
+
+# ---------------------------------------------------------------- going on, and ranks
+
+
+def test_once_it_is_mended_the_same_command_ends_as_if_nothing_had_been(server: ForkServer, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    assert run(server, whole, "task.fault=module", MENDED="1").code == 0
+    ended = run(server, broken, "task.fault=module")
+    assert ended.err.splitlines()[-1] == "           last checkpoint: update 10 (1 update is repeated)"
+    again = run(server, broken, "task.fault=module", MENDED="1")
+    assert again.code == 0, again.err
+    assert "resumes at update 10" in again.out
+    states = [folder / "outputs" / "mine" / "checkpoints" / "update-0000000030" for folder in (whole, broken)]
+    for stem in ("model", "optimizer"):
+        first, second = (load_file(state / f"{stem}.safetensors") for state in states)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not (broken / "outputs" / "mine" / "error.json").exists(), "nothing is wrong any more"
+
+
+WITH_RANKS = [("module", "rank 0: first in the output of middle ("), ("samples", "samples that are not finite: ")]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("fault", "cause"), WITH_RANKS)
+def test_ranks_stop_together_and_the_rank_is_named(
+    strategy: str, fault: str, cause: str, server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
+    words = f"task.fault={fault} parallelism={strategy} parallelism.world_size=2 parallelism.timeout_s=60"
+    ended = run(server, tmp_path, words)
+    error = checked(ended, tmp_path / "outputs" / "mine", Fault(words, cause, saved=-1))
+    assert re.search(r"not finite at update \d+: rank [01]: ", error["cause"]), error["cause"]
+    tally.tried += 1
+
+
+STAGES = {
+    "samples": "rank 0: samples that are not finite: ",
+    "module": "at update 12: rank 0: the stages of a pipeline are not searched",
+}
+
+
+@pytest.mark.parametrize("fault", STAGES)
+def test_the_samples_of_a_pipeline_are_searched(fault: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    words = f"task.fault={fault} parallelism=pipeline parallelism.world_size=2 parallelism.timeout_s=60"
+    checked(run(server, tmp_path, words), tmp_path / "outputs" / "mine", Fault(words, STAGES[fault], saved=-1))
+    tally.tried += 1
+
+
+# ---------------------------------------------------------------- numbers of a device, which are read later
+
+
+class Late(Precision):
+    """float32 on a device that nobody waits for, in the memory of the host."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self._at_once = False
+
+
+def updated(precision: Precision, losses: list[float], fused: bool = True) -> list[Tensor]:
+    """Return the weight after each update, whose gradient is that of its loss."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+    weights = []
+    for loss in losses:
+        weight.grad = torch.full((3,), loss)
+        precision.step(optimizer, torch.tensor(loss), torch.tensor(loss))
+        weights.append(weight.detach().clone())
+    return weights
+
+
+def test_numbers_of_a_device_are_told_with_the_next_update_and_fused_kernels_do_not_apply_them() -> None:
+    precision, nan = Late(), float("nan")
+    first, second = updated(precision, [1.0, nan])
+    assert torch.equal(first, second), "weights stay finite"
+    with pytest.raises(NotFinite, match="the loss is not finite") as caught:
+        precision.num_skipped()
+    assert caught.value.late
+    precision.state()  # told once
+
+
+@pytest.mark.parametrize("ask", [Precision.num_skipped, Precision.state], ids=["the next update", "a checkpoint"])
+def test_no_checkpoint_is_made_before_the_numbers_are_looked_at(ask: Any) -> None:
+    precision = Late()
+    updated(precision, [1.0, float("inf")], fused=False)
+    with pytest.raises(NotFinite):
+        ask(precision)
+
+
+def test_what_is_skipped_leaves_the_optimizer_as_it_was() -> None:
+    nan = float("nan")
+    precision = Late()
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    weight.grad = torch.full((3,), nan)
+    precision.step(optimizer, torch.tensor(nan), torch.tensor(nan))
+    assert float(optimizer.state[weight]["step"]) == 0
+    assert is_finite(list(optimizer.state[weight].values()))
+
+
+def test_without_the_look_weights_are_lost() -> None:
+    """The faults of this file are real: a precision that does not look goes on with what is no number."""
+
+    class Blind(Precision):
+        def step(self, optimizer: torch.optim.Optimizer, loss: Any = None, grad_norm: Any = None) -> None:
+            optimizer.step()
+
+    assert not is_finite(updated(Blind(CPU), [1.0, float("nan")])[-1])
+    with pytest.raises(NotFinite):
+        updated(fp32(CPU, nn.Linear(1, 1)), [1.0, float("nan")])
+
+
+# ---------------------------------------------------------------- the search
+
+
+class Siamese(nn.Module):
+    """Calls one module twice, the second time with what breaks it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.last = nn.Linear(2, 2), nn.ReLU(inplace=True)
+        with torch.no_grad():  # infinite inputs make NaN, whatever the activation does
+            self.shared.weight.copy_(torch.tensor([[1.0, -1.0], [2.0, -1.0]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.shared(x)) + self.last(self.shared(x * torch.tensor(float("inf"))))  # type: ignore[no-any-return]
+
+
+def test_a_module_that_is_given_what_is_not_finite_is_not_to_blame() -> None:
+    model = Siamese()
+    with watched(model) as calls:
+        calls.begin()
+        model(torch.ones(1, 2))
+    assert calls.first == "the model itself (Siamese)"
+    assert not model._forward_hooks
+    assert not model.shared._forward_pre_hooks
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+def test_one_number_in_many_is_found(bad: float, dtype: torch.dtype) -> None:
+    tensor = torch.ones(70_000, dtype=dtype)  # in float16 the sum overflows
+    assert is_finite({"a": (tensor, 3, torch.ones(2, dtype=torch.int64))})
+    tensor[69_000] = bad
+    assert not is_finite([tensor])
+
+
+def test_what_is_not_finite_is_named() -> None:
+    named = [("a", torch.ones(2)), ("b", torch.tensor(float("nan"))), ("c", torch.tensor(float("inf")))]
+    with pytest.raises(NumericError, match="not saved: b, c"):
+        must_be_finite(named, "update 3")
+    must_be_finite(named[:1], "update 3")

@@ -1,0 +1,71 @@
+"""Whatever was acknowledged is there after a power cut: real ones, on ext4, at random operations and times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults import power_cuts
+from tests.faults.apart import apart
+from tests.faults.disk import reason_against
+from tests.faults.tallies import Tally
+
+Amount = Callable[[int, int], int]
+
+
+@pytest.fixture(scope="module")
+def why_not() -> str:
+    return apart(reason_against)
+
+
+@pytest.fixture
+def count(amount: Amount, tally: Tally, why_not: str) -> int:
+    """How often the power is cut; where it cannot be, that many are counted as skipped."""
+    wanted = amount(150, 10_000)
+    if why_not:
+        tally.skip(why_not, wanted)
+        pytest.skip(why_not)
+    return wanted
+
+
+def test_what_was_acknowledged_survives_a_power_cut(count: int, seed: int, tally: Tally) -> None:
+    campaign = apart(power_cuts.cut_saves, count, seed)
+    tally.tried += campaign.cuts
+    tally.notes |= {
+        "inside a save": campaign.inside, "saves": campaign.saves,
+        "slowest recovery": f"{campaign.slowest_recovery_s * 1000:.0f} ms",
+    }  # fmt: skip
+    assert campaign.cuts == count
+    assert not campaign.lost, "\n".join(campaign.lost)
+
+
+def test_a_run_that_loses_power_ends_bit_identical(amount: Amount, seed: int, tally: Tally, why_not: str) -> None:
+    count = amount(5, 300)
+    if why_not:
+        tally.skip(why_not, count)
+        pytest.skip(why_not)
+    campaign = apart(power_cuts.cut_runs, count, seed)
+    tally.tried += campaign.cuts
+    tally.notes["at an operation"] = campaign.inside
+    assert not campaign.lost, "\n".join(campaign.lost)
+
+
+@pytest.mark.parametrize("careless", [name for name in power_cuts.SYSTEMS if name != "real"])
+def test_a_save_that_does_not_wait_for_the_disk_is_caught(careless: str, seed: int, tally: Tally, why_not: str) -> None:
+    if why_not:
+        pytest.skip(why_not)
+    campaign = apart(power_cuts.cut_saves, 40, seed, careless)
+    tally.tried += campaign.cuts
+    tally.notes["caught"] = len(campaign.lost)
+    assert len(campaign.lost) >= 5, f"{careless}: only {campaign.lost}"
+
+
+@pytest.mark.parametrize("write", [power_cuts.in_place, power_cuts.renamed], ids=["in place", "renamed"])
+def test_torch_save_is_caught(write: Callable[..., None], seed: int, tally: Tally, why_not: str) -> None:
+    if why_not:
+        pytest.skip(why_not)
+    campaign = apart(power_cuts.cut_saves_in_place, 20, seed, write)
+    tally.tried += campaign.cuts
+    tally.notes["caught"] = len(campaign.lost)
+    assert len(campaign.lost) >= 15, f"only {campaign.lost}"

@@ -1,0 +1,225 @@
+"""One rank of several fails: it is named in one message, in time, nobody is left, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.tallies import Tally
+from tests.forkserver import Ended, ForkServer
+
+pytestmark = pytest.mark.timeout(0)
+
+TASK = """
+import os, signal, time
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+from runner import Task
+
+class Small(Task):
+    item = "sample"
+    def __init__(self, fault, at, rank):
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 3))
+        self.fault, self.at, self.rank = fault, at, rank
+    def begin_update(self, progress):
+        if not self.fault or dist.get_rank() != self.rank or progress.update < self.at: return
+        if self.fault == "slow": time.sleep(0.1)
+        if progress.update > self.at or os.path.exists("once"): return
+        open("once", "w").close()
+        if self.fault == "kill": os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "raise": raise ValueError("no such thing")
+        if self.fault == "exit": os._exit(0)
+        if self.fault == "stop": os.kill(os.getpid(), signal.SIGSTOP)
+        if self.fault == "collective":
+            if self.at % 2: dist.all_reduce(torch.ones(3))
+            dist.barrier()
+    def dataset(self, split):
+        g = torch.Generator().manual_seed(0)
+        return torch.utils.data.TensorDataset(torch.randn(90, 6, generator=g), torch.randint(3, (90,), generator=g))
+    def loss(self, model, batch): return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+def build(*, fault: str = "", at: int = 5, rank: int = 1) -> Task: return Small(fault, at, rank)
+"""
+UPDATES = 12
+BASE = (
+    f"train --task task.py run=RUN updates={UPDATES} global_batch_size=32 log_every=1 evaluate.every=6 monitor=off"
+    " checkpoint.every=3updates watchdog.update_s=2 watchdog.data_s=2 watchdog.checkpoint_s=4"
+)
+# fault -> exit codes, what the message says of the rank
+FAULTS = {
+    "kill": ({84}, ("rank {rank} of {size} was ended by SIGKILL",)),
+    "raise": ({70}, ("no such thing",)),
+    "exit": ({84}, ("rank {rank} of {size} left in the middle, with exit code 0",)),
+    "stop": ({83}, ("rank {rank} of {size} is stopped (SIGSTOP) in update",)),
+    "slow": ({0}, ()),
+    # gloo notices where sizes differ, and aborts the process or raises; else the ranks wait for each other
+    "collective": ({83, 70, 84}, ("rank ",)),
+}
+NAMED_S = 5.0  # a crash; the rest is what the others need to end
+HANG_S = 4.0  # the longest of the limits
+SLACK_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def curves(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, float]]:
+    """Return from a strategy and its number of ranks the rows of an uninterrupted run."""
+    known: dict[tuple[str, int], dict[str, float]] = {}
+
+    def of(strategy: str, size: int) -> dict[str, float]:
+        if (strategy, size) not in known:
+            folder = tmp_path_factory.mktemp("curve")
+            (folder / "task.py").write_text(TASK)
+            ended = server.run(line("whole", strategy, size), folder)
+            assert ended.code == 0, ended.err
+            known[strategy, size] = rows(folder, "whole")
+        return known[strategy, size]
+
+    return of
+
+
+def line(run: str, strategy: str, size: int) -> str:
+    return f"{BASE} parallelism={strategy} parallelism.world_size={size} parallelism.restarts=0".replace("RUN", run)
+
+
+def rows(folder: Path, run: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in (folder / "outputs" / run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        found |= {f"{row['update']} {name}": row[name] for name in ("train/loss", "val/loss") if name in row}
+    return found
+
+
+def processes(word: str) -> list[int]:
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "status"])
+        if word in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_ranks(
+    fault: str,
+    server: ForkServer,
+    curves: Callable[[str, int], dict[str, float]],
+    tmp_path: Path,
+    seed: int,
+    amount: Callable[[int, int], int],
+    tally: Tally,
+) -> None:
+    chance = random.Random(f"{seed} {fault}")
+    for number in range(amount(1, 100)):
+        strategy = chance.choice(["ddp", "fsdp", "pipeline"])
+        size = chance.choice([2, 3])
+        # The first update may take minutes: who hangs there is waited for.
+        rank, at = chance.randrange(size), chance.randrange(2 if fault in ("stop", "collective") else 0, UPDATES)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "task.py").write_text(TASK)
+        words = f"{line(f'{fault}{number}', strategy, size)} task.fault={fault} task.rank={rank} task.at={at}"
+        named_s, seconds, code = _one(fault, words, rank, size, at, folder, server, curves(strategy, size))
+        tally.tried += 1
+        tally.notes[f"ended_{code}"] = int(tally.notes.get(f"ended_{code}", 0)) + 1
+        tally.notes["named_s"] = round(max(float(tally.notes.get("named_s", 0.0)), named_s), 1)
+        tally.notes["longest_s"] = round(max(float(tally.notes.get("longest_s", 0.0)), seconds), 1)
+
+
+def _one(
+    fault: str, words: str, rank: int, size: int, at: int, folder: Path, server: ForkServer, whole: dict[str, float]
+) -> tuple[float, float, int]:
+    """Inject one fault and ask the oracle.
+
+    Returns the seconds from it to the line that names the rank and to the end of the command, and the exit code.
+    """
+    run = next(word for word in words.split() if word.startswith("run=")).removeprefix("run=")
+    pid = server.start(words.split(), folder, {"TMPDIR": str(folder)})
+    named_s = _seconds_to(f"rank {rank} of {size}", pid, folder)
+    ended = server.wait()
+    at_end = time.time()
+    told = f"{words}\n{ended.code}\n{ended.err}"
+    codes, said = FAULTS[fault]
+    assert ended.code in codes, told
+    _leaves_nothing(run, folder, told)
+    if fault != "slow":
+        seconds = at_end - (folder / "once").stat().st_mtime
+        hangs = fault in ("stop", "collective") and ended.code == 83
+        assert seconds < (HANG_S if hangs else NAMED_S) + SLACK_S, (seconds, told)
+        assert named_s < (HANG_S + SLACK_S if hangs else NAMED_S), (named_s, told)
+        for text in said:
+            assert text.format(rank=rank, size=size) in ended.err, told
+        assert "Traceback" not in ended.err, told
+        assert len(ended.err.splitlines()) < 40, told
+        error = json.loads((folder / "outputs" / run / "error.json").read_text())
+        assert error["exit_code"] == ended.code, told
+        if fault in ("kill", "exit", "stop"):
+            assert error["reached"] == at, told
+            assert error["place"]["rank"] == rank, told
+        if hangs:
+            _shows_the_stacks(folder / "outputs" / run / "stacks.txt", size, told)
+        _goes_on(server.run(words, folder), told)
+    else:
+        seconds = 0.0
+    found = rows(folder, run)
+    assert found == whole, (told, {key: (found.get(key), whole[key]) for key in whole if found.get(key) != whole[key]})
+    return named_s, seconds, ended.code
+
+
+def _seconds_to(name: str, pid: int, folder: Path) -> float:
+    """Return the seconds from the fault to the line that names the rank, which may come before the end."""
+    said = folder / ".err"
+    while not said.exists() or name not in said.read_text(errors="replace"):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(0.02)
+    return time.time() - (folder / "once").stat().st_mtime if (folder / "once").exists() else 0.0
+
+
+def _goes_on(ended: Ended, told: str) -> None:
+    assert ended.code == 0, (told, ended.err)
+
+
+def _leaves_nothing(run: str, folder: Path, told: str) -> None:
+    limit = time.monotonic() + 10.0
+    while left := processes(f"run={run}"):
+        assert time.monotonic() < limit, (left, told)
+        time.sleep(0.05)
+    assert {path.name for path in folder.iterdir()} <= {"task.py", "once", "outputs", ".out", ".err"}, told
+
+
+def _shows_the_stacks(path: Path, size: int, told: str) -> None:
+    text = path.read_text()
+    for rank in range(size):
+        assert f"==== rank {rank} of {size}" in text, told
+
+
+def test_ranks_of_torchrun(tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally) -> None:
+    """Nobody sees all of them: the one that hangs says so itself, with its number, and leaves with 83."""
+    chance = random.Random(f"{seed} torchrun")
+    for number in range(amount(1, 10)):
+        rank, at = chance.randrange(2), chance.randrange(2, UPDATES)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "task.py").write_text(TASK.replace('if self.fault == "stop": os.kill', "time.sleep(10**6); os.kill"))
+        words = f"{BASE} parallelism=ddp task.fault=stop task.rank={rank} task.at={at}".replace("RUN", "r").split()
+        start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner"]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", *start, *words],
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        told = f"{words}\n{done.stderr}"
+        assert f"accel-run: rank {rank} of 2: task.py:" in done.stderr, told
+        assert re.search(rf"rank +: {rank} .*\n +exitcode +: 83 ", done.stderr), told
+        name = f"stacks-rank{rank}.txt" if rank else "stacks.txt"
+        assert "begin_update" in (folder / "outputs/r" / name).read_text(), told
+        tally.tried += 1

@@ -1,0 +1,434 @@
+"""A run that was ended anywhere, once or several times, and went on equals one that was not: the matrix of resuming."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.durable.checkpoint import Loaded, load, newest_valid
+from tests.faults.cells import AXES, Cell, covering, drawn, pairs
+from tests.faults.tallies import SEED, Tally
+from tests.forkserver import Ended, ForkServer
+
+HERE = Path(__file__).parent
+TASKS = {"one": HERE / "task_of_matrix.py", "three": HERE / "task_of_matrix_phases.py"}
+TIMES = re.compile(r"perf/|rank\d+/|balance/|pipeline/|.*_ms$")
+TOLERANCE = 1e-11  # of float64, where sums are added in another order: 1e-12 an update, and there are about ten
+EXIT_CODES = {"SIGKILL": -9, "SIGTERM": 75, "raise": 70, "rank": 84}
+SHARE_ENDED, SHARE_GONE_ON = 0.75, 0.5  # of the cells, at least: a matrix in which nothing happens shows nothing
+UPDATES_OF_EPOCH = {"whole": 3, "ragged": 4, "drop_last": 3, "bad": 4}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left: the last checkpoint, the rows without times, the bad samples of the history that survived."""
+
+    last: Loaded
+    tensors: dict[str, dict[str, torch.Tensor]]
+    rows: list[dict[str, Any]]
+    bad: list[tuple[str, int, int]]
+    phases: dict[str, Any]
+
+
+@pytest.fixture
+def fast_disk() -> Iterator[Path]:
+    """A folder where syncing costs nothing: what is written is not the question here."""
+    with tempfile.TemporaryDirectory(
+        prefix="matrix-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    ) as folder:
+        yield Path(folder)
+
+
+class Matrix:
+    """Runs cells; the uninterrupted run of a course is made once."""
+
+    def __init__(self, server: ForkServer, folder: Path, tally: Tally) -> None:
+        self.server, self.folder, self.tally = server, folder, tally
+        self.references: dict[tuple[str, ...], Result] = {}
+        self.num_runs = self.num_ended = self.num_missed = self.num_folders = 0
+        self.cells_ended: set[Cell] = set()  # a process of theirs was ended on the way
+        self.cells_gone_on: set[Cell] = set()  # a process of theirs found a checkpoint of one that was ended
+        self.largest = 0.0
+
+    def reference(self, cell: Cell) -> Result:
+        """Return what the course of a cell gives if nothing happens to it."""
+        words = (cell["phases"], *cell.course())
+        if words not in self.references:
+            folder = self.fresh()
+            ended = self.attempt(cell, folder, cell.course(), {})
+            assert ended.code == 0, f"the reference ended with {ended.code}: {ended.err}"
+            self.references[words] = result_of(folder)
+        return self.references[words]
+
+    def check(self, cell: Cell, ends: Sequence[dict[str, Any]] | None = None, *, broken: str = "") -> None:
+        """Raise AssertionError where the run of a cell differs from its reference, or begins before its checkpoints.
+
+        ends    what happens to it; None: what the cell says
+        broken  in what the product is broken that goes on last, see `at` of tests/faults/ending.py
+        """
+        wanted = self.reference(cell)
+        rng = random.Random(f"{SEED} {cell.number} {cell.levels}")
+        folder = self.fresh()
+        newest = ""
+        for number, fault in enumerate(faults(cell, wanted.phases, rng) if ends is None else ends):
+            num_events = len(events_of(folder))
+            ended = self.attempt(cell, folder, [*cell.course(), *cell.mechanics(number)], fault)
+            newest = self.later(folder, newest, num_events)
+            if ended.code:
+                self.num_ended += 1
+                self.cells_ended.add(cell)
+                self.cells_gone_on |= {cell} if newest else set()
+            else:
+                self.num_missed += 1
+            codes = (0, EXIT_CODES[fault["by"]])
+            assert ended.code in codes, f"{fault}: ended with {ended.code}, not {codes}: {ended.err}"
+            # What is killed leaves workers behind, which may say so before they notice.
+            assert fault["by"] in ("SIGKILL", "rank") or "Traceback" not in ended.err, f"{fault}: {ended.err}"
+        words = replaced([*cell.course(), *cell.mechanics(9)], cell.changed())
+        num_events = len(events_of(folder))
+        ended = self.attempt(cell, folder, words, {"at": broken} if broken else {})
+        assert ended.code == 0, f"going on ended with {ended.code}: {ended.err}"
+        self.later(folder, newest, num_events)
+        found = result_of(folder)
+        if cell.is_exact:
+            differences = list(differs(found, wanted, keeps_best=cell.keeps_best))
+        else:
+            self.largest = max(self.largest, distance(found, wanted))
+            differences = [f"distance {distance(found, wanted):.2g}"] if distance(found, wanted) > TOLERANCE else []
+        assert not differences, "; ".join(differences[: int(os.environ.get("ACCEL_RUN_SHOWN", "6"))])
+
+    def later(self, folder: Path, newest: str, num_events: int) -> str:
+        """Return the newest checkpoint that is on disk now: what the process that goes on must begin with.
+
+        Raises AssertionError where it is older than `newest`, which was there before the process that just ended, or
+        that process began with an older one. `num_events` rows of events.jsonl are of the processes before it.
+        """
+        begun = [row for row in events_of(folder)[num_events:] if row["kind"] in ("start", "resume")]
+        # One that was ended before it began says nothing. Ranks may end after their launcher, and save meanwhile.
+        told = begun[0].get("checkpoint", "update 0") if begun else newest
+        assert not newest or told >= newest, f"{newest} was on disk, but the run went on from {told}"
+        path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
+        found = path.name if path else ""
+        assert found >= newest, f"{newest} was on disk, but {found or 'nothing'} is"
+        return found
+
+    def has_shown_enough(self, num_cells: int) -> None:
+        """Raise AssertionError where too few of the cells were ended on the way, or had something to go on from."""
+        ended, gone_on = len(self.cells_ended), len(self.cells_gone_on)
+        assert ended >= SHARE_ENDED * num_cells, f"only {ended} of {num_cells} cells were ended on the way"
+        assert gone_on >= SHARE_GONE_ON * num_cells, f"only {gone_on} of {num_cells} cells went on from a checkpoint"
+
+    def attempt(self, cell: Cell, folder: Path, words: list[str], fault: dict[str, Any]) -> Ended:
+        """Run the command; again where ranks of the one before still hold the run directory."""
+        line = ["train", "--task", str(TASKS[cell["phases"]]), "run=mine", "device=cpu", "monitor=off", *words]
+        limit = time.monotonic() + 10
+        while True:
+            self.num_runs += 1
+            ended = self.server.run(line, folder, {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)})
+            if ended.code != 87 or time.monotonic() > limit:
+                return ended
+
+    def fresh(self) -> Path:
+        """Return a folder of its own; the one before goes, though a rank that was killed may still write in it."""
+        shutil.rmtree(self.folder / str(self.num_folders), ignore_errors=True)
+        self.num_folders += 1
+        folder = self.folder / str(self.num_folders)
+        folder.mkdir()
+        return folder
+
+
+def faults(cell: Cell, phases: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
+    """Return what happens in each process of a cell before the last one."""
+    lengths = {name: int(phase["updates"]) for name, phase in phases.items()}
+    has_saved_after = {"1": 2, "2": 3, "end": 99}[cell["saves"]]
+
+    def update(by: str = "SIGKILL", at: str = "", number: int | None = None) -> dict[str, Any]:
+        phase = rng.choice(list(lengths))
+        number = rng.randrange(lengths[phase]) if number is None else number
+        is_waited_for = phase != next(iter(lengths)) or number >= has_saved_after
+        fault = {"at": at or rng.choice(["update", "update", "begin"]), "number": number, "phase": phase, "by": by}
+        if by == "raise":
+            fault["at"] = "update"  # what begin_update raises is another story
+        return {**fault, "wait": is_waited_for and rng.random() < 0.8, "rank": rng.randrange(cell.world_size)}
+
+    def boundary() -> dict[str, Any]:
+        of_epoch = UPDATES_OF_EPOCH[cell["data"]]
+        return update(number=of_epoch * rng.randint(1, 2) - rng.choice([0, 0, 1]))
+
+    def late() -> dict[str, Any]:
+        phase, length = rng.choice([*lengths.items()])
+        return {"at": "begin", "number": length, "phase": phase, "by": "SIGKILL"}
+
+    def save(by: str = "SIGKILL") -> dict[str, Any]:
+        few = cell["saves"] == "end" and len(lengths) == 1
+        return {"at": "save", "save": 1 if few else rng.randint(1, 3), "number": rng.randint(0, 30), "by": by}
+
+    def evaluation(by: str = "SIGKILL") -> dict[str, Any]:
+        return {"at": "evaluation", "number": rng.randint(1, 4), "by": by}
+
+    def recovery() -> dict[str, Any]:
+        return {"at": "recovery", "number": rng.randint(1, 25), "by": "SIGKILL"}
+
+    def start() -> dict[str, Any]:
+        return {"at": "build", "number": 0, "by": "SIGKILL"}
+
+    def rank() -> dict[str, Any]:
+        return update("rank", "update")
+
+    made: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "update": lambda: [update()],
+        "boundary": lambda: [boundary()],
+        "late": lambda: [late()],
+        "evaluation": lambda: [evaluation()],
+        "save": lambda: [save()],
+        "SIGTERM": lambda: [update("SIGTERM")],
+        "SIGTERM in evaluation": lambda: [evaluation("SIGTERM")],
+        "SIGTERM in save": lambda: [save("SIGTERM")],
+        "raise": lambda: [update("raise")],
+        "rank": lambda: [rank()],
+        "resuming": lambda: [update(), rng.choice([start, save, evaluation])()],
+        "recovery": lambda: [update(), recovery()],
+        "thrice": lambda: [rng.choice([update, save, evaluation, late, recovery])() for _ in range(3)],
+    }
+    return made[cell["end"]]()
+
+
+def replaced(words: list[str], new: list[str]) -> list[str]:
+    """Return the words with those of the same key or group replaced."""
+    roots = {word.partition("=")[0].partition(".")[0] for word in new}
+    return [*(word for word in words if word.partition("=")[0].partition(".")[0] not in roots), *new]
+
+
+def result_of(folder: Path) -> Result:
+    """Read what a finished run left; its own record says that it is done."""
+    run = folder / "outputs" / "mine"
+    record = json.loads((run / "run.json").read_text())
+    assert record["state"] == "done", record["state"]
+    path = newest_valid(run / "checkpoints")
+    assert path is not None
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [{key: value for key, value in row.items() if not TIMES.match(key)} for row in rows]
+    last = load(path)
+    tensors = {stem: last.tensors(stem) for stem in last.stems}
+    return Result(last, tensors, rows, bad_samples(run / "events.jsonl"), record["phases"])
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the whole rows of events.jsonl, none where there is no run yet."""
+    events = folder / "outputs" / "mine" / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True) if events.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+def bad_samples(events: Path) -> list[tuple[str, int, int]]:
+    """Return (phase, update, index) of the samples left out, but for those of updates that were made again."""
+    found: list[tuple[str, int, int]] = []
+    phase = ""
+    for line in events.read_text().splitlines():
+        event = json.loads(line)
+        if event["kind"] == "start":
+            found.clear()
+        elif event["kind"] == "phase":
+            phase, update = event["phase"], event["update"]
+            found = [row for row in found if row[0] != phase or row[1] <= update]
+        elif event["kind"] == "bad sample":
+            found.append((phase, event["update"], event["index"]))
+    return sorted(found)
+
+
+def differs(found: Result, wanted: Result, *, keeps_best: bool = False) -> Iterator[str]:
+    """Yield in what two results are not equal bit for bit."""
+    if found.last.update != wanted.last.update:
+        yield f"ended at update {found.last.update}, not {wanted.last.update}"
+    if set(found.last.stems) != set(wanted.last.stems):
+        yield f"files {found.last.stems}, not {wanted.last.stems}"
+        return
+    for stem in wanted.last.stems:
+        mine, theirs = found.tensors[stem], wanted.tensors[stem]
+        if mine.keys() != theirs.keys():
+            yield f"{stem} has {sorted(mine.keys() ^ theirs.keys())} on one side only"
+            continue
+        for name, tensor in theirs.items():
+            if not torch.equal(mine[name], tensor):
+                yield f"{stem}/{name} differs"
+    mine_state, their_state = (comparable(result.last.state, keeps_best=keeps_best) for result in (found, wanted))
+    for key in sorted(mine_state.keys() | their_state.keys()):
+        if mine_state.get(key) != their_state.get(key):
+            yield f"state {where_differs(key, mine_state.get(key), their_state.get(key))}"
+    if [*updates_of(found.rows)] != [*updates_of(wanted.rows)]:
+        yield f"rows of {[*updates_of(found.rows)]}, not {[*updates_of(wanted.rows)]}"
+    for mine_row, their_row in zip(found.rows, wanted.rows, strict=False):
+        for key in mine_row.keys() | their_row.keys():
+            if mine_row.get(key) != their_row.get(key):
+                yield f"row of update {their_row['update']}: {key} {mine_row.get(key)}, not {their_row.get(key)}"
+    if found.bad != wanted.bad:
+        yield f"bad samples {found.bad}, not {wanted.bad}"
+
+
+def where_differs(name: str, mine: Any, theirs: Any) -> str:
+    """Say the innermost place at which two JSON values differ."""
+    if isinstance(mine, dict) and isinstance(theirs, dict) and mine.keys() == theirs.keys():
+        key = next(key for key in mine if mine[key] != theirs[key])
+        return where_differs(f"{name}.{key}", mine[key], theirs[key])
+    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        index = next(index for index in range(len(mine)) if mine[index] != theirs[index])
+        return where_differs(f"{name}[{index}]", mine[index], theirs[index])
+    return f"{name} is {mine!s:.80}, not {theirs!s:.80}"
+
+
+def updates_of(rows: list[dict[str, Any]]) -> Iterator[tuple[str, int]]:
+    return ((row["phase"], row["update"]) for row in rows)
+
+
+def comparable(state: Any, *, keeps_best: bool = False) -> dict[str, Any]:
+    """Return the state of a checkpoint without times, memory and the settings, some of which are mechanics.
+
+    keeps_best  with the best checkpoint; how many more are kept is mechanics
+    """
+    kept = {
+        key: value
+        for key, value in state.items()
+        if key not in ("values", "records", "shares", "saving", "kept", "bests")
+    }
+    timed = ("seconds", "parts_s", "peak_host_gib", "peak_device_gib", "peak_reserved_gib")
+    kept["records"] = {
+        name: {key: value for key, value in record.items() if key not in timed}
+        for name, record in state["records"].items()
+    }
+    if keeps_best:
+        kept["bests"] = state["bests"][:1]
+    return kept
+
+
+def distance(found: Result, wanted: Result) -> float:
+    """Return by how much two results differ at most: weights and the numbers in rows, relative to the largest."""
+    far = 0.0 if found.last.update == wanted.last.update else math.inf
+    mine, theirs = found.tensors["model"], wanted.tensors["model"]
+    for name, tensor in theirs.items():
+        scale = float(tensor.double().abs().max()) or 1.0
+        far = max(far, float((mine[name].double() - tensor.double()).abs().max()) / scale)
+    if [*updates_of(found.rows)] != [*updates_of(wanted.rows)]:
+        return math.inf
+    for mine_row, their_row in zip(found.rows, wanted.rows, strict=True):
+        for key, value in their_row.items():
+            if isinstance(value, float):
+                far = max(far, abs(mine_row[key] - value) / max(abs(value), 1e-3))
+    return far
+
+
+def line_of(cell: Cell) -> str:
+    """Return what to paste in a shell to see one cell again."""
+    named = shlex.quote(f"{cell.number}:{'|'.join(cell.levels)}")
+    test = "tests/faults/test_resume_matrix.py::test_every_cell_ends_as_if_nothing_had_happened"
+    return f"ACCEL_RUN_SEED={SEED} ACCEL_RUN_CELL={named} python -m pytest {test}"
+
+
+def cells(count: int, is_covering: bool) -> list[Cell]:
+    """Return the cells to run: the one that the environment names, few that cover all pairs, or many at random."""
+    named = os.environ.get("ACCEL_RUN_CELL")
+    if named:
+        number, _, levels = named.partition(":")
+        return [Cell(tuple(levels.split("|")), int(number))]
+    rng = random.Random(f"matrix {SEED}")
+    if is_covering:
+        return covering(rng, count, num_courses=min(count, 12))
+    # Sorted, so that cells of a course follow each other.
+    return sorted((Cell(drawn(rng), number) for number in range(count)), key=lambda cell: cell.course())
+
+
+def test_every_cell_ends_as_if_nothing_had_happened(
+    server: ForkServer, fast_disk: Path, amount: Callable[[int, int], int], tally: Tally
+) -> None:
+    matrix = Matrix(server, fast_disk, tally)
+    count = amount(60, 2000)
+    chosen = cells(count, is_covering=count <= 60)
+    bad = []
+    for cell in chosen:
+        try:
+            matrix.check(cell)
+        except (AssertionError, OSError) as error:
+            bad.append(f"{line_of(cell)}\n    {error}")
+        tally.tried += 1
+    seen = {pair for cell in chosen for pair in pairs(cell.levels)}
+    tally.notes["pairs of levels"] = len(seen)
+    tally.notes["references"] = len(matrix.references)
+    tally.notes["runs"] = matrix.num_runs
+    tally.notes["ended on the way"] = matrix.num_ended
+    tally.notes["ended before they could be"] = matrix.num_missed
+    tally.notes["cells ended"] = len(matrix.cells_ended)
+    tally.notes["cells that went on from a checkpoint"] = len(matrix.cells_gone_on)
+    tally.notes["largest distance after other micro-batches or ranks"] = f"{matrix.largest:.1e}"
+    tally.skip("precision=tf32: no GPU that has it", int(not torch.cuda.is_available()))
+    assert not bad, f"{len(bad)} of {len(chosen)} cells differ:\n" + "\n".join(bad)
+    if len(chosen) > 1:
+        matrix.has_shown_enough(len(chosen))
+
+
+def plain(**levels: str) -> Cell:
+    """Return the cell of the first level on each axis, but for those given."""
+    return Cell(tuple(({axis: next(iter(table)) for axis, table in AXES.items()} | levels).values()), 0)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("forgets", "differs"),
+        ("begins anew", "on disk, but the run went on from update 0"),
+        ("takes an older one", "on disk, but the run went on from update"),
+    ],
+)
+def test_a_product_that_goes_on_wrongly_is_caught(
+    broken: str, words: str, server: ForkServer, fast_disk: Path, tally: Tally
+) -> None:
+    matrix = Matrix(server, fast_disk, tally)
+    end = {"at": "update", "number": 6, "by": "SIGKILL", "wait": True}
+    matrix.check(plain(saves="1"), [end])
+    with pytest.raises(AssertionError, match=words):
+        matrix.check(plain(saves="1"), [end], broken=broken)
+    matrix.has_shown_enough(1)
+    tally.tried += 1
+
+
+def test_a_run_stopped_in_its_last_evaluation_is_saved_as_finished_once_it_is(
+    server: ForkServer, fast_disk: Path, tally: Tally
+) -> None:
+    matrix = Matrix(server, fast_disk, tally)
+    matrix.check(plain(), [{"at": "evaluation", "number": 4, "by": "SIGTERM"}])
+    matrix.has_shown_enough(1)
+    tally.tried += 1
+
+
+def test_a_matrix_in_which_nothing_happens_is_caught(server: ForkServer, fast_disk: Path, tally: Tally) -> None:
+    matrix = Matrix(server, fast_disk, tally)
+    matrix.check(plain(), [{"at": "nowhere", "by": "SIGKILL"}])
+    with pytest.raises(AssertionError, match="0 of 1 cells were ended"):
+        matrix.has_shown_enough(1)
+    tally.tried += 1
+
+
+@pytest.mark.parametrize("ranks", ["ddp 2", "fsdp 2"])
+def test_batch_norms_of_ranks_go_on_to_rounding(ranks: str, server: ForkServer, fast_disk: Path, tally: Tally) -> None:
+    """The mean of their statistics over the ranks is taken at each checkpoint, so that one may go on without them."""
+    matrix = Matrix(server, fast_disk, tally)
+    cell = replace(plain(ranks=ranks, keeps="batch norm", saves="2"), number=1)
+    with pytest.raises(AssertionError, match=r"running_mean differs"):
+        matrix.check(cell)
+    found, wanted = result_of(matrix.folder / str(matrix.num_folders)), matrix.reference(cell)
+    assert distance(found, wanted) < 1e-6
+    for name, weight in wanted.tensors["optimizer"].items():
+        assert torch.equal(found.tensors["optimizer"][name], weight), name
+    tally.tried += 1

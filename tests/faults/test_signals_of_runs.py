@@ -1,0 +1,277 @@
+"""Whole runs that are asked to stop: saved, left with 75, and equal to a run that nobody asked; no process is left.
+
+The signal goes where a terminal or a scheduler sends it: to the process group, or to every process of the run, data
+workers included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+
+from runner.durable.checkpoint import load, newest_valid
+from tests.faults.tallies import Tally
+from tests.forkserver import Ended, ForkServer
+
+TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
+NUM_UPDATES = 60
+BASE = [
+    "train", "--task", str(TASK), "device=cpu", "monitor=off", f"updates={NUM_UPDATES}", "evaluate.every=20",
+    "log_every=1", "backend.threads=1", "task.sleep_s=0.02",
+]  # fmt: skip
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+LOW_GRACE = "checkpoint.grace_s=0.0001"
+Send = Callable[[int, signal.Signals], None]
+
+
+def to_the_group(pid: int, number: signal.Signals) -> None:
+    """As a terminal does, and `timeout`."""
+    os.killpg(pid, number)
+
+
+def to_every_process(pid: int, number: signal.Signals) -> None:
+    """As `scancel --full` does, and a service manager."""
+    for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def ranks(count: int) -> list[str]:
+    return ["parallelism=ddp", f"parallelism.world_size={count}"] if count > 1 else []
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, torch.Tensor]]:
+    """Return what an uninterrupted run of so many ranks, with these words, ends with."""
+    known: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
+
+    def of(count: int, *words: str) -> dict[str, torch.Tensor]:
+        key = (*ranks(count), *words)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("straight")
+            done = server.run([*BASE, *key, "run=straight"], folder)
+            assert done.code == 0, done.err
+            known[key] = final_tensors(folder / "outputs" / "straight")
+        return known[key]
+
+    return of
+
+
+def final_tensors(run: Path) -> dict[str, torch.Tensor]:
+    path = newest_valid(run / "checkpoints")
+    assert path is not None
+    assert path.name.endswith(str(NUM_UPDATES))
+    loaded = load(path)
+    return {f"{stem}/{name}": tensor for stem in loaded.stems for name, tensor in loaded.tensors(stem).items()}
+
+
+def last_update(run: Path) -> int:
+    """Return the update of the last row of the metrics, 0 before the first."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return 0
+    return max((int(json.loads(line)["update"]) for line in lines if line.endswith("}")), default=0)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+def stopped(
+    server: ForkServer, folder: Path, words: list[str], send: Callable[[int], None], at_update: int, pause_s: float
+) -> tuple[Ended, int]:
+    """Start a run, ask it to stop some time after an update, and return how it ended; nothing of it is left."""
+    run = folder / "outputs" / "mine"
+    pid = server.start([*BASE, *words, "run=mine"], folder)
+    until = time.monotonic() + 60
+    while last_update(run) < at_update:
+        assert time.monotonic() < until, (folder / ".err").read_text()
+        time.sleep(0.005)
+    time.sleep(pause_s)
+    processes = family(pid)
+    reached = last_update(run)
+    send(pid)
+    ended = server.wait()
+    _, left = psutil.wait_procs(processes, timeout=10)
+    left = [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+    assert not left, f"{left} outlive the run by 10 s"
+    return ended, reached
+
+
+def assert_goes_on(server: ForkServer, folder: Path, words: list[str], expected: dict[str, torch.Tensor]) -> Ended:
+    """The same command ends, bit for bit, as a run that was never stopped."""
+    done = server.run([*BASE, *words, "run=mine"], folder)
+    assert done.code == 0, done.err
+    found = final_tensors(folder / "outputs" / "mine")
+    assert found.keys() == expected.keys()
+    # Statistics of batch norms are averaged over the ranks whenever a run is saved: that rounds once more.
+    rounded = {name for name in found if "parallelism=ddp" in words and "running_" in name}
+    different = [name for name in found.keys() - rounded if not torch.equal(found[name], expected[name])]
+    different += [name for name in rounded if not torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-7)]
+    assert not different, different
+    rows = [json.loads(line) for line in (folder / "outputs" / "mine" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows if "train/loss" in row] == list(range(1, NUM_UPDATES + 1))
+    return done
+
+
+def assert_tells(ended: Ended) -> None:
+    text = ended.out + ended.err
+    assert "Traceback" not in text, text
+    assert "Error" not in ended.err, text
+
+
+# where it is sent, signals, ranks, start method; the first rows are those of every run of the tests
+PLANS: tuple[tuple[str, Send, tuple[signal.Signals, ...], int, str], ...] = (
+    ("group", to_the_group, (signal.SIGINT,), 1, "fork"),
+    ("group", to_the_group, (signal.SIGUSR1,), 1, "fork"),
+    ("all", to_every_process, (signal.SIGTERM,), 1, "fork"),
+    ("all", to_every_process, (signal.SIGTERM,), 2, "fork"),
+    ("group", to_the_group, (signal.SIGUSR1, signal.SIGTERM), 1, "spawn"),
+    ("group", to_the_group, (signal.SIGTERM,), 1, "fork"),
+    ("all", to_every_process, (signal.SIGINT,), 1, "fork"),
+    ("all", to_every_process, (signal.SIGUSR1,), 1, "fork"),
+    ("all", to_every_process, (signal.SIGINT,), 1, "spawn"),
+    ("all", to_every_process, (signal.SIGUSR1,), 1, "spawn"),
+    ("all", to_every_process, (signal.SIGTERM,), 1, "spawn"),
+    ("group", to_the_group, (signal.SIGINT,), 1, "spawn"),
+    ("group", to_the_group, (signal.SIGINT,), 2, "fork"),
+    ("group", to_the_group, (signal.SIGTERM,), 2, "fork"),
+    ("group", to_the_group, (signal.SIGUSR1,), 2, "fork"),
+    ("all", to_every_process, (signal.SIGINT,), 2, "fork"),
+    ("all", to_every_process, (signal.SIGUSR1,), 2, "fork"),
+    ("all", to_every_process, (signal.SIGUSR1, signal.SIGTERM), 2, "fork"),
+    ("all", to_every_process, (signal.SIGTERM,), 2, "spawn"),
+)
+
+
+def test_signals_to_whole_runs(
+    server: ForkServer, tmp_path: Path, seed: int, amount: Any, tally: Tally, straight: Any
+) -> None:
+    generator = random.Random(seed)
+    count = amount(4, 10 * len(PLANS))  # spawned workers take seconds: tests/axes/test_dataloader.py has them
+    for number in range(count):
+        where, send, signals, num_ranks, method = PLANS[number % len(PLANS)]
+        at_update, pause_s = generator.randint(1, 25), generator.uniform(0.0, 0.06)
+        names = "+".join(one.name for one in signals)
+        plan = f"{names} to the {where}, {num_ranks} ranks, {method}, update {at_update} + {pause_s:.3f} s, seed {seed}"
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        workers = ["dataloader.num_workers=1" if num_ranks > 1 else "dataloader.num_workers=2"]
+        words = [*ranks(num_ranks), *workers, f"dataloader.start_method={method}"]
+
+        def send_all(pid: int, send: Send = send, signals: tuple[signal.Signals, ...] = signals) -> None:
+            for one in signals:
+                send(pid, one)
+
+        try:
+            ended, reached = stopped(server, folder, words, send_all, at_update, pause_s)
+            assert ended.code == 75, (ended, "must be 75")
+            assert_tells(ended)
+            path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
+            assert path is not None
+            saved = int(path.name.removeprefix("update-"))
+            assert saved >= reached, (saved, reached)
+            assert saved == last_update(folder / "outputs" / "mine"), "the last finished update is saved"
+            assert json.loads((folder / "outputs" / "mine" / "run.json").read_text())["state"] == "preempted"
+            assert_goes_on(server, folder, ranks(num_ranks), straight(num_ranks))
+        except AssertionError as error:
+            raise AssertionError(f"{plan}: {error}") from error
+        tally.tried += 1
+        tally.notes["runs"] = tally.tried * 2
+
+
+def test_the_suite_sees_a_worker_that_ends(server: ForkServer, tmp_path: Path, straight: Any) -> None:
+    """A product whose workers hear the signal ends like this one, a worker of which hears one that none ignores."""
+
+    words = ["dataloader.num_workers=2", "dataloader.start_method=fork"]
+    ended, _ = stopped(server, tmp_path, words, lambda pid: psutil.Process(pid).children()[0].kill(), 3, 0.0)
+    assert ended.code == 85, ended
+    assert_goes_on(server, tmp_path, [], straight(1))
+
+
+# A save for which there is no time
+
+
+def interrupted(server: ForkServer, folder: Path, *words: str, at_update: int = 8) -> Ended:
+    run = folder / "outputs" / "mine"
+    pid = server.start([*BASE, "run=mine", *words], folder)
+    until = time.monotonic() + 60
+    while last_update(run) < at_update:
+        assert time.monotonic() < until, (folder / ".err").read_text()
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGTERM)
+    return server.wait()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_save_that_takes_longer_than_there_is_time_is_not_begun(
+    num_ranks: int, server: ForkServer, tmp_path: Path, straight: Any
+) -> None:
+    words = [*ranks(num_ranks), "checkpoint.every=5"]
+    ended = interrupted(server, tmp_path, *words, LOW_GRACE, at_update=12)
+    assert ended.code == 75, ended
+    assert_tells(ended)
+    path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
+    assert path is not None
+    saved, reached = int(path.name.removeprefix("update-")), last_update(tmp_path / "outputs" / "mine")
+    assert saved % 5 == 0
+    text = " ".join((ended.out + ended.err).split())
+    if saved == reached:  # it was saved when the signal came: nothing was left to do
+        assert "not saved" not in text
+    else:
+        assert "not saved: a save takes " in text
+        assert "of checkpoint.grace_s=0.0001 only 0.0 s are left" in text
+        assert f"{path.name} remains, {reached - saved} updates after it are repeated" in text
+        assert "stopped (" in text
+    assert_goes_on(server, tmp_path, words, straight(num_ranks, "checkpoint.every=5"))
+
+
+def test_a_save_of_unknown_length_is_begun(server: ForkServer, tmp_path: Path) -> None:
+    ended = interrupted(server, tmp_path, LOW_GRACE, "checkpoint=off")
+    assert ended.code == 75, ended
+    assert newest_valid(tmp_path / "outputs" / "mine" / "checkpoints") is not None
+
+
+def test_a_save_for_which_there_is_time_is_made(server: ForkServer, tmp_path: Path, straight: Any) -> None:
+    ended = interrupted(server, tmp_path, "checkpoint.every=5", "checkpoint.grace_s=30", at_update=12)
+    assert ended.code == 75, ended
+    path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
+    assert path is not None
+    assert int(path.name.removeprefix("update-")) == last_update(tmp_path / "outputs" / "mine")
+    assert_goes_on(server, tmp_path, ["checkpoint.every=5"], straight(1, "checkpoint.every=5"))
+
+
+def test_a_save_that_is_due_as_well_is_not_begun_without_time(server: ForkServer, tmp_path: Path) -> None:
+    ended = interrupted(server, tmp_path, "checkpoint.every=1", LOW_GRACE)
+    assert ended.code == 75, ended
+    path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
+    assert path is not None
+    missing = last_update(tmp_path / "outputs" / "mine") - int(path.name.removeprefix("update-"))
+    assert missing in (0, 1), "0 where its save was under way when the signal came"
+    assert ("not saved: a save takes " in " ".join((ended.out + ended.err).split())) == (missing == 1)
+
+
+def test_without_any_checkpoint_it_is_130(server: ForkServer, tmp_path: Path) -> None:
+    first = interrupted(server, tmp_path, "checkpoint.every=5", at_update=12)  # knows how long a save takes
+    assert first.code == 75
+    (tmp_path / "outputs" / "mine").rename(tmp_path / "outputs" / "other")
+    ended = interrupted(server, tmp_path, "resume=other", "checkpoint=off", LOW_GRACE, at_update=20)
+    assert ended.code == 130, ended
+    assert "there is no checkpoint yet" in " ".join((ended.out + ended.err).split())
+    assert_tells(ended)
+    record = json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())
+    assert (record["state"], record["exit_code"]) == ("interrupted", 130)
+    assert not list((tmp_path / "outputs" / "mine" / "checkpoints").glob("*"))

@@ -1,0 +1,253 @@
+"""Whole runs of accel-run in forked processes, ended at random, and what must hold when they are through.
+
+For a process apart, which `warm` has made load all that a run imports.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.durable import checkpoint, files
+from runner.durable.system import System
+from tests.faults import saver
+
+NAME = "mine"
+TASK = Path(__file__).with_name("task_of_faults.py")
+WORDS = ("train", "--task", str(TASK), f"run={NAME}", "device=cpu", "monitor=off")
+UPDATES = 60
+
+
+def warm() -> None:
+    """All that a run needs is imported, and no thread was started."""
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended; `code` is negative for a signal.
+
+    acknowledged  the last checkpoint that was on disk
+    pids          the processes it had when it was ended, the first one the leader of their session
+    """
+
+    code: int
+    out: str
+    acknowledged: int
+    seconds: float
+    pids: tuple[int, ...]
+
+
+class Acknowledging(System):
+    """Tells which checkpoints are on disk: renamed, and their folder synced."""
+
+    def __init__(self, acknowledge: Callable[[str, int], None]) -> None:
+        self._acknowledge = acknowledge
+        self._renamed = 0
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        found = re.fullmatch(r"update-(\d+)", Path(target).name)
+        self._renamed = int(found[1]) if found else self._renamed
+
+    def fsync(self, descriptor: int) -> None:
+        super().fsync(descriptor)
+        if self._renamed and Path(f"/proc/self/fd/{descriptor}").readlink().name == "checkpoints":
+            self._acknowledge("saved", self._renamed)
+            self._renamed = 0
+
+
+@dataclass(frozen=True)
+class End:
+    """When a command is ended, and by what.
+
+    at, moment  at this operation on files, counted from 1; 0: at none
+    after_s     so many seconds after its start; None: never
+    environment  what the task is told
+    whole_group  the workers are killed together with it; else they are left behind
+    """
+
+    at: int = 0
+    moment: str = "before"
+    after_s: float | None = None
+    environment: Mapping[str, str] | None = None
+    whole_group: bool = True
+
+
+NEVER = End()
+
+
+def run(
+    words: tuple[str, ...],
+    folder: Path,
+    end: End = NEVER,
+    cut: Callable[[], None] | None = None,
+    before: int = 0,
+    output: Path | None = None,
+) -> Ended:
+    """Run a command in `folder` to its end, or to `end`: a SIGKILL, or `cut` and a SIGKILL.
+
+    output  file for what it prints, where that shall not lie beside the folder
+    """
+    output = output or Path(f"{folder}.out")
+    here = os.getpid()
+
+    def die() -> None:
+        if cut is not None:
+            cut()
+        os.killpg(os.getpid(), signal.SIGKILL) if end.whole_group else os.kill(os.getpid(), signal.SIGKILL)
+
+    def work(tell: Callable[[str, int], None]) -> None:
+        assert os.getpid() != here
+        system = saver.Interrupted(die, end.at, end.moment, Acknowledging(tell))
+        with files.through(system):
+            code = _main(words, folder, output, end.environment or {})
+        (output.with_suffix(".operations")).write_text(str(system.count))
+        os._exit(code)
+
+    began = time.monotonic()
+    pid, listener = saver.start(work, System(), before)
+    pids = (pid,)
+    if end.after_s is not None:
+        time.sleep(end.after_s)
+        pids = (pid, *session_of(pid))
+        listener.hear()
+        if cut is not None:
+            cut()
+        with suppress(ProcessLookupError):
+            (os.killpg if end.whole_group else os.kill)(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if end.after_s is None:
+        listener.hear()
+    listener.close()
+    text = output.read_text(errors="replace") if output.exists() else ""
+    code = os.waitstatus_to_exitcode(status)
+    return Ended(code, text, listener.told.saved, time.monotonic() - began, pids)
+
+
+def session_of(leader: int) -> list[int]:
+    """Return the processes of the session that `leader` began, itself too."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append(int(process.name))
+    return found
+
+
+def num_operations(folder: Path) -> int:
+    """Return how many operations on files the last command in `folder` that was not ended made."""
+    return int(Path(f"{folder}.operations").read_text())
+
+
+def assert_same(straight: Path, other: Path) -> None:
+    """Both runs ended with the same weights, optimizer, random state and rows, bit for bit."""
+    ours, theirs = (_final(folder) for folder in (other, straight))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), f"{name} is another one"
+    assert metric_rows(other) == metric_rows(straight), "metrics.jsonl has other rows"
+
+
+def assert_tidy(folder: Path) -> None:
+    """The run is done and unlocked, its logs are whole lines, and nothing half made is left."""
+    path = folder / "outputs" / NAME
+    state = json.loads((path / "run.json").read_text())
+    assert state["state"] == "done", state
+    assert not list(path.rglob(f"{files.TEMPORARY}*")), "temporaries are left"
+    assert not list(path.rglob("damaged-*")), "a checkpoint was damaged"
+    for name in ("events.jsonl", "metrics.jsonl"):
+        for line in (path / name).read_text().splitlines():
+            assert isinstance(json.loads(line), dict), f"{name}: {line!r}"
+    for line in (path / "console.log").read_bytes().split(b"\n"):
+        assert b"\0" not in line
+    with (path / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def assert_gone(pids: tuple[int, ...], within_s: float = 10.0) -> None:
+    """Nothing of the session is left running, and no shared memory that one of its processes made."""
+    deadline = time.monotonic() + within_s
+    while (left := session_of(pids[0])) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"processes {left} outlive their run by {within_s} s"
+    segments = [path.name for path in Path("/dev/shm").iterdir() if any(f"_{pid}_" in path.name for pid in pids)]
+    assert not segments, f"shared memory is left: {segments}"
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the rows of events.jsonl of this kind; what a power cut left of rows that nobody synced is left out."""
+    return [row for row in files.read_rows(folder / "outputs" / NAME / "events.jsonl") if row.get("kind") == kind]
+
+
+def metric_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl without what is time."""
+    text = (folder / "outputs" / NAME / "metrics.jsonl").read_text()
+    rows = (json.loads(line) for line in text.splitlines())
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+
+
+def random_end(generator: random.Random, operations: int, seconds: float) -> tuple[str, End]:
+    """Return a moment at which a command of so many operations and seconds is ended, and its name."""
+    kind = generator.choice(("operation", "operation", "operation", "time", "time", "evaluation", "update"))
+    whole_group = generator.random() < 0.5
+    if kind == "operation":
+        end = End(generator.randint(1, operations), generator.choice(saver.MOMENTS), whole_group=whole_group)
+        return f"operation {end.at} {end.moment}", end
+    if kind == "time":
+        end = End(after_s=generator.uniform(0, seconds), whole_group=whole_group)
+        return f"after {end.after_s:.4f} s", end
+    number = generator.choice((1, 2, 3, 11, 30))
+    return f"{kind} {number}", End(environment={"ACCEL_RUN_END": f"{kind} {number}"}, whole_group=whole_group)
+
+
+def _final(folder: Path) -> dict[str, torch.Tensor]:
+    loaded = checkpoint.load(checkpoint.path_of(folder / "outputs" / NAME / "checkpoints", UPDATES))
+    return {f"{stem}/{name}": tensor for stem in loaded.stems for name, tensor in loaded.tensors(stem).items()}
+
+
+def _main(words: tuple[str, ...], folder: Path, output: Path, environment: Mapping[str, str]) -> int:
+    """Be the command: in a session of its own, with its own output."""
+    import runner.cli
+
+    os.setsid()
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(folder)
+    os.environ.update(environment)
+    sys.argv = ["accel-run", *words]
+    try:
+        return runner.cli.main(list(words))
+    except BaseException:
+        traceback.print_exc()
+        return 70
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+_IMPORTED = (
+    "hydra", "numpy.testing", "rich.live", "runner.cli", "runner.commands.train", "runner.engine.assemble",
+    "runner.engine.infer", "runner.engine.screen", "runner.engine.session", "runner.engine.train", "runner.plan.plan",
+    "safetensors.torch", "torch._dynamo",
+)  # fmt: skip

@@ -1,0 +1,39 @@
+"""A profile on a GPU: kernels, marks on the stream, real waits, the allocator's memory."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands.test_profile import TASK, line_of
+from tests.forkserver import ForkServer
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_profile_on_a_gpu_finds_what_was_planted(server: ForkServer, tmp_path: Path) -> None:
+    words = "run=p device=cuda monitor=off skip=2 updates=4 task.forward_s=0.01 task.backward_s=0.02 task.waits=true"
+    ended = server.run(f"profile --task {TASK} {words}", tmp_path)
+    assert ended.code == 0, ended.err
+    found = json.loads((tmp_path / "outputs/profiles/p/profile/summary.json").read_text())
+    assert found["shares"].keys() == {"kernels", "copies", "idle"}
+    assert sum(found["shares"].values()) == pytest.approx(1.0)
+    assert found["shares"]["idle"] > 0.5  # the host sleeps, and the device waits for it
+    assert found["operators"][0]["self_device_ms"] > 0
+    rows = list(csv.DictReader((tmp_path / "outputs/profiles/p/profile/operators.csv").read_text().splitlines()))
+    kernels = list(csv.DictReader((tmp_path / "outputs/profiles/p/profile/kernels.csv").read_text().splitlines()))
+    whole = sum(float(row["ms"]) for row in kernels)
+    assert 0 < sum(float(row["self_device_ms"]) for row in rows) <= 1.001 * whole  # each kernel counts once
+    assert whole <= found["update_ms"]["operators recorded"]
+    assert not {row["name"] for row in rows} & {row["name"] for row in kernels}
+    assert "cudaDeviceSynchronize" not in found["device_calls_per_update"]  # only the profiler calls it
+    assert found["waits_are_real"]
+    named = {wait["place"].rpartition("/")[2]: wait["per_update"] for wait in found["waits"] if wait["in_task"]}
+    assert named[f"task_to_profile.py:{line_of('# waits in loss')} in loss"] == 1.0
+    assert named[f"task_to_profile.py:{line_of('# waits in begin_update')} in begin_update"] == 1.0
+    rows = {row["path"]: row for row in found["modules"]}
+    assert max(rows.values(), key=lambda row: row["own"]["median"])["path"] == "inner.1"
+    assert found["memory_peak_bytes"]["parameters"] > 0

@@ -1,0 +1,52 @@
+"""Planted: a running mean is kept by reading the loss of every sample. Mended: it stays a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner import Task
+
+SETTINGS = {"global_batch_size": 1024, "optimizer.lr": 0.001}
+WIDTH = 64
+
+
+def build(*, mended: bool = False) -> Task:
+    return Counted(mended)
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.rows = torch.randn(8192, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor]:
+        return (self.rows[torch.tensor(indices)],)
+
+
+class Counted(Task):
+    def __init__(self, mended: bool) -> None:
+        self.mended = mended
+        self.mean: Any = 0.0
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def dataset(self, split: str) -> Any:
+        if split != "train":
+            raise NotImplementedError
+        return Rows()
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, int]:
+        (rows,) = batch
+        losses = (model(rows) - rows).square().mean(1)
+        if self.mended:
+            self.mean = 0.99 * self.mean + 0.01 * losses.detach().mean()
+        else:
+            self.mean = 0.99 * self.mean + 0.01 * sum(loss.item() for loss in losses) / len(losses)
+        return losses.sum(), len(losses)

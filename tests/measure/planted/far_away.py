@@ -1,0 +1,47 @@
+"""Planted: samples come from far away, 2 ms each, drawn anew in each epoch, and nobody reads ahead."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner import Task
+from runner.base.task import sample_rng
+
+SETTINGS = {"global_batch_size": 16, "optimizer.lr": 0.001}
+WIDTH, FETCH_S = 256, 0.002
+
+
+def build() -> Task:
+    return Remote()
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 1024
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(FETCH_S)
+        return torch.from_numpy(sample_rng(0, self.epoch, index).standard_normal(WIDTH, dtype="float32"))
+
+
+class Remote(Task):
+    def __init__(self) -> None:
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+
+    def dataset(self, split: str) -> Any:
+        if split != "train":
+            raise NotImplementedError
+        return Rows()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return (model(batch) - batch).square().mean(1).sum(), len(batch)

@@ -1,0 +1,65 @@
+"""A task that sleeps, fails or waits where a test wants it to."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner import Task
+
+
+def build(
+    *,
+    sleep_ms: float = 4.0,
+    sample_ms: float = 0.0,
+    scale: float = 1.0,
+    items: int = 0,
+    dies_at: int = 0,
+    raises_at: int = 0,
+) -> Task:
+    return Measured(sleep_ms, sample_ms, scale, items, dies_at, raises_at)
+
+
+class Rows:
+    def __init__(self, sample_ms: float) -> None:
+        self.rows = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+        self.sample_ms = sample_ms
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.sample_ms:
+            time.sleep(self.sample_ms / 1000)  # slow line
+        return self.rows[index]
+
+
+class Measured(Task):
+    def __init__(
+        self, sleep_ms: float, sample_ms: float, scale: float, items: int, dies_at: int, raises_at: int
+    ) -> None:
+        self.sleep_ms, self.sample_ms, self.scale, self.items = sleep_ms, sample_ms, scale, items
+        self.dies_at, self.raises_at = dies_at, raises_at
+        self.calls = 0
+        self.model = nn.Linear(8, 8)
+
+    def dataset(self, split: str) -> Any:
+        if split != "train":
+            raise NotImplementedError
+        return Rows(self.sample_ms)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        self.calls += 1
+        if self.calls == self.dies_at:
+            os._exit(9)
+        if self.calls == self.raises_at:
+            raise ValueError("as planned")
+        time.sleep(self.sleep_ms / 1000)
+        out = model(batch)
+        for row in out.detach().flatten()[: self.items]:
+            row.item()  # waits
+        return self.scale * ((out - batch).square().sum() + out.abs().sum()), len(batch)

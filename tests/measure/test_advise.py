@@ -1,0 +1,411 @@
+"""Laws of advice: only what was tried and is faster is advised; what is applied composes and has its effect."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.base.configuration import Request, compose
+from runner.base.errors import ConfigError, InputMissing, Problem
+from runner.commands.advise import run, screen, settings_of
+from runner.durable.directory import RunDirectory
+from runner.engine.evidence import Evidence, PhaseEvidence
+from runner.measure.advise import Advice, Tried, as_json, checks, filled, outcome
+from runner.measure.criteria import criteria, rule_of_thumb
+from runner.measure.facts import Facts, monitored
+from runner.measure.hardware_profile import write_profile
+from runner.measure.hint import worth_a_line
+from runner.measure.rules import Candidate, Finding
+from runner.measure.statistics import Ratio
+from runner.measure.trial import Cell, Measured, Numerics, Trials
+from runner.plan.inventory import Cpu
+from tests.forkserver import ForkServer
+
+PLANTED = Path(__file__).parent / "planted"
+CPU = Cpu("a processor", 2, 2, 2**33)
+
+
+def tried(rule: str, words: str, gain: float, *, width: float = 0.02, differ: bool = False) -> Tried:
+    numerics = Numerics(0.5 if differ else 0.0, 0.0, 0.0, tolerance=0.001)
+    return Tried(rule, Candidate(tuple(words.split())), Ratio(gain, gain - width, gain + width, 12), numerics)
+
+
+def advice(*trials: Tried, together: Tried | None = None, findings: tuple[Finding, ...] = ()) -> Advice:
+    facts = Facts(Evidence(), {}, CPU)
+    seen = tuple(Finding(each.rule, f"{each.rule}: 40 % of the time") for each in trials)
+    rows = criteria(facts)
+    return Advice(
+        "gpt", "a processor", 31.2, (*seen, *findings), tuple(sorted(trials, key=lambda each: -each.gain)), together,
+        tuple(rows), rule_of_thumb(rows), "not measured: there is no GPU here", (), facts,
+    )  # fmt: skip
+
+
+WORKERS = tried("data wait", "dataloader.num_workers=2", 1.34)
+MORE_WORKERS = tried("data wait", "dataloader.num_workers=1", 1.2)
+THREADS = tried("too many threads", "backend.threads=1", 1.1)
+NOTHING = tried("precision", "precision=bf16", 1.0)
+WRONG = tried("tiny micro-batches", "micro_batch_size=8", 3.0, differ=True)
+
+
+def test_only_what_is_clearly_faster_and_computes_the_same_is_advised() -> None:
+    found = advice(WORKERS, MORE_WORKERS, THREADS, NOTHING, WRONG)
+
+    assert found.advised == [WORKERS, THREADS]
+    assert found.first == "data wait"
+
+
+def test_what_could_not_be_tried_is_not_advised() -> None:
+    assert not replace(WORKERS, ratio=None, why_not="out of memory").is_advised
+
+
+def test_all_together_is_applied_only_where_it_was_tried_and_is_better() -> None:
+    both = tried("together", "dataloader.num_workers=2 backend.threads=1", 1.5)
+
+    assert advice(WORKERS, THREADS, together=both).to_apply == both
+    assert advice(WORKERS, THREADS, together=replace(both, ratio=Ratio(1.2, 1.1, 1.3, 9))).to_apply == WORKERS
+    assert advice(NOTHING).to_apply is None
+
+
+def test_a_line_that_workers_hide_comes_after_them() -> None:
+    line = Finding("slow transform", "a sample takes 9 ms", by_hand="make task.py:3 faster", at_most=4.0)
+
+    assert advice(WORKERS, findings=(line,)).first == "data wait"
+    assert advice(NOTHING, findings=(line,)).first == "slow transform"
+    assert advice(WORKERS, findings=(line,)).by_hand[0][1] == pytest.approx(4.0 / 1.34)
+
+
+def test_a_prediction_never_stands_before_a_gain_that_was_measured() -> None:
+    waits = Finding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=50.0)
+
+    assert advice(THREADS, findings=(waits,)).first == "too many threads"
+    assert advice(NOTHING, findings=(waits,)).first == "hidden device waits"
+
+
+def test_the_screen_shows_the_gain_with_its_interval_and_what_was_not_advised() -> None:
+    lines = "\n".join(screen(advice(WORKERS, NOTHING, WRONG)))
+
+    assert "dataloader.num_workers=2   tried: +34 % [32, 36]" in lines
+    assert "data wait: 40 % of the time" in lines
+    assert "precision=bf16      no clear change: +0 % [-2, 2]" in lines
+    assert "computes something else: loss of the first update 50.0% off" in lines
+    assert lines.isascii()
+
+
+def test_advice_is_json() -> None:
+    found = json.loads(json.dumps(as_json(advice(WORKERS, NOTHING))))
+
+    assert found["first"] == "data wait"
+    assert [(each["advised"], each["speedup"]) for each in found["tried"]] == [(True, 1.34), (False, 1.0)]
+
+
+# ---------------------------------------------------------------- what is known
+
+NOW = Evidence(parts_s={"data": 1.0, "forward": 3.0}, updates=40, micro_batch_size=8)
+RUN = Evidence(parts_s={"saving": 2.0, "forward": 1.0}, updates=10, micro_batch_size=4, num_threads=2)
+
+
+def test_the_parts_of_updates_are_taken_whole_or_not_at_all() -> None:
+    assert filled(RUN, NOW) == RUN
+    for unmade in (replace(RUN, updates=0), replace(RUN, updates=None), replace(RUN, parts_s={})):
+        assert filled(unmade, NOW) == replace(NOW, num_threads=2)
+
+
+def test_of_several_phases_the_one_that_is_measured_counts() -> None:
+    phases = (PhaseEvidence("first", "train"), PhaseEvidence("second", "train"))
+
+    assert filled(replace(RUN, phases=phases), NOW) == replace(NOW, num_threads=2)
+    assert filled(replace(RUN, phases=phases[:1]), NOW).parts_s == RUN.parts_s
+
+
+def test_what_takes_longer_to_begin_is_advised_only_where_the_training_is_long_enough() -> None:
+    short = replace(WORKERS, later_s=4.0, pays_at=900, updates=100)
+    long = replace(short, updates=5000)
+
+    assert not advice(short).advised
+    assert "the 100 updates are too few for it: +34 % [32, 36]; begins 4 s later" in "\n".join(screen(advice(short)))
+    assert advice(long).advised == [long]
+    assert "tried: +34 % [32, 36]; begins 4 s later, pays after 900 updates" in "\n".join(screen(advice(long)))
+
+
+def measured(
+    name: str, block_ms: float, *, updates: int = 20, every: int | None = 100, start_s: float = 1.0
+) -> Measured:
+    return Measured(
+        Cell(name),
+        dict.fromkeys(range(6), block_ms),
+        start_s,
+        updates=updates,
+        opened={"periods": {"checkpoint": every, "log": 10}, "updates": 400},
+    )
+
+
+def test_what_blocks_are_too_short_to_hold_is_not_judged_by_them() -> None:
+    """A trial that never saw a save cannot contradict the run that spent a third of its time on them."""
+    saves = Candidate(("checkpoint.every=auto",))
+    found = Trials([measured("as it is", 20.0), measured(saves.name, 20.0, every=None)], "interleaved")
+    seen = Trials([measured("as it is", 30.0, updates=200), measured(saves.name, 20.0, every=None)], "interleaved")
+
+    blind = outcome(found, "checkpoints too often", saves, 1.41)
+
+    assert blind.ratio is None
+    assert "blocks of 20 updates cannot see saves" in blind.why_not
+    assert "by the evidence it gains at most +41 %" in blind.why_not
+    assert outcome(seen, "checkpoints too often", saves, 1.41).is_advised
+
+
+def test_a_later_beginning_is_paid_by_what_updates_gain() -> None:
+    cache = Candidate(("dataloader.cache=memory",))
+    found = Trials([measured("as it is", 30.0), measured(cache.name, 20.0, start_s=6.0)], "interleaved")
+
+    tried = outcome(found, "data wait", cache)
+
+    assert tried.later_s == pytest.approx(5.0)
+    assert tried.pays_at == 500
+    assert not tried.is_advised, "the training has 400 updates"
+
+
+# ---------------------------------------------------------------- the table of criteria
+
+
+def test_criteria_say_what_the_thresholds_say_and_nothing_of_what_is_unknown() -> None:
+    small = Facts(
+        Evidence(num_samples=80, global_batch_size=4, epochs=20.0),
+        {},
+        CPU,
+        probe={"input_shape": [4, 200, 64, 64], "loss_terms": 1},
+    )
+
+    rows = {row.name: (row.value, row.verdict) for row in criteria(small)}
+
+    assert rows["training samples"] == (80, "CPU")
+    assert rows["samples per update"] == (4, "CPU")
+    assert rows["channels"] == (200.0, "GPU")
+    assert rows["pixels of a side"] == (64.0, "CPU")
+    assert rows["epochs"] == (20.0, "GPU")
+    assert rows["terms of the loss"] == (1, "either")
+    assert rows["parameters"] == (None, "not known")
+    assert rule_of_thumb(criteria(small)) == (
+        "CPU first: 80 training samples are fewer than 200 and 4 samples per update are fewer than 16"
+    )
+    assert rule_of_thumb(criteria(Facts(Evidence(), {}, CPU))) == ""
+
+
+def test_checks_compare_with_the_expected_range_and_leave_open_what_was_not_read() -> None:
+    given = Facts(
+        Evidence(
+            device="cuda:0", device_peak_reserved_gib=12.0, device_total_gib=16.0, parts_s={"data": 3.0, "rest": 7.0}
+        ),
+        {"precision": "fp32", "dataloader.num_workers": 0},
+        CPU,
+        monitor={"gpu0/util": 85.0},
+    )
+
+    assert {check.name: check.fine for check in checks(given)} == {
+        "GPU utilisation": True, "GPU memory": True, "autocast": False, "waiting for data": False,
+        "data workers": False,
+    }  # fmt: skip
+    blind = {check.name: check.fine for check in checks(replace(given, monitor={}))}
+    assert blind["GPU utilisation"] is None
+
+
+def test_what_the_monitor_saw_is_read_back(tmp_path: Path) -> None:
+    whole = {"metrics": {"gpu0/util": {"mean": 40.0, "min": 0.0}}, "slowed": {"gpu0": {"thermal": 0.3}}}
+    (tmp_path / "monitor.json").write_text(json.dumps({"whole": whole}))
+
+    assert monitored(tmp_path) == ({"gpu0/util": 40.0}, {"thermal": 0.3})
+    assert monitored(tmp_path / "nowhere") == ({}, {})
+
+
+# ---------------------------------------------------------------- the profile
+
+
+def test_a_profile_composes_and_has_its_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = tried("together", "precision=bf16 dataloader.num_workers=2 micro_batch_size=8 checkpoint.every=10min", 1.5)
+    request = Request(("task=gpt", "precision=fp32", "seed=3"))
+
+    file, command = write_profile(advice(WORKERS, together=chosen), chosen, request, "mine")
+
+    assert file == tmp_path / "conf" / "hardware" / "mine.yaml"
+    assert command == "accel-run train --config-dir conf task=gpt seed=3 +hardware=mine"
+    composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
+    assert (composed["precision"], composed["dataloader.num_workers"]) == ("bf16", 2)
+    assert (composed["micro_batch_size"], composed["checkpoint.every"]) == (8, "10min")
+    text = file.read_text()
+    assert "+50 % [48, 52], 12 blocks in turns" in text
+    assert "data wait: 40 % of the time" in text
+
+
+def test_a_profile_keeps_what_the_one_before_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    write_profile(advice(WORKERS), WORKERS, Request(("hardware=t4",)), "mine")
+
+    composed = compose(Request(("hardware=mine",), config_dir=tmp_path / "conf")).flat()
+    assert (composed["precision"], composed["attention"], composed["dataloader.num_workers"]) == (
+        "fp16",
+        "efficient",
+        2,
+    )
+
+
+def test_a_file_of_somebody_else_is_left_alone_and_one_of_ours_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, _ = write_profile(advice(WORKERS), WORKERS, Request(), "mine")
+    write_profile(advice(THREADS), THREADS, Request(), "mine")
+    assert "backend" in file.read_text()
+    file.write_text("# @package _global_\n")
+
+    with pytest.raises(ConfigError, match="must be a new name"):
+        write_profile(advice(WORKERS), WORKERS, Request(), "mine")
+
+    assert file.read_text() == "# @package _global_\n"
+
+
+def test_a_profile_that_would_have_no_effect_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = tmp_path / "task.py"
+    task.write_text("SETTINGS = {'log_every': 1}\n\ndef build(*, a: int = 1):\n    pass\n")
+    chosen = tried("logs too often", "log_every=50", 1.3)
+
+    with pytest.raises(ConfigError, match="something else sets it"):
+        write_profile(advice(chosen), chosen, Request((), task), "mine")
+
+    assert not (tmp_path / "conf" / "hardware" / "mine.yaml").exists()
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ("budget_s=0", 78, "must be a number of seconds above 0"),
+        ("budget_s=soon", 78, "must be a number of seconds above 0"),
+        ("apply=perhaps", 78, "must be true or false"),
+        ("task=gpt apply=true profile=../x", 78, "profile=../x"),
+        ("task=gpt apply=true profile=mine --config-dir /dev/null", 78, "no folder in which you may write"),
+        ("run=nowhere", 66, "there is no run 'nowhere'"),
+        ("", 66, "there is no run in outputs yet"),
+        ("task=gtp", 78, "gpt"),
+    ],
+)
+def test_slips_are_answered_before_anything_is_measured(
+    server: ForkServer, tmp_path: Path, words: str, code: int, told: str
+) -> None:
+    ended = server.run(["advise", *words.split()], tmp_path)
+
+    assert ended.code == code
+    assert told in ended.err
+
+
+def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDirectory:
+    """Return a run directory with these files."""
+    folder.mkdir(exist_ok=True)
+    for name, text in (("run.json", record), ("overrides.yaml", words), ("plan.json", plan)):
+        (folder / name).write_text(text)
+    return RunDirectory.join(folder)
+
+
+@pytest.mark.parametrize("record", ["", "{}", "[1]", '{"task": "gpt"', '{"task": "gpt", "overrides": 3}'])
+def test_a_damaged_record_is_no_other_task(tmp_path: Path, record: str) -> None:
+    words = '- "task=classification"\n- "log_every=3"\n'
+    plan = '{"task_file": "/where/task.py"}'
+
+    whole = settings_of(left_by(tmp_path / "whole", record, words, plan))
+    assert whole == (["task=classification", "log_every=3"], Path("/where/task.py"), None)
+    for words_left, plan_left in ((words, ""), ("", plan), ('- "task=cl', plan), ("- 3\n", plan)):
+        with pytest.raises(InputMissing, match="does not tell how it was made"):
+            settings_of(left_by(tmp_path / "less", record, words_left, plan_left))
+
+
+def test_a_run_without_overrides_has_none(tmp_path: Path) -> None:
+    assert settings_of(left_by(tmp_path / "run", "", "[]\n", '{"task_file": null}')) == ([], None, None)
+
+
+def test_what_takes_milliseconds_is_no_reason_for_a_hint() -> None:
+    def with_parts(scale: float) -> Facts:
+        parts = {"data": 9.0 * scale, "forward": 1.0 * scale}
+        values = {"dataloader": "default", "dataloader.num_workers": 0}
+        return Facts(Evidence(device="cpu", updates=100, parts_s=parts), values, CPU)
+
+    assert [finding.rule for finding in worth_a_line(with_parts(1.0))] == ["data wait"]
+    assert worth_a_line(with_parts(0.01)) == []
+
+
+def test_what_was_measured_is_shown_although_the_profile_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError(Problem("must be a new name", "profile=mine"))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runner.measure.advise.advise", lambda *_: advice(WORKERS))
+    monkeypatch.setattr("runner.measure.hardware_profile.write_profile", refuse)
+    for flags in ([], ["--json"]):
+        with pytest.raises(ConfigError, match="must be a new name"):
+            run(["task=gpt", "apply=true", "profile=mine", *flags])
+        assert "dataloader.num_workers=2" in capsys.readouterr().out
+
+
+def test_a_planted_wait_is_found_tried_and_applied(server: ForkServer, tmp_path: Path) -> None:
+    task = str(PLANTED / "far_away.py")
+    words = ["--task", task, "dataloader.num_workers=0", "backend.threads=1", "precision=fp32"]
+
+    ended = server.run(["advise", *words, "budget_s=15", "apply=true", "profile=mine", "--json"], tmp_path)
+
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["first"] == "data wait"
+    best = next(each for each in found["tried"] if each["advised"])
+    assert best["rule"] == "data wait"
+    assert best["speedup"] > 1.1
+    assert best["numerics_differ"] is False
+    assert (tmp_path / "conf" / "hardware" / "mine.yaml").is_file()
+    assert not (tmp_path / "outputs").exists()
+    planned = server.run(["plan", "--task", task, "--config-dir", "conf", "+hardware=mine"], tmp_path)
+    assert planned.code == 0, planned.err
+
+
+def test_advice_on_a_run_uses_its_settings_and_leaves_it_as_it_is(server: ForkServer, tmp_path: Path) -> None:
+    task = str(PLANTED / "layers.py")
+    words = [
+        "updates=30",
+        "global_batch_size=64",
+        "micro_batch_size=1",
+        "task.depth=4",
+        "backend.threads=1",
+        "run=first",
+    ]
+    assert server.run(["train", "--task", task, *words], tmp_path).code == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()}
+
+    ended = server.run(["advise", "run=last", "budget_s=12", "--json"], tmp_path)
+
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["first"] == "tiny micro-batches"
+    assert next(each for each in found["tried"] if each["advised"])["overrides"] == ["micro_batch_size=64"]
+    assert {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_waits_points_to_advice_and_a_good_one_does_not(server: ForkServer, tmp_path: Path) -> None:
+    words = ["updates=60", "backend.threads=1", "checkpoint=off", "run=first"]
+    slow = server.run(["train", "--task", str(PLANTED / "far_away.py"), *words], tmp_path)
+    assert slow.code == 0, slow.err
+    last = slow.out.strip().splitlines()[-2:]
+    assert "was waiting for data" in last[0]
+    assert last[1].endswith("accel-run advise run=first")
+
+    good = server.run(
+        ["train", "--task", str(PLANTED / "layers.py"), "task.width=512", *words[:-1], "run=second"], tmp_path
+    )
+
+    assert "accel-run advise" not in good.out

@@ -1,0 +1,291 @@
+"""Laws of the rules: what fires and with which words, and that none speaks of what it does not know."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from runner.base import stopwatch
+from runner.base.configuration import Request, compose
+from runner.engine.evidence import Evidence, PhaseEvidence
+from runner.measure.facts import Facts
+from runner.measure.rules import RULES, findings
+from runner.plan.inventory import Cpu, Device
+
+CPU = Cpu("a processor", 8, 8, 32 * 2**30)
+H100 = Device("cuda", 0, "NVIDIA H100", memory_bytes=80 * 2**30, capability=(9, 0))
+T4 = Device("cuda", 0, "Tesla T4", memory_bytes=15 * 2**30, capability=(7, 5))
+VALUES: Mapping[str, Any] = {
+    "dataloader": "default", "dataloader.num_workers": 4, "dataloader.pin_memory": True, "dataloader.cache": "none",
+    "dataloader.prefetch_factor": 2, "backend": "default", "compile": "off", "memory": "none", "precision": "bf16",
+    "log_every": 10, "tracker": "none", "checkpoint.every": "auto",
+}  # fmt: skip
+PARTS = {
+    "forward": 3.0, "backward": 6.0, "optimizer": 0.5, "data": 0.1, "transfer": 0.1, "logging": 0.1, "saving": 0.1,
+    "evaluation": 0.1,
+}  # fmt: skip
+
+
+def facts(
+    parts: Mapping[str, float] | None = None,
+    values: Mapping[str, Any] | None = None,
+    gpu: Device | None = H100,
+    cpu: Cpu = CPU,
+    probe: Mapping[str, Any] | None = None,
+    monitor: Mapping[str, float] | None = None,
+    throttled: Mapping[str, float] | None = None,
+    gpus: tuple[Device, ...] | None = None,
+    **evidence: Any,
+) -> Facts:
+    """Return those of a run on a GPU with which nothing is wrong, but for what is given."""
+    known: dict[str, Any] = {
+        "device": "cuda:0" if gpu else "cpu", "updates": 100, "num_samples": 10_000, "global_batch_size": 64,
+        "micro_batch_size": 64, "accumulation_steps": 1, "num_threads": 8, "parts_s": {**PARTS, **(parts or {})},
+    }  # fmt: skip
+    return Facts(
+        Evidence(**{**known, **evidence}),
+        {**VALUES, **(values or {})},
+        cpu,
+        gpus if gpus is not None else ((gpu,) if gpu else ()),
+        gpu,
+        probe or {},
+        {"gpu0/util": 95.0, **(monitor or {})} if gpu else {},
+        throttled or {},
+    )
+
+
+SLOW_LINE = {"slow_line": {"file": "task.py", "line": 12, "ms": 9.0}, "sample_ms": 10.0}
+
+# case -> (facts, rule that comes first, an override or words that must be proposed)
+CASES: Mapping[str, tuple[Facts, str, str]] = {
+    "workers 0": (facts({"data": 8.0}, {"dataloader.num_workers": 0}), "data wait", "dataloader.num_workers=4"),
+    "few workers": (facts({"data": 8.0}, {"dataloader.num_workers": 1}), "data wait", "dataloader.num_workers=4"),
+    "a thread": (facts({"data": 8.0}, {"dataloader": "thread"}), "data wait", "dataloader=default"),
+    "a cache": (
+        facts({"data": 8.0}, {"dataloader.num_workers": 0}, probe={"same_when_read_again": True, "sample_bytes": 1024}),
+        "data wait",
+        "dataloader.cache=memory",
+    ),
+    "slow transform": (facts({"data": 8.0}, probe=SLOW_LINE), "slow transform", "task.py:12"),
+    "unpinned": (facts({"transfer": 4.0}, {"dataloader.pin_memory": False}), "unpinned", "dataloader.pin_memory=true"),
+    "varying shapes": (facts(values={"backend": "fast"}, num_batch_shapes=40), "varying shapes", "backend=default"),
+    "compiled shapes": (facts(values={"compile": "default"}, num_batch_shapes=40), "varying shapes", "compile=off"),
+    "saves": (facts({"saving": 5.0}, {"checkpoint.every": "1"}), "checkpoints too often", "checkpoint.every=auto"),
+    "rows": (facts({"logging": 5.0}, {"log_every": 1}), "logs too often", "log_every=50"),
+    "evaluations": (facts({"evaluation": 9.0}, num_evaluations=50), "evaluates too often", "evaluate.every=10"),
+    "hooks": (facts({"hooks": 5.0}, has_begin_update=True), "slow hooks", "begin_update"),
+    "item": (
+        facts(gpu=None, probe={"waits": [{"file": "task.py", "line": 7, "times": 64, "share": 0.5}]}, precision="fp32"),
+        "hidden device waits",
+        "task.py:7",
+    ),
+    "tiny micro-batches": (
+        facts(micro_batch_size=2, accumulation_steps=32),
+        "tiny micro-batches",
+        "micro_batch_size=64",
+    ),
+    "memory left": (
+        facts(values={"memory": "checkpoint"}, device_peak_reserved_gib=10.0, device_total_gib=80.0),
+        "memory left",
+        "memory=none",
+    ),
+    "allocator": (
+        facts(num_alloc_retries=7, fragmentation=0.3),
+        "allocator retries",
+        "memory.allocator=expandable_segments:True",
+    ),
+    "fp32 on an H100": (facts(values={"precision": "fp32"}), "precision", "precision=bf16"),
+    "fp32 on a T4": (facts(values={"precision": "fp32"}, gpu=T4), "precision", "precision=fp16"),
+    "bf16 on a T4": (facts(values={"precision": "bf16"}, gpu=T4), "precision", "precision=fp16"),
+    "fp32 on a CPU with bf16": (
+        facts(values={"precision": "fp32"}, gpu=None, cpu=dataclasses.replace(CPU, flags=("amx_bf16",))),
+        "precision",
+        "precision=bf16",
+    ),
+    "bf16 emulated": (facts(values={"precision": "bf16"}, gpu=None), "precision", "precision=fp32"),
+    "odd sizes": (facts(odd_sizes=("head: 50257 -> 50264",)), "odd sizes", "round these sizes up"),
+    "idle GPU": (facts(monitor={"gpu0/util": 30.0}), "idle GPU", "compile=reduce-overhead"),
+    "threads": (
+        facts(values={"precision": "fp32"}, gpu=None, num_threads=32),
+        "too many threads",
+        "backend.threads=8",
+    ),
+    "workers": (facts(values={"dataloader.num_workers": 32}), "too many workers", "dataloader.num_workers=7"),
+    "small": (
+        facts({**dict.fromkeys(PARTS, 0.001), "forward": 0.1}, monitor={"gpu0/util": 9.0}),
+        "idle GPU",
+        "compile=default",
+    ),
+    "hot": (facts(throttled={"thermal": 0.5}), "throttling", "cooling"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_limits_a_run_is_seen_first(case: str) -> None:
+    given, rule, words = CASES[case]
+
+    found = findings(given)
+
+    assert found, "nothing was seen"
+    place = 1 if rule == "slow transform" else 0  # the wait for data is more than the slow line in it
+    assert found[place].rule == rule, [finding.rule for finding in found]
+    proposed = [candidate.name for candidate in found[place].candidates]
+    assert any(words in text for text in (*proposed, found[place].by_hand)), proposed
+
+
+def test_nothing_is_said_of_a_run_with_which_nothing_is_wrong() -> None:
+    assert findings(facts()) == []
+
+
+def test_nothing_is_said_from_missing_data() -> None:
+    """Each fact of each case is taken away in turn: a rule that looked at it is silent then, and none raises."""
+    unknown = Facts(Evidence(), {}, CPU)
+    assert findings(unknown) == []
+    for case, (given, rule, _) in CASES.items():
+        bare = dataclasses.replace(given, evidence=Evidence(), probe={}, monitor={}, throttled={})
+        assert not any(finding.at_most for finding in findings(bare)), case
+        without = dataclasses.replace(given, values={})
+        assert rule not in {"precision", "unpinned", "varying shapes", "memory left"} or rule not in {
+            finding.rule for finding in findings(without)
+        }, case
+        for part in PARTS:
+            less = {name: value for name, value in given.evidence.parts_s.items() if name != part}
+            findings(dataclasses.replace(given, evidence=dataclasses.replace(given.evidence, parts_s=less)))
+
+
+def test_a_part_that_was_not_measured_is_no_part_of_zero() -> None:
+    parts = {name: value for name, value in PARTS.items() if name != "data"}
+    unmeasured = facts()
+    unmeasured = dataclasses.replace(unmeasured, evidence=dataclasses.replace(unmeasured.evidence, parts_s=parts))
+
+    assert unmeasured.share("data") is None
+    assert unmeasured.share("saving") is not None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_sentence_has_a_number(case: str) -> None:
+    given, _, _ = CASES[case]
+
+    assert all(any(char.isdigit() for char in finding.evidence) for finding in findings(given))
+
+
+def test_what_is_proposed_can_be_typed() -> None:
+    proposed = {
+        candidate.overrides
+        for given, _, _ in CASES.values()
+        for finding in findings(given)
+        for candidate in finding.candidates
+    }
+    rest = sorted(overrides for overrides in proposed if not overrides[0].startswith("device="))  # one that is not here
+    while rest:  # composing takes a moment: as many at once as do not stand against each other
+        taken: dict[str, str] = {"global_batch_size": "global_batch_size=64"}
+        for overrides in list(rest):
+            keys = [word.partition("=")[0] for word in overrides]
+            if not any(key.partition(".")[0] in (other.partition(".")[0] for other in taken) for key in keys):
+                taken |= dict(zip(keys, overrides, strict=True))
+                rest.remove(overrides)
+        compose(Request(tuple(taken.values())))
+
+
+def test_no_candidate_changes_the_mathematics() -> None:
+    """What would is for the user to do: it is no candidate, so that nothing applies it."""
+    mechanics = (
+        "dataloader", "prefetch", "backend", "compile", "micro_batch_size", "memory", "precision", "checkpoint.every",
+        "log_every", "device",
+    )  # fmt: skip
+    for given, _, _ in CASES.values():
+        for finding in findings(given):
+            for candidate in finding.candidates:
+                assert all(word.startswith(mechanics) for word in candidate.overrides), candidate
+
+
+def test_the_largest_possible_gain_comes_first() -> None:
+    both = facts({"data": 6.0, "saving": 2.0}, {"dataloader.num_workers": 0, "checkpoint.every": "1"})
+
+    assert [finding.rule for finding in findings(both)][:2] == ["data wait", "checkpoints too often"]
+
+
+def test_samples_that_change_are_not_kept() -> None:
+    for probe in ({"same_when_read_again": False}, {"same_when_read_again": True, "changes_with_epoch": True}):
+        given = facts({"data": 8.0}, {"dataloader.num_workers": 0}, probe={"sample_bytes": 1024, **probe})
+        assert "dataloader.cache=memory" not in [candidate.name for candidate in findings(given)[0].candidates]
+
+
+def test_each_rule_has_the_name_of_its_findings() -> None:
+    for given, _, _ in CASES.values():
+        for name, rule in RULES.items():
+            found = rule(given)
+            assert found is None or found.rule == name
+
+
+def test_the_parts_are_those_that_are_measured() -> None:
+    assert set(PARTS) <= {*stopwatch.PARTS, *stopwatch.BETWEEN}
+
+
+ITEM = {"waits": [{"file": "task.py", "line": 7, "times": 1, "share": 0.9}]}
+
+
+def test_a_wait_for_a_busy_gpu_is_no_lost_time() -> None:
+    """The host waits for most of an update; what the GPU computes meanwhile has to be computed anyway."""
+    (busy,) = findings(facts(probe=ITEM, monitor={"gpu0/util": 95.0}))
+    unwatched = findings(dataclasses.replace(facts(probe=ITEM), monitor={}))
+
+    assert busy.at_most == pytest.approx(1 / 0.95)
+    assert [finding.at_most for finding in unwatched] == [None]
+    assert "90%" not in busy.evidence
+
+
+def test_on_a_cpu_reading_a_number_takes_what_it_takes() -> None:
+    (found,) = findings(facts(probe=ITEM, gpu=None, values={"precision": "fp32"}))
+
+    assert found.at_most == pytest.approx(10.0)
+
+
+def test_saves_at_the_ends_of_phases_are_no_habit() -> None:
+    phases = tuple(PhaseEvidence(f"phase {number}", "train") for number in range(4))
+    every = {"checkpoint.every": "100"}
+
+    assert findings(facts({"saving": 5.0}, every, num_saves=4, phases=phases)) == []
+    (found,) = findings(facts({"saving": 5.0}, every, num_saves=8, phases=phases))
+    share = 5.0 / (sum(PARTS.values()) - PARTS["saving"] + 5.0)
+    assert found.at_most == pytest.approx(1 / (1 - share / 2))
+
+
+def test_saves_whose_times_are_already_chosen_are_left_alone() -> None:
+    assert findings(facts({"saving": 5.0}, {"checkpoint.every": "auto"}, num_saves=9)) == []
+
+
+def test_nobody_is_sent_to_a_method_that_the_task_does_not_have() -> None:
+    (found,) = findings(facts({"hooks": 5.0}, has_begin_update=False))
+
+    assert "begin_update" not in found.by_hand
+    assert findings(facts({"hooks": 5.0})) == [], "nobody knows whose it is"
+
+
+def test_one_worker_reads() -> None:
+    (found,) = findings(facts({"data": 8.0}, {"dataloader.num_workers": 1}))
+
+    assert "1 worker reads, 8 cores" in found.evidence
+
+
+def test_samples_that_are_read_once_are_not_kept() -> None:
+    """To keep them would be to read them all before the first update, and never again."""
+    same = {"same_when_read_again": True, "sample_bytes": 1024}
+    once, twice = (facts({"data": 8.0}, probe=same, epochs=epochs) for epochs in (1.0, 2.0))
+
+    proposed = [[each.name for found in findings(given) for each in found.candidates] for given in (once, twice)]
+
+    assert ["dataloader.cache=memory" in names for names in proposed] == [False, True]
+
+
+@pytest.mark.parametrize(("cores", "busy", "first"), [(2, 0.9, 2), (2, 0.1, 4), (8, 0.9, 7), (8, 0.1, 8)])
+def test_the_likeliest_number_of_readers_is_tried_before_the_extremes(cores: int, busy: float, first: int) -> None:
+    given = facts(
+        {"data": 8.0}, {"dataloader.num_workers": 0}, cpu=Cpu("a processor", cores, cores, 2**33),
+        probe={"sample_busy": busy},
+    )  # fmt: skip
+
+    assert findings(given)[0].candidates[0].name == f"dataloader.num_workers={first}"

@@ -1,0 +1,221 @@
+"""Laws of trials: cells take turns, tell what they really used, and whatever ends one of them ends nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runner.base.configuration import Request
+from runner.base.errors import AccelRunError
+from runner.measure.trial import Arena, Cell, Limits, Trials, as_json
+
+TASK = Path(__file__).parent / "task_to_measure.py"
+LIMITS = Limits(budget_s=60, rounds=(3, 4), block_s=0.05)
+SETTINGS = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1")
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Arena]:
+    with Arena(Request(SETTINGS, TASK)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trials(arena: Arena) -> Trials:
+    cells = [
+        Cell("as it is"),
+        Cell("quick", ("task.sleep_ms=0",)),
+        Cell("wrong", ("task.scale=3.0",)),
+        Cell("unknown", ("nonsense=1",)),
+        Cell("dies", ("task.dies_at=4",)),
+        Cell("raises", ("task.raises_at=4",)),
+    ]
+    return arena.measure(cells, LIMITS, lambda _: None)
+
+
+def test_what_is_faster_is_found(trials: Trials) -> None:
+    ratio = trials.ratio(trials.of("quick"))
+
+    assert ratio is not None
+    assert ratio.verdict == "better"
+    assert ratio.low > 1.1, "each update sleeps for 4 ms, and computes for less"
+
+
+def test_cells_that_live_take_part_in_every_round(trials: Trials) -> None:
+    assert trials.mode == "interleaved"
+    rounds = set(trials.baseline.blocks_ms)
+    assert len(rounds) >= 3
+    assert set(trials.of("wrong").blocks_ms) <= rounds
+
+
+def test_the_same_weights_and_samples_are_measured(trials: Trials) -> None:
+    numerics = trials.numerics(trials.of("quick"))
+
+    assert numerics is not None
+    assert (numerics.loss, numerics.grad_norm, numerics.later) == (0.0, 0.0, 0.0)
+    assert not numerics.differ
+
+
+def test_what_computes_something_else_is_flagged(trials: Trials) -> None:
+    numerics = trials.numerics(trials.of("wrong"))
+
+    assert numerics is not None
+    assert numerics.differ
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("unknown", "nonsense=1: unknown key"), ("dies", "ended with 9"), ("raises", "as planned")]
+)
+def test_what_ends_a_cell_is_its_reason_and_ends_nothing_else(trials: Trials, name: str, words: str) -> None:
+    assert words in trials.of(name).why_not
+    assert trials.ratio(trials.of("quick")) is not None
+
+
+def test_start_first_update_and_warm_up_are_told_apart(trials: Trials) -> None:
+    quick = trials.of("quick")
+
+    assert quick.start_s > 0
+    assert 0 < quick.first_update_s < quick.start_s
+    assert quick.warm_up_s >= LIMITS.block_s
+
+
+def test_a_cell_tells_what_it_really_used(trials: Trials) -> None:
+    opened, report = trials.baseline.opened, trials.baseline.report
+
+    assert opened["values"]["precision"] == "fp32"
+    assert opened["threads"] == 1
+    assert opened["parameters"] == 8 * 8 + 8
+    assert report["peak_host_gib"] > 0.05
+    assert len(report["losses"]) == 8
+
+
+def test_a_trial_leaves_no_process_and_no_file(trials: Trials, arena: Arena) -> None:
+    nurseries = psutil.Process().children()
+    assert [child for nursery in nurseries for child in nursery.children()] == []
+    left = list(arena.folder.rglob("*.safetensors"))
+    assert left == []
+    assert not Path("outputs").exists() or not list(Path("outputs").glob("trial*"))
+
+
+def test_results_can_be_written_as_json(trials: Trials) -> None:
+    rows = as_json(trials)["cells"]
+
+    assert [row["cell"]["name"] for row in rows][:2] == ["as it is", "quick"]
+    assert rows[1]["ratio"]["verdict"] == "better"
+    assert rows[3]["median_ms"] is None
+
+
+def test_cells_that_memory_does_not_hold_together_are_started_again(arena: Arena) -> None:
+    limits = Limits(budget_s=60, rounds=(3, 3), block_s=0.03, together=False)
+
+    found = arena.measure([Cell("as it is"), Cell("quick", ("task.sleep_ms=0",))], limits, lambda _: None)
+
+    assert found.mode == "restarted"
+    assert len(found.of("quick").blocks_ms) == 3
+    ratio = found.ratio(found.of("quick"))
+    assert ratio is not None
+    assert ratio.middle > 1.1
+
+
+def test_a_baseline_that_cannot_be_measured_is_an_error(arena: Arena) -> None:
+    with pytest.raises(AccelRunError, match="as planned"):
+        arena.measure([Cell("as it is", ("task.raises_at=1",))], LIMITS, lambda _: None)
+
+
+def test_a_stopped_cell_computes_nothing(arena: Arena) -> None:
+    """Its turn is over: neither it nor its data workers run on beside the next one."""
+    with arena.alone(Cell("workers", ("dataloader.num_workers=1",)), LIMITS) as (ask, _):
+        process = ask.__self__  # type: ignore[attr-defined]
+        process.pause()
+        time.sleep(0.05)
+        family = [psutil.Process(process._pid), *psutil.Process(process._pid).children(recursive=True)]
+        assert len(family) > 1
+        assert {each.status() for each in family} == {psutil.STATUS_STOPPED}
+        process.go_on()
+        assert ask({"do": "make", "updates": 1})["updates"] == 1
+
+
+def test_cells_die_with_who_started_them(tmp_path: Path) -> None:
+    """The kernel sees to it: no handler runs in a process that is killed."""
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.environ["TMPDIR"] = str(tmp_path)
+            with Arena(Request(SETTINGS, TASK)) as made, made.alone(Cell("as it is"), LIMITS) as (ask, _):
+                os.write(told, f"{ask.__self__._pid}\n".encode())  # type: ignore[attr-defined]
+                time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(told)
+    with os.fdopen(ready) as pipe:
+        cell = int(pipe.readline())
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    until = time.monotonic() + 10
+    while psutil.pid_exists(cell) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not psutil.pid_exists(cell)
+
+
+def test_the_probe_names_the_lines_of_the_task(arena: Arena) -> None:
+    lines = TASK.read_text().splitlines()
+    slow = next(number for number, line in enumerate(lines, 1) if "# slow line" in line)
+    waits = next(number for number, line in enumerate(lines, 1) if "# waits" in line)
+    cell = Cell("look", ("task.sleep_ms=0", "task.sample_ms=3.0", "task.items=50"))
+
+    with arena.alone(cell, LIMITS) as (ask, _):
+        found = ask({"do": "probe"})
+
+    assert found["slow_line"]["line"] == slow
+    assert found["sample_ms"] == pytest.approx(3.0, rel=0.5)
+    assert [(wait["line"], wait["times"]) for wait in found["waits"]] == [(waits, 50.0)]
+    assert found["same_when_read_again"]
+    assert found["num_shapes"] == 1
+    assert found["loss_terms"] == 2
+
+
+def test_blocks_of_every_cell_take_about_the_same_time(trials: Trials) -> None:
+    """One that is much faster is not timed by blocks so short that waking up is most of them."""
+    quick, slow = trials.of("quick"), trials.baseline
+
+    assert quick.updates > slow.updates
+    assert quick.updates * quick.median_ms > 0.3 * slow.updates * slow.median_ms
+
+
+def test_batches_read_while_a_cell_waits_for_its_turn_are_no_gain(arena: Arena) -> None:
+    """Waits for a disk or a network go on while a process is stopped: what they brought is not timed."""
+    far = ("task.sample_ms=3.0", "global_batch_size=8")  # 24 ms of waiting beside 4 ms of computing
+    cells = [Cell("as it is", far), Cell("a worker", (*far, "dataloader.num_workers=1"))]
+
+    found = arena.measure(cells, Limits(budget_s=60, rounds=(3, 3), block_s=0.03), lambda _: None)
+
+    reader, ratio = found.of("a worker"), found.ratio(found.of("a worker"))
+    assert reader.unpaid > reader.opened["ahead"] > 0
+    assert reader.updates >= 4 * reader.opened["ahead"]
+    assert ratio is not None
+    assert ratio.middle < 28 / 24 * 1.1, "at most the computing is hidden"
+
+
+def test_a_block_holds_what_comes_around_where_there_is_time_for_it(arena: Arena) -> None:
+    rare = ("task.sleep_ms=1", "checkpoint.every=100")  # fifty times as long as the block would be
+    rarer = ("task.sleep_ms=1", "checkpoint.every=100000")
+    cells = [Cell("as it is", rare), Cell("rarer", rarer), Cell("by the clock", ("checkpoint.every=10min",))]
+
+    found = arena.measure(cells, Limits(budget_s=20, rounds=(3, 3), block_s=0.01), lambda _: None)
+
+    assert found.baseline.updates % 100 == 0
+    assert [cell.sees("checkpoint") for cell in found.cells] == [True, False, False]
+
+
+def test_a_cell_of_one_rank_has_its_share_of_the_cores_and_no_more() -> None:
+    with Arena(Request(SETTINGS, TASK), cores=1) as made:
+        workers = Cell("workers", ("dataloader.num_workers=1",))
+        with made.alone(workers, LIMITS) as (ask, _):
+            process = psutil.Process(ask.__self__._pid)  # type: ignore[attr-defined]
+            assert [len(each.cpu_affinity()) for each in (process, *process.children())] == [1, 1]

@@ -1,0 +1,217 @@
+"""Laws of the pictures of the machine: what was read is drawn where it was read, and nothing else is."""
+
+from __future__ import annotations
+
+import math
+import stat
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.observe import machine_plots
+from runner.observe.machine_plots import MACHINE, PANELS, Line, pictures, plots, thinned
+from runner.observe.samples import Device, Samples
+
+pytest.importorskip("matplotlib")
+NAN = math.nan
+
+
+def samples_of(
+    count: int, gpus: int = 1, *, times: Any = None, phases: tuple[str, ...] = (), **columns: Any
+) -> Samples:
+    """Return samples a second apart of GPUs that work at 50 %; `gpu0_util=...` sets a column."""
+    values: dict[str, Any] = {"cpu/percent": np.full(count, 40.0), "ram/percent": np.full(count, 60.0)}
+    for gpu in range(gpus):
+        values |= {
+            f"gpu{gpu}/{name}": np.full(count, value)
+            for name, value in {
+                "util": 50.0, "memory_gib": 4.0, "memory_total_gib": 8.0, "temperature_c": 60.0, "power_w": 100.0,
+                "throttle_reasons": 0.0,
+            }.items()
+        }  # fmt: skip
+    values |= {name.replace("_", "/", 1): np.array(value) for name, value in columns.items()}
+    devices = {f"gpu{gpu}": Device(f"Card {gpu}", f"GPU-{gpu}") for gpu in range(gpus)}
+    moments = np.arange(count, dtype=float) if times is None else np.array(times, dtype=float)
+    return Samples(1.7e9 + moments, np.ones(count), phases or ("train",) * count, values, devices)
+
+
+def figures_of(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the figures instead of their bytes."""
+    monkeypatch.setattr(machine_plots, "png", lambda figure: figure)
+    return dict(pictures(samples))
+
+
+def lines_in(axes: Any) -> list[Any]:
+    return [line for line in axes.lines if line.get_linestyle() == "-"]
+
+
+def words_of(figure: Any) -> list[str]:
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    assert png.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", png[16:24])
+    return width, height
+
+
+@pytest.mark.parametrize(
+    ("gpus", "names"),
+    [(0, {"machine.png"}), (1, {"gpu0.png", "machine.png"}), (2, {"gpu0.png", "gpu1.png", "gpus.png", "machine.png"})],
+)
+def test_each_gpu_has_a_picture_several_have_one_together_and_the_machine_has_one(gpus: int, names: set[str]) -> None:
+    found = pictures(samples_of(3, gpus))
+    assert set(found) == names
+    assert all(min(size_of(png)) >= 500 for png in found.values())
+
+
+def test_no_samples_make_no_picture() -> None:
+    assert pictures(samples_of(0)) == {}
+
+
+def test_one_sample_is_a_point_that_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for axes in figures_of(samples_of(1), monkeypatch)["gpu0.png"].axes:
+        assert any(line.get_marker() == "o" for line in axes.lines)
+
+
+def test_every_panel_has_a_title_a_unit_and_the_gpu_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = figures_of(samples_of(5), monkeypatch)
+    for name, panels in {"gpu0.png": PANELS, "machine.png": MACHINE}.items():
+        axes = found[name].axes
+        assert [each.get_title(loc="left") for each in axes] == [panel.title for panel in panels]
+        assert all(unit in each.get_ylabel() for each, unit in zip(axes, _UNITS[name], strict=True))
+        assert axes[-1].get_xlabel() == "time since the first sample (s)"
+    assert found["gpu0.png"].get_suptitle() == "GPU 0: Card 0"
+
+
+def test_lines_go_through_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    util = [10.0, 90.0, 40.0]
+    figure = figures_of(samples_of(3, gpu0_util=util), monkeypatch)["gpu0.png"]
+    (line,) = lines_in(figure.axes[0])
+    assert line.get_xdata().tolist() == [0, 1, 2]
+    assert line.get_ydata().tolist() == util
+
+
+def test_a_reading_that_is_missing_and_a_pause_break_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [0, 1, 2, 3, 4, 100, 101]
+    samples = samples_of(7, times=times, gpu0_util=[50, 50, NAN, 50, 50, 50, 50])
+    figure = figures_of(samples, monkeypatch)["gpu0.png"]
+    (line,) = lines_in(figure.axes[0])
+    assert np.isnan(line.get_ydata()).tolist() == [False, False, True, False, False, True, False, False]
+    assert "not watched" in words_of(figure)
+    assert "not watched" not in words_of(figures_of(samples_of(7), monkeypatch)["gpu0.png"])
+
+
+def test_a_reading_alone_between_two_gaps_has_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    util = np.full(200, 50.0)
+    util[99], util[101] = NAN, NAN
+    axes = figures_of(samples_of(200, gpu0_util=util), monkeypatch)["gpu0.png"].axes[0]
+    assert any(line.get_marker() == "o" and line.get_xdata().tolist() == [100 / 60] for line in axes.lines)
+
+
+def test_what_was_never_read_says_so_and_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = figures_of(samples_of(5, gpu0_power_w=[NAN] * 5), monkeypatch)["gpu0.png"]
+    power = figure.axes[3]
+    assert not lines_in(power)
+    assert [text.get_text() for text in power.texts] == ["no reading"]
+    assert not any(text.get_text() == "no reading" for axes in figure.axes[:3] for text in axes.texts)
+
+
+def test_capacity_is_a_line_above_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = figures_of(samples_of(5), monkeypatch)["gpu0.png"]
+    memory = figure.axes[1]
+    assert any(line.get_ydata() == [8.0, 8.0] for line in memory.lines if line not in lines_in(memory))
+    assert memory.get_ylim()[1] > 8
+    assert "memory capacity, 8 GiB" in words_of(figure)
+
+
+def test_phases_are_shaded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = figures_of(samples_of(20, phases=("lora",) * 10 + ("router",) * 10), monkeypatch)["gpu0.png"]
+    assert {"phase lora", "phase router"} <= set(words_of(figure))
+    assert [text.get_text() for text in figure.axes[0].texts] == ["lora", "router"]
+    nameless = figures_of(samples_of(20, phases=("",) * 20), monkeypatch)["gpu0.png"]
+    assert not any("phase" in words for words in words_of(nameless))
+
+
+def test_a_thousand_changes_of_phase_are_few_things_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = figures_of(samples_of(2000, phases=("train", "evaluate") * 1000), monkeypatch)["gpu0.png"]
+    assert all(len(axes.collections) <= 4 for axes in figure.axes)
+
+
+def test_what_slows_a_gpu_down_is_marked_by_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = figures_of(samples_of(4, gpu0_throttle_reasons=[0, 4, 4 + 32, NAN]), monkeypatch)["gpu0.png"]
+    assert {"slowed by its power limit", "slowed by its software temperature limit"} <= set(words_of(figure))
+    marks = [line.get_xdata().tolist() for line in figure.axes[3].lines if line.get_marker() == "|"]
+    assert marks == [[1, 2], [2]]
+
+
+def test_eight_gpus_have_a_line_and_a_color_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = figures_of(samples_of(100, 8), monkeypatch)["gpus.png"]
+    for axes in figure.axes:
+        assert len({line.get_color() for line in lines_in(axes)}) == 8
+    assert [words for words in words_of(figure) if words.startswith("GPU")] == [f"GPU {n}: Card {n}" for n in range(8)]
+
+
+def test_thinning_keeps_mean_extremes_and_gaps() -> None:
+    generator = np.random.default_rng(0)
+    x, y = np.arange(100_000.0), generator.uniform(0, 100, 100_000)
+    y[5000], y[70_000:80_000] = 1000.0, NAN
+    after_gap = np.zeros(100_000, dtype=bool)
+    after_gap[50_000] = True
+    line = thinned(x, y, after_gap)
+    assert line.is_thinned
+    assert 900 < len(line.x) < 1100
+    assert np.nanmax(line.high) == 1000.0
+    assert np.nanmin(line.low) == np.nanmin(y)
+    assert np.nanmean(line.mean) == pytest.approx(np.nanmean(y), rel=1e-3)
+    missing = line.x[np.isnan(line.mean)]
+    assert any(49_000 < moment < 51_000 for moment in missing), "the pause is still a break"
+    assert ((missing > 70_000) & (missing < 80_000)).sum() > 90, "what was not read is still missing"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 999, 1000, 1001])
+def test_few_samples_are_all_drawn(count: int) -> None:
+    values = np.arange(float(count))
+    line = thinned(values, values, np.zeros(count, dtype=bool))
+    assert isinstance(line, Line)
+    assert line.is_thinned == (count > 1000)
+    if not line.is_thinned:
+        assert line.mean.tolist() == line.low.tolist() == line.high.tolist() == values.tolist()
+    assert float(np.nanmin(line.low)) == 0
+    assert float(np.nanmax(line.high)) == count - 1
+
+
+def test_time_is_counted_in_units_that_people_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, unit in {100: "s", 1000: "min", 20_000: "h", 500_000: "days"}.items():
+        figure = figures_of(samples_of(11, times=np.linspace(0, seconds, 11)), monkeypatch)["gpu0.png"]
+        assert figure.axes[-1].get_xlabel() == f"time since the first sample ({unit})"
+
+
+def test_files_are_for_their_owner_and_follow_no_link(tmp_path: Path) -> None:
+    (path,) = plots(tmp_path, samples_of(3, 0))
+    assert path == tmp_path / "machine.png"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        plots(tmp_path, samples_of(3, 0))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_pyplot_is_left_alone(tmp_path: Path) -> None:
+    code = (
+        "import sys, numpy as np, warnings; warnings.simplefilter('error')\n"
+        "from runner.observe.samples import Samples\nfrom runner.observe.machine_plots import pictures\n"
+        "pictures(Samples(np.arange(3.0), np.ones(3), ('',) * 3, {'cpu/percent': np.ones(3)}))\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\nassert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+_UNITS = {"gpu0.png": ("%", "GiB", "°C", "W"), "machine.png": ("%", "%", "%", "%")}

@@ -1,0 +1,177 @@
+"""The time of modules: nothing is lost, nothing counts twice, and the graph stays as it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from runner.observe.module_times import ModuleTimes
+
+
+class Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return gradients[0]
+
+
+class Slow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        out: Tensor = Sleeps.apply(x).square()  # keeps something for the way back
+        return out
+
+
+class Out:
+    """What a model may return that nobody knows of."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Net(nn.Module):
+    """A residual connection, a module used twice, an activation in place, and an output of a class of its own."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.first, self.twice, self.slow = nn.Linear(4, 8), nn.Linear(8, 8), Slow()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Out:
+        x = self.relu(self.first(x))
+        x = x + (checkpoint(self.slow, x, use_reentrant=False) if self.checkpointed else self.slow(x))
+        return Out(self.twice(self.twice(x)))
+
+
+def batches() -> Iterator[Tensor]:
+    while True:
+        yield torch.ones(3, 4)
+
+
+def made(times: ModuleTimes, model: nn.Module, updates: int = 2) -> list[Tensor]:
+    """Make updates of two passes each; return the gradients of the last."""
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), batches()
+    for _ in range(updates):
+        optimizer.zero_grad()
+        for _ in range(2):
+            model(times.fetch(data)).y.square().sum().backward()
+        optimizer.step()
+        times.update()
+    return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+
+def times_of(model: nn.Module, depth: int = 3) -> ModuleTimes:
+    return ModuleTimes(model, torch.device("cpu"), depth=depth)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_sleep_is_found_where_it_is_forward_and_backward(checkpointed: bool) -> None:
+    model = Net(checkpointed=checkpointed)
+    made(times_of(model), model, updates=1)  # what torch does once is done
+    times = times_of(model)
+    times.start()
+    made(times, model)
+    times.stop()
+    rows = {row.path: row for row in times.table()}
+    slow = rows["slow"]
+    assert 0.02 <= slow.forward.min <= slow.forward.max
+    assert 0.04 + (0.02 if checkpointed else 0.0) <= slow.backward.min  # what is computed again is in the way back
+    assert slow.own.mean > 0.7 * sum(row.own.mean for row in rows.values())
+    assert (slow.calls, rows["twice"].calls, rows[""].calls) == (2.0, 4.0, 2.0)
+    assert rows["twice"].backward.min > 0
+
+
+def test_all_owners_together_have_the_time_of_the_updates() -> None:
+    model = Net()
+    times = times_of(model)
+    times.start()
+    began = time.perf_counter()
+    made(times, model, updates=3)
+    wall = time.perf_counter() - began
+    times.stop()
+    rows = times.table()
+    assert sum(row.own.mean for row in rows) == pytest.approx(sum(times.update_seconds()) / 3)
+    assert 0.9 * wall < sum(times.update_seconds()) <= wall
+
+
+def test_gradients_are_those_of_a_model_that_nobody_watches() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    times = times_of(model)
+    times.start()
+    watched = [gradient.clone() for gradient in made(times, model)]
+    times.stop()
+    model.load_state_dict(start)
+    for one, other in zip(watched, made(times_of(model), model), strict=True):
+        assert torch.equal(one, other)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_what_is_too_deep_counts_as_part_of_what_holds_it() -> None:
+    model = nn.Sequential(nn.Sequential(Net(), nn.Identity()))
+    times = times_of(model, depth=1)
+    assert not times.table()  # nothing was measured
+    times.start()
+    assert list(times.kinds) == ["", "0"]
+    times.stop()
+
+
+def test_an_evaluation_does_not_count() -> None:
+    model = Net()
+    times = times_of(model)
+    times.start()
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    model.train()
+    times.update()
+    times.stop()
+    assert all(row.calls == 0 for row in times.table())
+
+
+def test_what_waits_for_other_ranks_is_no_time_of_a_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def wait(*_: Any) -> None:
+        time.sleep(0.02)
+
+    def exchange(*_: Any) -> None:  # as a reducer: something as soon as a gradient is there, the rest at the end
+        wait()
+        torch.autograd.Variable._execution_engine.queue_callback(wait)
+
+    times = ModuleTimes(model, torch.device("cpu"), depth=3, ranks=2)
+    hook = model[2].weight.register_post_accumulate_grad_hook(exchange)
+    times.start()
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        times.update()
+    times.stop()
+    hook.remove()
+    rows = {row.path: row for row in times.table()}
+    assert rows["(communication)"].own.min >= 0.04
+    assert rows[""].total.min < 0.02
+    assert rows["(loss and the rest)"].own.min < 0.02
+    assert sum(row.own.mean for row in rows.values()) == pytest.approx(sum(times.update_seconds()) / 2)
+    assert "(communication)" not in {row.path for row in measured_alone()}
+
+
+def measured_alone() -> list[Any]:
+    model = Net()
+    times = times_of(model)
+    times.start()
+    made(times, model, updates=1)
+    times.stop()
+    return times.table()

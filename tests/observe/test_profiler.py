@@ -1,0 +1,64 @@
+"""The instruments of a profile: what is counted, how often, and when the device is waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
+
+from runner.observe.profile_report import Findings, report
+from runner.observe.profiler import Operators, Options, Session, Subject, recorded
+
+OPTIONS = Options(0, 2, 3, "self", with_stack=False, record_shapes=False, only=True)
+SUBJECT = Subject("train", "", nn.Linear(1, 1), torch.device("cpu"), 1, lambda file: False, lambda: None)
+
+
+def operator(
+    number: int, name: str, start: float, end: float, kernel: str = "", kernel_us: float = 0.0
+) -> FunctionEvent:
+    event = FunctionEvent(number, name, 0, start, end, use_device="cuda", stack=[])
+    if kernel:
+        event.append_kernel(kernel, 0, kernel_us)
+    return event
+
+
+def on_device(number: int, name: str, start: float, end: float) -> FunctionEvent:
+    return FunctionEvent(number, name, 0, start, end, device_type=DeviceType.CUDA, use_device="cuda", stack=[])
+
+
+def test_the_time_of_a_kernel_counts_once() -> None:
+    events = EventList(
+        [
+            operator(1, "aten::mm", 0, 10, "gemm", 75), on_device(2, "gemm", 5, 80),
+            operator(3, "aten::relu", 10, 20, "clamp", 25), on_device(4, "clamp", 80, 105),
+            FunctionEvent(5, "cudaLaunchKernel", 0, 2, 6, use_device="cuda", stack=[], activity_type="cuda_runtime"),
+        ],
+        use_device="cuda",
+    )  # fmt: skip
+    findings = Findings("train", "a GPU", 1, 0, {}, {}, "self")
+    Operators(SUBJECT, OPTIONS).tell_rows(findings, recorded(events).key_averages(), 1)
+    assert [(row.name, row.self_device_ms, row.self_cpu_ms) for row in findings.operators] == [
+        ("aten::mm", 0.075, 0.010),
+        ("aten::relu", 0.025, 0.010),
+    ]
+    assert [(row.name, row.calls, row.ms) for row in findings.kernels] == [("gemm", 1, 0.075), ("clamp", 1, 0.025)]
+    text = report(findings, Path("profile"), 140)
+    assert text.count("75.0%") == text.count("25.0%") == 2  # once of the operators, once of the kernels
+
+
+def test_the_device_has_nothing_left_to_do_when_recording_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    now = Session._now
+    monkeypatch.setattr(Session, "_now", lambda self: (done.append("wait"), now(self))[1])
+    session = Session(SUBJECT, OPTIONS, shortened=False)
+    session.parts[2].update = lambda: done.append("step")  # type: ignore[method-assign]
+    session.update(), session.update()  # as it is
+    done.clear()
+    for _ in range(3):  # one that does not count, two that do
+        session.update()
+    session.close()
+    assert done[:5] == ["wait", "step", "step", "wait", "step"]

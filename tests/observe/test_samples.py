@@ -1,0 +1,227 @@
+"""Laws of what was sampled: read back as it was written, weighted by time, and never more than was read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import DataError, InputMissing
+from runner.observe.samples import COLUMNS, Device, Part, Summary, Tally, read_samples
+
+
+def written(path: Path, *rows: dict[str, object], columns: tuple[str, ...] = COLUMNS) -> Path:
+    lines = [",".join(columns), *(",".join(str(row.get(name, "")) for name in columns) for row in rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def row(second: float, device: str = "gpu0", **values: object) -> dict[str, object]:
+    uuid = {"gpu0": "GPU-a", "gpu1": "GPU-b"}.get(device, "")
+    return {"timestamp": f"{second:.3f}", "device": device, "uuid": uuid, "phase": "train", "span_s": 1} | values
+
+
+def test_a_mean_is_weighted_by_time() -> None:
+    tally = Tally()
+    tally.add("train", 1.0, {"gpu0/util": 100.0})
+    tally.add("train", 9.0, {"gpu0/util": 0.0})
+    stat = tally.summary({}).whole.metrics["gpu0/util"]
+
+    assert (stat.mean, stat.min, stat.max, stat.seconds) == (10.0, 0.0, 100.0, 10.0)
+
+
+def test_time_in_which_a_metric_was_not_read_does_not_count_in_its_mean() -> None:
+    tally = Tally()
+    tally.add("train", 1.0, {"gpu0/util": 80.0, "cpu/percent": 1.0})
+    tally.add("train", 5.0, {"cpu/percent": 1.0})
+    metrics = tally.summary({}).whole.metrics
+
+    assert (metrics["gpu0/util"].mean, metrics["gpu0/util"].seconds) == (80.0, 1.0)
+    assert metrics["cpu/percent"].seconds == 6.0
+
+
+def test_the_whole_is_made_of_its_phases() -> None:
+    tally = Tally()
+    tally.add("fit", 1.0, {"cpu/percent": 10.0})
+    tally.add("train", 3.0, {"cpu/percent": 50.0})
+    summary = tally.summary({"gpu0": Device("T4", "GPU-a")}, ["a note"])
+
+    assert {name: part.metrics["cpu/percent"].mean for name, part in summary.phases.items()} == {"fit": 10, "train": 50}
+    assert summary.whole.metrics["cpu/percent"].mean == 40.0
+    assert (summary.whole.seconds, summary.whole.samples) == (4.0, 2)
+    assert summary.to_json()["devices"] == {"gpu0": {"name": "T4", "uuid": "GPU-a"}}
+
+
+def test_energy_is_what_the_counter_gained_while_somebody_watched() -> None:
+    tally = Tally()
+    for joules, after_gap in ((1000, False), (1300, False), (9000, True), (9100, False), (50, False), (60, False)):
+        tally.add("train", 1.0, {"gpu0/energy_j": joules, "gpu0/power_w": 1.0}, after_gap=after_gap)
+    summary = tally.summary({})
+
+    assert summary.whole.energy_j == {"gpu0": 300 + 100 + 10}, (
+        "not what was spent in the gap, nor a counter's new start"
+    )
+    assert "gpu0/energy_j" not in summary.whole.metrics
+
+
+def test_without_a_counter_energy_is_power_over_time() -> None:
+    tally = Tally()
+    tally.add("train", 2.0, {"gpu0/power_w": 50.0})
+    tally.add("train", 1.0, {"gpu0/power_w": 100.0})
+    tally.add("train", 1.0, {})
+
+    assert tally.summary({}).whole.energy_j == {"gpu0": 200.0}
+
+
+def test_what_slows_a_gpu_is_a_share_of_the_time_in_which_it_told() -> None:
+    tally = Tally()
+    tally.add("train", 3.0, {"gpu0/throttle_reasons": 4 + 64})
+    tally.add("train", 1.0, {"gpu0/throttle_reasons": 1})
+    tally.add("train", 6.0, {})
+    slowed = tally.summary({}).whole.slowed
+
+    assert slowed == {"gpu0": {"power limit": 0.75, "hardware temperature limit": 0.75}}
+
+
+def test_nothing_sampled_is_an_empty_summary() -> None:
+    assert Tally().summary({}) == Summary(Part())
+
+
+def test_rows_of_one_moment_are_one_sample(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "gpu.csv",
+        row(10, util_percent=50, cpu_percent=5, name="Tesla T4"),
+        row(10, "gpu1", util_percent=70, cpu_percent=5),
+        row(11, util_percent="", cpu_percent=6),
+        row(11, "gpu1", util_percent=71, cpu_percent=6),
+    )
+    samples = read_samples(path)
+
+    assert len(samples) == 2
+    assert samples.times_s.tolist() == [10, 11]
+    assert samples.values["cpu/percent"].tolist() == [5, 6]
+    assert samples.values["gpu1/util"].tolist() == [70, 71]
+    assert samples.values["gpu0/util"][0] == 50
+    assert math.isnan(samples.values["gpu0/util"][1]), "an empty cell is not a 0"
+    assert samples.devices == {"gpu0": Device("Tesla T4", "GPU-a"), "gpu1": Device("", "GPU-b")}
+    assert "gpu0/power_w" not in samples.values
+
+
+def test_where_nobody_watched_is_a_gap(tmp_path: Path) -> None:
+    path = written(tmp_path / "gpu.csv", *(row(second, energy_j=100 * second) for second in (10, 11, 60, 61)))
+    samples = read_samples(path)
+
+    assert samples.gaps().tolist() == [False, False, True, False]
+    assert Summary.of(samples).whole.seconds == 4.0
+    assert Summary.of(samples).whole.energy_j == {"gpu0": 200.0}
+
+
+def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
+    columns = COLUMNS[:12]
+    path = written(tmp_path / "gpu.csv", *(row(second, util_percent=9) for second in (0, 1, 2, 500)), columns=columns)
+    samples = read_samples(path)
+
+    assert samples.spans_s.tolist() == [0, 1, 1, 3], "a gap stands for no more than three samples"
+    assert Summary.of(samples).whole.metrics["gpu0/util"].mean == 9.0
+
+
+def test_a_torn_or_damaged_row_is_left_out_and_said(tmp_path: Path) -> None:
+    path = written(tmp_path / "gpu.csv", row(1, util_percent=5), row(2, util_percent="seven"), row(3, util_percent=6))
+    path.write_bytes(path.read_bytes() + b"4.000,train,gp\n\0\0\0\n" + b"nan" + b"," * (len(COLUMNS) - 1))
+    samples = read_samples(path)
+
+    assert samples.times_s.tolist() == [1, 3]
+    assert samples.notes == ("4 damaged rows of gpu.csv were left out",)
+
+
+def test_another_gpu_under_the_same_number_is_said(tmp_path: Path) -> None:
+    path = written(tmp_path / "gpu.csv", row(1), row(2, uuid="GPU-new"))
+
+    assert read_samples(path).notes == ("gpu0 was GPU-a and became GPU-new; GPU-a is gpu1 here",)
+
+
+def test_another_gpu_is_summed_up_apart(tmp_path: Path) -> None:
+    before = [
+        row(second, util_percent=10, memory_used_gib=8, memory_total_gib=10, energy_j=second) for second in (1, 2)
+    ]
+    after = [
+        row(second, uuid="GPU-new", util_percent=90, memory_used_gib=16, memory_total_gib=80, energy_j=1000 + second)
+        for second in (3, 4)
+    ]
+    summary = Summary.of(read_samples(written(tmp_path / "gpu.csv", *before, *after)))
+    metrics = summary.whole.metrics
+
+    assert summary.devices == {"gpu0": Device("", "GPU-new"), "gpu1": Device("", "GPU-a")}
+    assert [metrics[f"gpu{n}/memory_total_gib"].max for n in (0, 1)] == [80, 10]
+    assert [metrics[f"gpu{n}/util"].mean for n in (0, 1)] == [90, 10]
+    assert summary.whole.energy_j == {"gpu0": 1, "gpu1": 1}
+
+
+def test_gpus_that_change_places_stay_themselves(tmp_path: Path) -> None:
+    rows = [row(1, util_percent=1), row(1, "gpu1", util_percent=2), row(2, uuid="GPU-b", util_percent=2)]
+    samples = read_samples(written(tmp_path / "gpu.csv", *rows, row(2, "gpu1", uuid="GPU-a", util_percent=1)))
+
+    assert {name: device.uuid for name, device in samples.devices.items()} == {"gpu0": "GPU-b", "gpu1": "GPU-a"}
+    assert (samples.values["gpu0/util"].tolist(), samples.values["gpu1/util"].tolist()) == ([2, 2], [1, 1])
+
+
+def test_memory_errors_are_those_that_came_while_somebody_watched(tmp_path: Path) -> None:
+    counts = {1: 5, 2: 5, 50: 0, 51: 0, 99: 0, 100: 2, 101: 3}
+    path = written(tmp_path / "gpu.csv", *(row(second, ecc_uncorrected=count) for second, count in counts.items()))
+    stat = Summary.of(read_samples(path)).whole.metrics["gpu0/ecc_uncorrected"]
+
+    assert (stat.min, stat.max) == (0, 3)
+
+
+def test_a_clock_set_back_is_a_gap_and_time_still_goes_on(tmp_path: Path) -> None:
+    path = written(tmp_path / "gpu.csv", *(row(second, energy_j=100 + n) for n, second in enumerate((50, 51, 20, 21))))
+    samples = read_samples(path)
+
+    assert samples.gaps().tolist() == [False, False, True, False]
+    assert samples.times_s.tolist() == sorted(samples.times_s.tolist())
+    assert Summary.of(samples).whole.energy_j == {"gpu0": 2.0}, "what the counter gained meanwhile was not watched"
+    assert samples.notes == ("the clock was set back by 31 s: what follows is put after it",)
+
+
+def test_the_energy_of_the_whole_is_that_of_its_phases() -> None:
+    tally = Tally()
+    for phase, power, counter in (("fit", 100, None), ("fit", 100, None), ("train", 50, 10), ("train", 50, 70)):
+        readings = {"gpu0/power_w": power} | ({} if counter is None else {"gpu0/energy_j": counter})
+        tally.add(phase, 1.0, readings)
+    tally.add("test", 1.0, {"gpu0/power_w": 30.0}, after_gap=True)
+    summary = tally.summary({})
+
+    assert {name: part.energy_j for name, part in summary.phases.items()} == {
+        "fit": {"gpu0": 200}, "train": {"gpu0": 60}, "test": {"gpu0": 30},
+    }  # fmt: skip
+    assert summary.whole.energy_j == {"gpu0": 290}
+
+
+def test_what_is_no_file_or_no_table_is_said_in_words(tmp_path: Path) -> None:
+    with pytest.raises(InputMissing, match="there is no such file"):
+        read_samples(tmp_path / "gpu.csv")
+    with pytest.raises(InputMissing, match="cannot be read"):
+        read_samples(tmp_path)
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match="is no table of the monitor's"):
+        read_samples(tmp_path / "other.csv")
+    (tmp_path / "empty.csv").touch()
+    with pytest.raises(DataError, match="is no table of the monitor's"):
+        read_samples(tmp_path / "empty.csv")
+
+
+def test_a_row_without_end_is_said_in_words(tmp_path: Path) -> None:
+    path = written(tmp_path / "gpu.csv", row(1))
+    path.write_bytes(path.read_bytes() + b"9" * 200_000 + b"\n")
+
+    with pytest.raises(DataError, match="is damaged: field larger than field limit"):
+        read_samples(path)
+
+
+def test_a_file_with_a_header_alone_holds_no_samples(tmp_path: Path) -> None:
+    samples = read_samples(written(tmp_path / "gpu.csv"))
+
+    assert len(samples) == 0
+    assert samples.gaps().tolist() == []
+    assert Summary.of(samples) == Summary()

@@ -1,0 +1,185 @@
+"""Where names become functions, and text becomes code: at the places named here, each with its reason, and nowhere else."""
+
+# ruff: noqa: E501 - a table of places
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted([*(ROOT / "runner").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")])
+
+# (file, function around it, what is called) -> why the name cannot be anybody's
+PLACES: dict[tuple[str, str, str], str] = {
+    ("runner/cli.py", "_dispatch", "import_module"): "names of the table COMMANDS",
+    ("runner/__init__.py", "__getattr__", "getattr"): "names compared with a tuple in the line above",
+    ("runner/engine/tasks.py", "_import", "import_module"): "a task of ours, by the name of a file in conf/task that must be there",
+    ("runner/engine/tasks.py", "_import", "exec_module"): "the one place where a file of the user's is run: --task on the command line",
+    ("runner/doctor/software.py", "_broken", "import_module"): "packages that accel-run's own metadata name as needed",
+    ("runner/base/packages.py", "require", "import_module"): "names that tasks and axes spell out",
+    ("runner/launch/start.py", "_launched", "import_module"): "one of three names of a table in the line above",
+    ("runner/axes/optimizer.py", "_import_quietly", "import_module"): "names that the file spells out",
+    ("runner/axes/optimizer.py", "_parts", "getattr"): "attributes that a tensor subclass itself lists",
+    ("runner/axes/memory.py", "_operations", "getattr"): "operations of torch that the file spells out",
+    ("runner/base/configuration.py", "_only_phase", "getattr"): "fields of Settings that the function spells out",
+    ("runner/base/schema.py", "<module>", "getattr"): "names in values.__all__",
+    ("runner/distributed/stages.py", "*", "getattr"): "dtypes that a rank of ours sent",
+    ("runner/distributed/parcel.py", "*", "getattr"): "dtypes that a rank of ours sent",
+    ("runner/distributed/sharded.py", "*", "getattr"): "a literal of the option communicate",
+    ("runner/engine/numeric.py", "_opened", "getattr"): "fields that a dataclass itself lists",
+    ("runner/axes/backend.py", "*", "setattr"): "two switches of cuDNN that the lines spell out, put back at the end",
+    ("runner/engine/numeric.py", "_mark", "setattr"): "two fields of a call that its callers spell out",
+    ("runner/durable/tensors.py", "_fresh", "getattr"): "two names of advice that the loop spells out",
+    ("tasks/dynamo/model.py", "*", "getattr"): "heads of the model, checked when it is built",
+    ("tasks/hyperspectral/task.py", "fits", "getattr"): "a literal of the option statistics",
+}  # fmt: skip
+CALLS = {"eval", "exec", "compile", "__import__", "import_module", "exec_module", "run_path", "run_module", "getattr", "setattr",
+         "attrgetter", "methodcaller", "instantiate", "get_class", "get_method", "globals", "load_module"}  # fmt: skip
+ALIASED = {"eval", "exec", "compile", "__import__", "getattr", "setattr", "globals", "locals", "import_module"}
+OF_BUILTINS = {"eval", "exec", "compile", "getattr", "setattr", "globals"}
+FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy", "code", "codeop"}
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call, str]]:
+    """Yield (function around it, call, name of what is called)."""
+
+    def walk(node: ast.AST, around: str) -> Iterator[tuple[str, ast.Call, str]]:
+        for child in ast.iter_child_nodes(node):
+            inner = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else around
+            if isinstance(child, ast.Call):
+                if isinstance(child.func, ast.Name):
+                    yield around, child, child.func.id
+                elif isinstance(child.func, ast.Attribute) and (
+                    child.func.attr not in OF_BUILTINS or ast.unparse(child.func.value) in ("builtins", "__builtins__")
+                ):  # model.eval(), re.compile
+                    yield around, child, child.func.attr
+            yield from walk(child, inner)
+
+    yield from walk(tree, "<module>")
+
+
+def is_literal(call: ast.Call, name: str) -> bool:
+    position = 1 if name in ("getattr", "setattr") else 0
+    return len(call.args) > position and isinstance(call.args[position], ast.Constant)
+
+
+def found_in(source: str, file: str) -> set[tuple[str, str, str]]:
+    tree = ast.parse(source)
+    found = {(file, around, name) for around, call, name in calls(tree) if name in CALLS and not is_literal(call, name)}
+    return found | {(file, "*", name) for name in aliases(tree)}
+
+
+def aliases(tree: ast.AST) -> Iterator[str]:
+    """Yield what would give a function by its name another name, or find it in a namespace: f = getattr, __dict__[x]()."""
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in called:
+            if node.id in ALIASED:
+                yield node.id
+        elif isinstance(node, ast.ImportFrom) and node.module == "builtins":
+            yield "builtins"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            space = ast.unparse(node.func.value)
+            if space.endswith("__dict__") or space.startswith(("globals(", "locals(", "vars(", "sys.modules")):
+                yield "__dict__"
+
+
+def asks_a_shell(call: ast.Call) -> bool:
+    """Tell whether a program is started through a shell: ["sh", "-c", ...]."""
+    first = call.args[0] if call.args else None
+    words = [item.value for item in first.elts if isinstance(item, ast.Constant)] if isinstance(first, ast.List) else []
+    return "-c" in words and any(str(word).rsplit("/", 1)[-1] in ("sh", "bash", "zsh", "dash") for word in words)
+
+
+def test_names_become_functions_at_the_named_places_only() -> None:
+    used = set()
+    for path in FILES:
+        file = str(path.relative_to(ROOT))
+        for place in found_in(path.read_text(encoding="utf-8"), file):
+            known = [key for key in (place, (place[0], "*", place[2])) if key in PLACES]
+            assert known, (
+                f"{place}: choose from a table (runner/base/choice.py), or name the place here with its reason"
+            )
+            used.update(known)
+    assert set(PLACES) == used, f"named here but gone: {set(PLACES) - used}"
+
+
+def test_nothing_unpickles_and_no_shell_is_asked() -> None:
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        file = str(path.relative_to(ROOT))
+        for node in ast.walk(tree):
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            assert not FORBIDDEN_MODULES & {name.split(".")[0] for name in names}, (
+                f"{file}:{getattr(node, 'lineno', 0)}"
+            )
+            if not isinstance(node, ast.Call):
+                continue
+            where = f"{file}:{node.lineno}"
+            keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+            called = ast.unparse(node.func)
+            assert not (isinstance(keywords.get("shell"), ast.Constant) and keywords["shell"].value), where  # type: ignore[attr-defined]
+            assert not asks_a_shell(node), where
+            assert called not in (
+                "os.system",
+                "os.popen",
+                "yaml.load",
+                "yaml.unsafe_load",
+                "yaml.full_load",
+                "torch.save",
+            ), where
+            if called == "torch.load":
+                assert file == "runner/engine/weights.py", where
+                assert ast.unparse(keywords["weights_only"]) == "True", where
+            if called in ("np.load", "numpy.load"):
+                allowed = keywords.get("allow_pickle")
+                assert allowed is None or ast.unparse(allowed) == "False", where  # numpy's default is False
+
+
+def test_options_are_called_through_the_one_table_function() -> None:
+    for path in FILES:
+        if path.name == "choice.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                table = ast.unparse(node.func.value)
+                assert not table.isupper() or table in KNOWN_TABLES, (
+                    f"{path}:{node.lineno}: {table}[...] is called, use make()"
+                )
+
+
+KNOWN_TABLES = {
+    "KINDS": "the kind of a phase, checked by read_phases",
+    "SINKS": "in the tracker's process, which imports nothing of the runner; the order comes from trackers.py",
+    "_NEW_STATES": "by the class of an optimizer",
+    "_NAMESPACE": "Range and Matches, compared in the line above",
+}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["getattr(os, name)", "import_module(f'x.{name}')", "eval(text)", "exec(code)", "__import__(name)", "importlib.import_module(name)",
+     "hydra.utils.instantiate(config)", "spec.loader.exec_module(module)", "compile(text, 'x', 'exec')",
+     "f = getattr", "builtins.eval(text)", "map(eval, texts)", "module.__dict__[name]()", "globals()[name]()", "vars(m)[name](1)",
+     "from builtins import eval as f", "sys.modules[name].__dict__[x]()"],
+)  # fmt: skip
+def test_the_check_sees_each_way(source: str) -> None:
+    assert found_in(source, "somewhere.py")
+
+
+def test_the_check_sees_a_shell() -> None:
+    for source in ("run(['sh', '-c', x])", "Popen(['/bin/bash', '-e', '-c', x])"):
+        statement = ast.parse(source).body[0]
+        assert isinstance(statement, ast.Expr)
+        assert isinstance(statement.value, ast.Call)
+        assert asks_a_shell(statement.value)

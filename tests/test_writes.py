@@ -1,0 +1,232 @@
+"""Where files are made, changed, renamed or removed: in runner/durable, and at the places named here with a reason."""
+
+# ruff: noqa: E501 - a table of places
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "runner").rglob("*.py"))  # a task is not told where its run lies
+SYSTEM = "runner/durable/system.py"  # each call of it is one of the system's
+
+# (file, function around it, what is called) -> why it is not done by runner/durable
+PLACES: dict[tuple[str, str, str], str] = {
+    # In the run directory: what nothing goes on from, and what must never end the run.
+    ("runner/durable/files.py", "__init__", "os.open"): "the lock file: its descriptor is the lock",
+    ("runner/durable/files.py", "__init__", "os.ftruncate"): "the note in the lock file, for people",
+    ("runner/durable/files.py", "__init__", "os.write"): "the note in the lock file, for people",
+    ("runner/observe/events.py", "__init__", "os.open"): "console.log and events.jsonl, to which lines are appended, each in one write; opened through no link",
+    ("runner/observe/events.py", "__init__", "os.replace"): "a log of more than 16 MiB is put aside when it is opened",
+    ("runner/observe/events.py", "__init__", "os.write"): "the end of a line that a crash left without one",
+    ("runner/observe/events.py", "append", "os.write"): "a line; one that is lost is counted, and the run goes on",
+    ("runner/observe/monitor.py", "_opened", "os.open"): "gpu.csv, to which lines are appended, each in one write; opened through no link",
+    ("runner/observe/monitor.py", "_write", "os.write"): "a line; after the first that is lost no more are written, and the run goes on",
+    ("runner/observe/gpu_stats.py", "_free_place", ".mkdir"): "the folder that the caller of GPUStats named",
+    ("runner/observe/gpu_stats.py", "_free_place", ".touch"): "gpu.csv in it, a new one each time",
+    ("runner/observe/gpu_stats.py", "_replace", "os.open"): "monitor.json beside it, under another name until it is whole",
+    ("runner/observe/gpu_stats.py", "_replace", "os.fdopen"): "in it, the descriptor of the line above",
+    ("runner/observe/gpu_stats.py", "_replace", ".replace"): "monitor.json takes its name, in place of a link too",
+    ("runner/observe/gpu_stats.py", "_replace", ".unlink"): "what of it could not be written",
+    ("runner/observe/gpu_stats.py", "plot_stats", ".mkdir"): "a folder for pictures beside it",
+    ("runner/observe/machine_plots.py", "_write", "os.open"): "a picture, in the folder that the user named; opened through no link",
+    ("runner/observe/machine_plots.py", "_write", "os.fdopen"): "in it, the descriptor of the line above",
+    ("runner/engine/export.py", "export", "tempfile.TemporaryDirectory"): "writers of other libraries follow links, so that they write where nobody else does; swept after a crash",
+    ("runner/engine/export.py", "_safetensors", "safetensors.torch.save_model"): "into the folder of the line above",
+    ("runner/launch/slurm.py", "_leave_nothing", ".unlink"): "scripts that submitit wrote for a job that was refused",
+    ("runner/launch/slurm.py", "_leave_nothing", ".rmdir"): "the empty folder of a run that never was",
+    # In the private folder that the processes of a start share in TMPDIR: nothing there outlives the start.
+    ("runner/base/scratch.py", "_made", "tempfile.mkdtemp"): "the folder itself",
+    ("runner/base/scratch.py", "_sweep", "shutil.rmtree"): "folders of starts that were killed",
+    ("runner/base/scratch.py", "private_folder", "shutil.rmtree"): "the folder itself, at the end",
+    ("runner/engine/watchdog.py", "__call__", "shutil.rmtree"): "the folder itself, where a hang ends the process at once",
+    ("runner/base/signs.py", "__init__", "os.open"): "memory that two processes share",
+    ("runner/base/signs.py", "__init__", "os.ftruncate"): "memory that two processes share",
+    ("runner/base/stacks.py", "answer_in", "os.open"): "where a process puts its stacks, in a signal handler",
+    ("runner/base/stacks.py", "asked", ".write_bytes"): "the stacks of the question before are gone",
+    ("runner/launch/rank.py", "live", ".write_text"): "the report of a rank to its supervisor",
+    ("runner/launch/rank.py", "_settle_in", "os.open"): "where faulthandler writes when Python crashes",
+    ("runner/measure/trial.py", "__init__", "tempfile.TemporaryFile"): "without a name: what a cell writes to standard error",
+    ("runner/doctor/trial.py", "__init__", "tempfile.TemporaryFile"): "without a name: what a check prints",
+    ("runner/doctor/trial.py", "tell", "os.write"): "a pipe to the process that waits for the check",
+    ("runner/doctor/examine.py", "leave", "shutil.rmtree"): "the folder itself, where a signal ends the process at once",
+    ("runner/observe/profiler.py", "_exported", "tempfile.TemporaryDirectory"): "in it, for the trace",
+    ("runner/observe/profiler.py", "_exported", ".export_chrome_trace"): "torch writes to a path only; what it wrote is handed on",
+    # Elsewhere.
+    ("runner/doctor/examine.py", "leave", "os.write"): "standard error, in a signal handler",
+    ("runner/base/picture.py", "png", ".savefig"): "into memory",
+    ("runner/engine/infer.py", "_as_bytes", "numpy.save"): "into memory",
+    ("runner/cli.py", "_drop_output", "os.open"): "/dev/null",
+    ("runner/cli.py", "_leave", "os.write"): "standard error, in a signal handler",
+    ("runner/durable/signals.py", "_leave", "os.write"): "standard error, in a signal handler",
+    ("runner/engine/watchdog.py", "_tell", "os.write"): "standard error, where another thread may hold its lock",
+    ("runner/observe/memory.py", "restart_host_peak", ".write_text"): "a switch of the kernel in /proc",
+    ("runner/engine/weights.py", "settle", "os.link"): "the file that the user named gets its name only where nothing has it",
+    ("runner/commands/new.py", "run", ".open"): "the task that the user asked for, where it was asked for, over no file that is there",
+}  # fmt: skip
+
+OF_MODULES = {
+    "os": {
+        "open", "write", "pwrite", "writev", "pwritev", "sendfile", "copy_file_range", "splice", "truncate", "ftruncate",
+        "posix_fallocate", "rename", "renames", "replace", "unlink", "remove", "rmdir", "removedirs", "mkdir", "makedirs",
+        "mkfifo", "mknod", "link", "symlink", "chmod", "fchmod", "lchmod", "chown", "fchown", "lchown", "utime",
+        "setxattr", "removexattr", "fdopen",
+    },
+    "shutil": {
+        "copyfile", "copyfileobj", "copymode", "copystat", "copy", "copy2", "copytree", "rmtree", "move", "chown",
+        "make_archive", "unpack_archive",
+    },
+    "tempfile": {
+        "TemporaryFile", "NamedTemporaryFile", "SpooledTemporaryFile", "TemporaryDirectory", "mkstemp", "mkdtemp", "mktemp",
+    },
+    "torch": {"save"}, "numpy": {"save", "savez", "savez_compressed", "savetxt", "memmap"},
+    "safetensors.torch": {"save_file", "save_model"}, "safetensors.numpy": {"save_file"}, "onnx": {"save", "save_model"},
+    "logging": {"FileHandler"}, "zipfile": {"ZipFile"}, "sqlite3": {"connect"},
+    "io": {"open", "FileIO"}, "codecs": {"open"}, "gzip": {"open", "GzipFile"}, "bz2": {"open"}, "lzma": {"open"}, "tarfile": {"open"},
+}  # fmt: skip
+METHODS = {
+    "write_text", "write_bytes", "unlink", "rename", "replace", "mkdir", "touch", "rmdir", "symlink_to", "hardlink_to",
+    "chmod", "lchmod", "tofile", "savefig", "save_pretrained", "export_chrome_trace", "export_stacks", "copy_into", "move_into",
+}  # fmt: skip
+READING_MODES = {"r", "rb", "rt"}
+READING_FLAGS = {
+    f"os.O_{name}" for name in ("RDONLY", "DIRECTORY", "NOFOLLOW", "CLOEXEC", "NONBLOCK", "PATH", "NOATIME")
+}
+
+
+def names_of_modules(tree: ast.AST) -> dict[str, str]:
+    """Return what the imported names of a file stand for: "np" -> "numpy", "rmtree" -> "shutil.rmtree"."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def mode_of(call: ast.Call, position: int) -> ast.expr | None:
+    """Return the mode with which a file is opened; None where it is not said, and so is "r"."""
+    if len(call.args) > position:
+        return call.args[position]
+    return next((keyword.value for keyword in call.keywords if keyword.arg == "mode"), None)
+
+
+def only_reads(call: ast.Call, name: str) -> bool:
+    """Tell whether a call that opens a file says that it is to be read only."""
+    if name == "os.open":
+        return {part.strip() for part in ast.unparse(call.args[1]).split("|")} <= READING_FLAGS
+    is_method = isinstance(call.func, ast.Attribute) and name == "open"
+    mode = mode_of(call, 0 if is_method else 1)
+    return mode is None or (isinstance(mode, ast.Constant) and mode.value in READING_MODES)
+
+
+def is_of_a_path(call: ast.Call, method: str) -> bool:
+    """Tell whether the call may be of a path; `replace` of a text has two arguments, that of a date names its own."""
+    return method != "replace" or (len(call.args) == 1 and not call.keywords)
+
+
+def found_in(source: str, file: str) -> set[tuple[str, str, str]]:
+    """Return (file, function around it, what is called) of each place that may write."""
+    tree = ast.parse(source)
+    return {(file, around, name) for around, name in writes(tree, names_of_modules(tree), file, "<module>")}
+
+
+def writes(node: ast.AST, modules: dict[str, str], file: str, around: str) -> Iterator[tuple[str, str]]:
+    for child in ast.iter_child_nodes(node):
+        inner = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else around
+        called = child.func if isinstance(child, ast.Call) else child
+        name = name_of(called, modules)
+        if name is not None and not (isinstance(child, ast.Call) and may_be(child, name, file)):
+            yield around, name
+        if isinstance(child, ast.Call) and name is not None:  # what is called was looked at, what is given was not
+            for given in [*child.args, *(keyword.value for keyword in child.keywords)]:
+                yield from writes(ast.Expr(given), modules, file, inner)
+            if isinstance(called, ast.Attribute):
+                yield from writes(ast.Expr(called.value), modules, file, inner)
+        else:
+            yield from writes(child, modules, file, inner)
+
+
+def name_of(node: ast.AST, modules: dict[str, str]) -> str | None:
+    """Return the name of what writes, or None for all else: "os.rename", ".write_text", "open"."""
+    if isinstance(node, ast.Name):
+        dotted = modules.get(node.id)
+        if node.id == "open" and dotted is None:
+            return "open"
+        return dotted if dotted and is_of_module(dotted) else None
+    if not isinstance(node, ast.Attribute):
+        return None
+    root, _, rest = ast.unparse(node).partition(".")
+    if root in modules:
+        dotted = f"{modules[root]}.{rest}"
+        return dotted if is_of_module(dotted) else f".{node.attr}" if is_class(root, rest) else None
+    return f".{node.attr}" if node.attr in METHODS or node.attr == "open" else None
+
+
+def is_of_module(dotted: str) -> bool:
+    module, _, name = dotted.rpartition(".")
+    return name in OF_MODULES.get(module, ())
+
+
+def is_class(root: str, rest: str) -> bool:
+    """Tell whether it is a method of a class by that name, as in `Path.unlink`, and not a function of a module."""
+    return root[:1].isupper() and rest in METHODS
+
+
+def may_be(call: ast.Call, name: str, file: str) -> bool:
+    """Tell whether the call changes no file, or is the one way to."""
+    if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "_system":
+        return file == "runner/durable/files.py"
+    if name in ("os.open", "os.fdopen") or name.rpartition(".")[2] == "open":
+        return only_reads(call, name.removeprefix("."))
+    return name.startswith(".") and not is_of_a_path(call, name[1:])
+
+
+def test_files_are_written_at_the_named_places_only() -> None:
+    found = {
+        place
+        for path in FILES
+        if (file := str(path.relative_to(ROOT))) != SYSTEM
+        for place in found_in(path.read_text(encoding="utf-8"), file)
+    }
+    assert not found - PLACES.keys(), (
+        f"{sorted(found - PLACES.keys())}: write it with RunDirectory.write, files.atomic_write or files.AppendLog, take "
+        "one away with files.remove; or name the place here with its reason"
+    )
+    assert not PLACES.keys() - found, f"named here but gone: {sorted(PLACES.keys() - found)}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["open(path, 'w')", "open(path, mode='a')", "open(path, mode)", "path.open('xb')", "Path(path).open(mode='r+')", "path.write_text('')",
+     "path.write_bytes(b'')", "path.unlink()", "path.unlink(missing_ok=True)", "Path.unlink(path)", "from pathlib import Path\nPath.unlink(path)",
+     "path.rename(other)", "path.replace(other)", "path.mkdir()", "path.touch()", "path.rmdir()", "path.symlink_to(other)", "path.hardlink_to(other)",
+     "import os\nos.open(path, os.O_WRONLY | os.O_CREAT)", "import os\nos.open(path, flags)", "import os as o\no.rename(a, b)", "from os import replace\nreplace(a, b)",
+     "import os\nos.unlink(path)", "import os\nos.mkdir(path)", "import os\nos.truncate(path, 0)", "import os\ncall(os.remove, path)",
+     "import shutil\nshutil.rmtree(path)", "from shutil import copy as c\nc(a, b)", "import tempfile\ntempfile.mkstemp()",
+     "from tempfile import TemporaryDirectory\nwith TemporaryDirectory() as made: pass", "import os\nos.fdopen(descriptor, 'wb')", "import io\nio.open(path, 'w')",
+     "import gzip\ngzip.open(path, 'wb')", "import torch\ntorch.save(state, path)", "import numpy as np\nnp.savez(path)", "print(path.write_text(''))",
+     "import os\nos.fsencode(path.rename(other))", "import os\nos.open(path.replace(other), os.O_RDONLY)", "_system.unlink(path)",
+     "from safetensors.torch import save_file\nsave_file(tensors, path)", "figure.savefig(path)"],
+)  # fmt: skip
+def test_the_check_sees_each_way(source: str) -> None:
+    assert found_in(source, "somewhere.py")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["open(path)", "open(path, 'rb')", "path.open()", "path.open('rb')", "text.replace('a', 'b')", "import dataclasses\ndataclasses.replace(one, key=2)",
+     "from dataclasses import replace\nreplace(one, key=2)", "moment.replace(tzinfo=None)", "import os\nos.open(path, os.O_RDONLY | os.O_CLOEXEC)",
+     "import shutil\nshutil.which('gcc')", "import tempfile\ntempfile.gettempdir()", "import os\nos.fdopen(descriptor, 'rb')",
+     "from runner.durable.files import rename\nrename(a, b)", "from runner.durable import files\nfiles.rename(a, b)", "path.read_text()"],
+)  # fmt: skip
+def test_the_check_lets_pass_what_writes_nothing(source: str) -> None:
+    assert not found_in(source, "somewhere.py")
