@@ -212,4 +212,4 @@ def read(folder: Path) -> Tracts:
     return Tracts([str(name) for name in parts["names"]], fields, parts["affines"], **tensors)
 
 
-VERSION = 2  # of the prepared files; a change of their content makes it one higher
+VERSION = 3  # of the prepared files; a change of their content makes it one higher

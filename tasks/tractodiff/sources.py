@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -61,18 +62,21 @@ def volume() -> list[Subject]:
         npeaks=1,
         return_sh=False,
     )
-    tracked = _dipy("tracking.tracker").eudx_tracking(
-        _dipy("tracking.utils").seeds_from_mask(mask, affine, density=4),
-        _dipy("tracking.stopping_criterion").ThresholdStoppingCriterion(anisotropy, LEAST_ANISOTROPY),
-        affine,
-        pam=peaks,
-        max_cross=1,
-        step_size=0.5,
-        nbr_threads=1,
-        random_seed=1,
-        save_seeds=True,
-    )
-    streamlines, seeds = zip(*tracked, strict=True)
+    # dipy 1.12 names eudx_tracking in its place, which reads memory that nobody has written: its streamlines differ
+    # from process to process.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using EuDXDirectionGetter-based objects", DeprecationWarning)
+        tracked = _dipy("tracking.local_tracking").LocalTracking(
+            peaks,
+            _dipy("tracking.stopping_criterion").ThresholdStoppingCriterion(anisotropy, LEAST_ANISOTROPY),
+            _dipy("tracking.utils").seeds_from_mask(mask, affine, density=4),
+            affine,
+            step_size=0.5,
+            max_cross=1,
+            random_seed=1,
+            save_seeds=True,
+        )
+        streamlines, seeds = zip(*tracked, strict=True)
     voxels = np.round((np.asarray(seeds) - affine[:3, 3]) @ np.linalg.inv(affine[:3, :3]).T).astype(int)
     part = np.random.default_rng(0).choice(["train", "val", "test"], size=mask.shape, p=[0.8, 0.1, 0.1])
     split = part[tuple(voxels.T)].tolist()

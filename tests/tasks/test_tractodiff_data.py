@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +170,21 @@ def test_the_field_points_where_the_streamlines_go(one_subject: Path, tmp_path: 
     assert front < 0.5 * min(right, up)
     latest = pieces.spread(50)["condition"][:, -3:].abs()
     assert (latest[latest.any(dim=1), 1] > 0.99).all()  # and they go along A
+
+
+def test_the_streamlines_of_the_volume_do_not_depend_on_what_memory_held_before() -> None:
+    script = (
+        "import hashlib; from runner.tasks.tractodiff.sources import volume; (found,) = volume()\n"
+        "print(hashlib.sha256(b''.join(line.tobytes() for line in found.streamlines)).hexdigest())"
+    )
+    tracked = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "MALLOC_PERTURB_": fill}, capture_output=True, text=True, timeout=120, check=True,
+        ).stdout
+        for fill in ("0", "165")
+    ]  # fmt: skip
+    assert tracked[0] == tracked[1] != ""
 
 
 def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) -> None:
