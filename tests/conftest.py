@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,13 @@ def server() -> Iterator[ForkServer]:
     made = ForkServer()
     yield made
     made.close()
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder for TMPDIR: the names of sockets, which data workers make in it, have 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="test-") as name:
+        yield Path(name)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -110,16 +110,18 @@ def test_warnings_are_exit_0(server: ForkServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_nothing_stays_when_it_is_stopped(server: ForkServer, tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / "tmp").mkdir()
-    pid = server.start(["doctor", "checks=[hang]"], tmp_path, {"TMPDIR": str(tmp_path / "tmp")}, HANGING)
-    wait_for(lambda: list(tmp_path.glob(".tmp-doctor-*")) and list(tmp_path.glob("tmp/*/made")))
+def test_nothing_stays_when_it_is_stopped(
+    server: ForkServer, tmp_path: Path, short: Path, number: signal.Signals
+) -> None:
+    pid = server.start(["doctor", "checks=[hang]"], tmp_path, {"TMPDIR": str(short)}, HANGING)
+    wait_for(lambda: list(tmp_path.glob(".tmp-doctor-*")) and list(short.glob("*/made")))
     os.kill(pid, number)
     ended = server.wait()
 
     assert ended.code == (130 if number == signal.SIGINT else 128 + number)
     assert ended.err == "\naccel-run: interrupted\n"
-    assert sorted(path.name for path in tmp_path.rglob("*")) == [".err", ".out", "tmp"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [".err", ".out"]
+    assert not list(short.iterdir())
     wait_for(lambda: not those_that_run(b"sleep\0601\0"))
 
 

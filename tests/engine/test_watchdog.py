@@ -6,9 +6,8 @@ import json
 import os
 import re
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -276,13 +275,6 @@ def test_a_process_that_was_stopped_for_longer_than_its_limit_goes_on(server: Fo
     time.sleep(3.0)
     os.kill(pid, signal.SIGCONT)
     assert server.wait().code == 0
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A temporary folder in which sockets can be named."""
-    with tempfile.TemporaryDirectory(prefix="hangs-") as name:
-        yield Path(name)
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])

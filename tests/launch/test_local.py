@@ -40,10 +40,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """A folder with a short name: those of sockets, which data workers make in it, have 107 characters at most."""
-    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
-        yield Path(name)
+def tmp_path(short: Path) -> Path:
+    return short
 
 
 @pytest.fixture(autouse=True)
