@@ -1,0 +1,88 @@
+"""`accel-run benchmark`: what settings gain on this machine, measured in turns."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from runner.base.configuration import compose
+from runner.base.errors import ConfigError, Problem, did_you_mean
+from runner.base.secret import fit_to_show
+from runner.commands.arguments import read
+from runner.measure.suites import SUITES
+
+_SUITES_SHOWN = "\n".join(f"  {name:<12}  {what}" for name, (_, what) in SUITES.items())
+HELP = f"""usage: accel-run benchmark [suite=NAME] [word ...] [key=value ...] [budget_s=300] [--json]
+
+Measures settings against each other: each trains in a process of its own from the same weights, on the same samples,
+and they take turns in blocks of updates, so that neither order nor neighbours decide. What is said is a ratio with its
+interval; where that reaches to 1, there is no clear change.
+
+suites
+{_SUITES_SHOWN}
+
+  budget_s=300        seconds for all of it, about
+  folder=benchmarks   where results and pictures go
+  prefix=             before the names of these files
+  --json              print all that was measured as JSON
+
+of the training, as for accel-run train: task=, --task FILE, hardware=, global_batch_size=, ...
+"""
+
+
+def run(words: list[str]) -> int:
+    """Measure and print."""
+    from runner.measure.suite import screen
+
+    suite, wanted, as_json = _wanted(words)
+    report = suite.run(wanted)
+    if as_json:
+        print(json.dumps(dict(report.data), indent=2), flush=True)
+    else:
+        print(fit_to_show("\n".join(screen(report))), flush=True)
+    return 0
+
+
+def _wanted(words: list[str]) -> tuple[Any, Any, bool]:
+    """Return the module of the suite, what it is to do, and whether as JSON. Raises ConfigError."""
+    from runner.measure.suite import Wanted
+
+    own = {"suite": "ladder", "budget_s": "300", "folder": "benchmarks", "prefix": ""}
+    given = {key: value for key, has, value in (word.partition("=") for word in words) if has}
+    name = given.get("suite", own["suite"])
+    if name not in SUITES:
+        what = f"must be one of {', '.join(SUITES)}"
+        raise ConfigError(Problem(what, f"suite={name}", did_you_mean(name, SUITES)))
+    suite = import_module(f"runner.measure.suites.{SUITES[name][0]}")
+    own |= suite.OPTIONS
+    rest = [word for word in words if word != "--json" and word.partition("=")[0] not in own]
+    own |= {key: value for key, value in given.items() if key in own}
+    try:
+        budget_s = float(own["budget_s"])
+    except ValueError:
+        budget_s = 0.0
+    if not 0 < budget_s < float("inf"):
+        raise ConfigError(
+            Problem("must be a number of seconds above 0", f"budget_s={own['budget_s']}", "say budget_s=300")
+        )
+    arguments = read(rest, positional=len(rest))
+    compose(arguments.request)  # slips in the settings are said before anything is measured
+    options = {key: own[key] for key in suite.OPTIONS}
+    wanted = Wanted(
+        arguments.request,
+        arguments.positional,
+        options,
+        Path(own["folder"]).expanduser().absolute(),
+        own["prefix"],
+        budget_s,
+    )
+    return suite, replace(wanted, say=_say), "--json" in words
+
+
+def _say(text: str) -> None:
+    """Tell what is being done, beside what is printed."""
+    print(f"benchmark: {text}", file=sys.stderr, flush=True)

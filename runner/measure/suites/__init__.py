@@ -1,0 +1,8 @@
+"""One file per suite of `accel-run benchmark`, and the table of them.
+
+A suite is a module with `OPTIONS`, its own key=value words and what they are when nobody says, and `run`, which takes
+a Wanted and returns a Report.
+"""
+
+# suite -> (module in runner.measure.suites, what it answers)
+SUITES: dict[str, tuple[str, str]] = {}
