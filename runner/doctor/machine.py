@@ -7,9 +7,10 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 
+from runner.base.cgroup import cgroup_limits, cgroup_processes
 from runner.base.places import PACKAGE
 from runner.doctor.findings import Context, Finding, failed, ok, warn
-from runner.plan.inventory import GIB, cgroup_limits, cgroup_processes, read_cpu
+from runner.plan.inventory import GIB, read_cpu
 
 DESCRIPTORS_PER_WORKER = 64  # 4 batches of 8 tensors, each of which is a descriptor on both sides
 DESCRIPTORS_BESIDES = 256  # modules, logs, sockets, shards of data, checkpoints

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from runner.base.cgroup import Grant, cpu_grant, memory_grant
 from runner.observe.nvml import METRICS, Gpu, Nvml
 
 GIB, MB = 2**30, 1e6
@@ -38,14 +39,18 @@ class Host:
 
     root    the process whose descendants are this run's, itself included
     folder  where the run is written: the disk that must not fill up
+    system  holds /proc and /sys/fs/cgroup
+
+    CPU and memory are those that the run may use: where affinity or a cgroup grants a part of the machine, the load is
+    that of this part.
     """
 
     SELDOM_S = 10.0  # between two searches for processes
     SEARCH_SHARE = 0.002  # of one core may go into the search for children, which reads all of /proc
 
-    def __init__(self, *, root: int | None = None, folder: Path | None = None) -> None:
+    def __init__(self, *, root: int | None = None, folder: Path | None = None, system: Path = Path("/")) -> None:
         self.family = Family(root or os.getpid())
-        self._cpu, self._disk = _Cpu(), _Disk(folder)
+        self._cpu, self._ram, self._disk = _cpu(root or 0, system), _Ram(system), _Disk(folder)
         self._next_search = 0.0
 
     def sample(self) -> dict[str, float]:
@@ -55,7 +60,7 @@ class Host:
             self.family.search()
             took_s = time.monotonic() - now
             self._next_search = now + max(self.SELDOM_S, took_s / self.SEARCH_SHARE)
-        found = {"cpu/percent": self._cpu.percent(), "ram/percent": psutil.virtual_memory().percent}
+        found = {"cpu/percent": self._cpu.percent(), "ram/percent": self._ram.percent()}
         found |= self.family.load() | self._disk.load(now)
         return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -142,9 +147,10 @@ class Gpus:
 
 
 class _Cpu:
-    """The load of all cores since the look before."""
+    """The load of these cores since the look before; None: of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, cores: Set[int] | None = None) -> None:
+        self._cores = cores
         self._before = self._times()
 
     def percent(self) -> float | None:
@@ -153,11 +159,61 @@ class _Cpu:
         return min(100.0, max(0.0, 100 * busy / passed)) if passed > 0 else None
 
     def _times(self) -> tuple[float, float]:
-        """Return the seconds of all cores so far: busy, and in all. psutil.cpu_percent keeps one state for all."""
-        times = psutil.cpu_times()
-        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # Linux counts them twice
-        total = sum(times) - guests
-        return total - times.idle - getattr(times, "iowait", 0.0), total
+        """Return the seconds of the cores so far: busy, and in all. psutil.cpu_percent keeps one state for all."""
+        if self._cores is None:
+            chosen = [psutil.cpu_times()]
+        else:
+            chosen = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in self._cores]
+        busy = whole = 0.0
+        for times in chosen:
+            guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # Linux counts them twice
+            total = sum(times) - guests
+            busy += total - times.idle - getattr(times, "iowait", 0.0)
+            whole += total
+        return busy, whole
+
+
+class _GrantedCpu:
+    """The CPU time that a cgroup has used since the look before, as a share of what it is granted."""
+
+    def __init__(self, grant: Grant) -> None:
+        self._grant = grant
+        self._before = self._times()
+
+    def percent(self) -> float | None:
+        (before, used_before), (now, used) = self._before, self._times()
+        self._before = now, used
+        if used is None or used_before is None or now <= before:
+            return None
+        return min(100.0, max(0.0, 100 * (used - used_before) / (self._grant.amount * (now - before))))
+
+    def _times(self) -> tuple[float, float | None]:
+        return time.monotonic(), self._grant.cpu_seconds()
+
+
+def _cpu(root: int, system: Path) -> _Cpu | _GrantedCpu:
+    """Return what tells the load of the CPU that this process tree may use: by its cgroup, its affinity, or all."""
+    present = psutil.cpu_count() or 1
+    cores: Set[int] = frozenset(range(present))
+    with contextlib.suppress(OSError, AttributeError):  # the process has ended, or the system has no such call
+        cores = os.sched_getaffinity(root)
+    grant = cpu_grant(system)
+    if grant is not None and grant.amount < len(cores) and grant.cpu_seconds() is not None:
+        return _GrantedCpu(grant)
+    is_part = len(cores) < present and max(cores) < present  # numbers have gaps where cores are switched off
+    return _Cpu(cores if is_part else None)
+
+
+class _Ram:
+    """The memory in use, as a share of what the cgroup grants, or of the machine's where that is less."""
+
+    def __init__(self, system: Path) -> None:
+        self._grant = memory_grant(system)
+
+    def percent(self) -> float | None:
+        machine, grant = psutil.virtual_memory(), self._grant
+        used = grant.memory_bytes() if grant is not None and grant.amount < machine.total else None
+        return float(machine.percent) if used is None or grant is None else 100 * used / grant.amount
 
 
 class _Disk:

@@ -8,11 +8,12 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from runner.base.cgroup import cgroup_limits
 from runner.base.errors import ConfigError, Problem
 from runner.observe.nvml import Gpu, Nvml, everything, open_nvml, visible
 
@@ -288,32 +289,6 @@ def read_cpu(capability: str = "", *, root: Path = Path("/")) -> tuple[Cpu, tupl
     return Cpu(name, physical, allowed, memory, capability, flags), tuple(notes)
 
 
-def cgroup_limits(root: Path = Path("/")) -> tuple[float | None, int | None]:
-    """Return the CPU threads and the bytes of memory that the cgroups grant, None where they set no limit.
-
-    Reads versions 1 and 2. The limits of all parents hold too, so the least counts; in a container the own path is
-    often not mounted and only the last parent, the mount itself, is there.
-    """
-    quotas: list[float] = []
-    memories: list[int] = []
-    for controllers, path in _cgroups(_text(root / "proc/self/cgroup")):
-        for folder in _folders_up(root / "sys/fs/cgroup", controllers, path):
-            quotas += _quota(folder)
-            limits = (_text(folder / "memory.max"), _text(folder / "memory.limit_in_bytes"))
-            memories += [int(limit) for limit in limits if limit.isdigit()]
-    return min(quotas, default=None), min(memories, default=None)
-
-
-def cgroup_processes(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Return how many processes and threads the tightest cgroup grants, and how many it has; None without a limit."""
-    found: list[tuple[int, int]] = []
-    for controllers, path in _cgroups(_text(root / "proc/self/cgroup"), {"pids"}):
-        for folder in _folders_up(root / "sys/fs/cgroup", controllers, path):
-            granted, counted = _text(folder / "pids.max"), _text(folder / "pids.current")
-            found += [(int(granted), int(counted))] if granted.isdigit() and counted.isdigit() else []
-    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
-
-
 # ---------------------------------------------------------------- GPUs
 
 
@@ -434,37 +409,15 @@ def _pair(values: Sequence[Any] | None) -> tuple[int, int] | None:
 
 def _cpu_facts(root: Path) -> tuple[str, tuple[str, ...]]:
     """Return name and flags out of /proc/cpuinfo, or what the platform knows."""
-    lines = [line.split(":", 1) for line in _text(root / "proc/cpuinfo").splitlines() if ":" in line]
+    try:
+        text = (root / "proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    lines = [line.split(":", 1) for line in text.splitlines() if ":" in line]
     facts = {key.strip(): value.strip() for key, value in reversed(lines)}  # the first processor wins
     words = (facts.get("flags") or facts.get("Features") or "").split()
     name = facts.get("model name") or platform.processor() or platform.machine() or "CPU"
     return name, tuple(flag for flag in CPU_FLAGS if flag in words)
-
-
-def _cgroups(text: str, wanted: Set[str] = frozenset({"cpu", "memory"})) -> Iterator[tuple[str, str]]:
-    """Yield (controllers, path) of each line `id:controllers:path` of these; controllers are empty in version 2."""
-    for line in text.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "" or wanted & set(controllers.split(",")):
-            yield controllers, path.strip("/")
-
-
-def _folders_up(mount: Path, controllers: str, path: str) -> Iterator[Path]:
-    """Yield the folder of a cgroup and those of its parents, below whichever mount this system uses."""
-    names = [controllers, *controllers.split(",")] if controllers else ["unified", "."]
-    base = next((mount / name for name in names if (mount / name).is_dir()), mount)
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for length in range(len(parts), -1, -1):
-        yield base.joinpath(*parts[:length])
-
-
-def _quota(folder: Path) -> list[float]:
-    """Return the CPU threads granted here, as a list of none or one."""
-    quota, _, period = _text(folder / "cpu.max").partition(" ")
-    if not quota:
-        quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-    return [int(quota) / int(period)] if quota.isdigit() and period.isdigit() and int(period) else []
 
 
 def _shared_memory_bytes() -> int | None:
@@ -480,13 +433,6 @@ def _open_files_limit() -> int | None:
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 # Flags of /proc/cpuinfo that say how fast arithmetic is: Intel and AMD, then Arm.

@@ -18,7 +18,7 @@ import torch
 from runner.doctor import arithmetic, kernels, machine, software, storage, traffic
 from runner.doctor.checks import CHECKS
 from runner.doctor.findings import Context, Finding, ok
-from runner.plan.inventory import GIB, Cpu, Device, Inventory, cgroup_processes
+from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from tests.forkserver import ForkServer
 
 ROOT = Path(__file__).parents[2]
@@ -230,20 +230,6 @@ def test_few_processes_are_told() -> None:
     told = limits_under("resource.setrlimit(resource.RLIMIT_NPROC, (20, 20)); os.setresuid(12345, 12345, 12345)")
     assert told["processes"]["state"] == "warn"
     assert "ulimit -u" in told["processes"]["seen"]
-
-
-@pytest.mark.parametrize("line", ["0::/job/step", "5:pids:/job/step\n0::/"])
-def test_the_tightest_cgroup_counts(tmp_path: Path, line: str) -> None:
-    base = tmp_path / "sys/fs/cgroup" / ("pids" if "pids" in line else "")
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
-    for folder, granted, counted in (("job", "100", "98"), ("job/step", "50", "3"), ("", "max", "200")):
-        (base / folder).mkdir(parents=True, exist_ok=True)
-        (base / folder / "pids.max").write_text(f"{granted}\n")
-        (base / folder / "pids.current").write_text(f"{counted}\n")
-
-    assert cgroup_processes(tmp_path) == (100, 98)
-    assert cgroup_processes(tmp_path / "elsewhere") is None
 
 
 def limits_under(before: str) -> dict[str, Any]:

@@ -7,15 +7,18 @@ import inspect
 import io
 import itertools
 import json
+import os
 import stat
 import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
 
@@ -468,6 +471,47 @@ def test_who_uses_a_gpu_is_told_from_this_run(nvml_stub: NvmlStub) -> None:
     (note,) = seen["notes"]
     assert note.startswith("gpu0 (Tesla T4) is also used by 9 other processes: unknown (pid 4000006, 10.0 GiB)")
     assert note.endswith(", 6 more")
+
+
+def in_a_container(root: Path, seconds: float, used: float) -> Path:
+    """Write a /proc and /sys of a cgroup that grants half a thread and 4 GiB, after this much CPU time and memory."""
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "sys/fs/cgroup").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text("0::/\n")
+    files = {
+        "cpu.max": "50000 100000",
+        "cpu.stat": f"usage_usec {int(seconds * 1e6)}",
+        "memory.max": f"{2**22}",
+        "memory.current": f"{int(used * 2**22)}",
+        "memory.stat": "inactive_file 0",
+    }
+    for name, text in files.items():
+        (root / "sys/fs/cgroup" / name).write_text(f"{text}\n")
+    return root
+
+
+def test_the_load_is_that_of_what_the_cgroup_grants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 104.0])
+    host = Host(system=in_a_container(tmp_path, 10.0, 0.25))
+    monkeypatch.setattr(host._cpu, "_before", (next(clock), 10.0))
+    monkeypatch.setattr(host._cpu, "_times", lambda: (next(clock), host._cpu._grant.cpu_seconds()))
+    in_a_container(tmp_path, 11.5, 0.75)
+    found = host.sample()
+
+    assert found["cpu/percent"] == pytest.approx(75), "1.5 s of the 2 s that half a thread has in 4 s"
+    assert found["ram/percent"] == pytest.approx(75)
+
+
+def test_the_load_is_that_of_the_cores_that_the_run_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cores = [(1.0, 9.0)] * 4
+    times = namedtuple("times", "user idle")
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: len(cores))
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu=False: [times(*each) for each in cores])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2})
+    host = Host(system=tmp_path)
+    cores = [(1.0, 10.0), (1.0, 10.0), (1.75, 9.25), (1.0, 10.0)]
+
+    assert host.sample()["cpu/percent"] == pytest.approx(75)
 
 
 def test_a_child_that_began_after_the_last_search_is_this_runs(nvml_stub: NvmlStub) -> None:

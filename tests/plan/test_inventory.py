@@ -19,7 +19,6 @@ from runner.plan.inventory import (
     Inventory,
     TorchDevice,
     TorchView,
-    cgroup_limits,
     inventory_of_profile,
     match_devices,
     read_cpu,
@@ -225,31 +224,6 @@ def system(root: Path, **files: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
-
-
-def test_cgroup_version_2_limits_are_the_least_of_all_parents(tmp_path: Path) -> None:
-    root = system(tmp_path, proc__self__cgroup="0::/user/job/step\n")
-    system(root / "sys/fs/cgroup/user", **{"memory.max": "max\n", "cpu.max": "max 100000\n"})
-    system(root / "sys/fs/cgroup/user/job", **{"memory.max": "8589934592\n", "cpu.max": "250000 100000\n"})
-    system(root / "sys/fs/cgroup/user/job/step", **{"memory.max": "max\n", "cpu.max": "400000 100000\n"})
-
-    assert cgroup_limits(root) == (2.5, 8 * GIB)
-
-
-def test_cgroup_version_1_limits_are_found_below_the_mount_of_a_container(tmp_path: Path) -> None:
-    root = system(tmp_path, proc__self__cgroup="5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n3:pids:/\n")
-    quota = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
-    system(root / "sys/fs/cgroup/cpu,cpuacct", **quota)
-    system(root / "sys/fs/cgroup/memory", **{"memory.limit_in_bytes": "2147483648\n"})
-
-    assert cgroup_limits(root) == (1.5, 2 * GIB)
-
-
-def test_without_cgroup_limits_there_are_none(tmp_path: Path) -> None:
-    assert cgroup_limits(tmp_path) == (None, None)
-    root = system(tmp_path, proc__self__cgroup="4:cpu:/\n0::/\n")
-    system(root / "sys/fs/cgroup/cpu", **{"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"})
-    assert cgroup_limits(root) == (None, None)
 
 
 def test_the_cpu_is_as_big_as_the_cgroup_grants(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""What the control groups grant to this process, and how much of it is in use: CPU, memory, processes.
+
+Reads versions 1 and 2. The limits of all parents hold too, so the least counts; in a container the own path is often
+not mounted and only the last parent, the mount itself, is there.
+Source: the kernel's admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1, and man 7 cgroups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The tightest limit of one kind, and the folder of the group that sets it."""
+
+    amount: float
+    folder: Path
+
+    def cpu_seconds(self) -> float | None:
+        """Return the CPU time that the group has used so far, in seconds of one thread; None where nobody counts."""
+        micros = _entry(self.folder / "cpu.stat", "usage_usec")
+        if micros is not None:
+            return micros / 1e6
+        # Version 1 counts in a controller of its own, which may be mounted beside that of the quota.
+        beside = (Path(*("cpuacct" if part == "cpu" else part for part in self.folder.parts)), self.folder)
+        nanos = next((int(text) for each in beside if (text := _text(each / "cpuacct.usage")).isdigit()), None)
+        return None if nanos is None else nanos / 1e9
+
+    def memory_bytes(self) -> int | None:
+        """Return the memory in use, without pages of files that the kernel gives up first; None where nobody counts.
+
+        Source: what `docker stats` subtracts, and the working set of Kubernetes.
+        """
+        used = _text(self.folder / "memory.current") or _text(self.folder / "memory.usage_in_bytes")
+        if not used.isdigit():
+            return None
+        stat = self.folder / "memory.stat"
+        pages = _entry(stat, "total_inactive_file")
+        return max(0, int(used) - (pages if pages is not None else _entry(stat, "inactive_file") or 0))
+
+
+def cpu_grant(root: Path = Path("/")) -> Grant | None:
+    """Return the CPU threads that the cgroups grant, None where they set no limit. `root` holds /proc and /sys."""
+    return _tightest(root, "cpu", _quota)
+
+
+def memory_grant(root: Path = Path("/")) -> Grant | None:
+    """Return the bytes of memory that the cgroups grant, None where they set no limit. `root` holds /proc and /sys."""
+    return _tightest(root, "memory", _memory_limit)
+
+
+def cgroup_limits(root: Path = Path("/")) -> tuple[float | None, int | None]:
+    """Return the CPU threads and the bytes of memory that the cgroups grant, None where they set no limit."""
+    cpu, memory = cpu_grant(root), memory_grant(root)
+    return None if cpu is None else cpu.amount, None if memory is None else int(memory.amount)
+
+
+def cgroup_processes(root: Path = Path("/")) -> tuple[int, int] | None:
+    """Return how many processes and threads the tightest cgroup grants, and how many it has; None without a limit."""
+    found: list[tuple[int, int]] = []
+    for folder in _folders(root, {"pids"}):
+        granted, counted = _text(folder / "pids.max"), _text(folder / "pids.current")
+        found += [(int(granted), int(counted))] if granted.isdigit() and counted.isdigit() else []
+    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
+
+
+def _tightest(root: Path, controller: str, limit_of: Callable[[Path], float | None]) -> Grant | None:
+    limits = [
+        Grant(limit, folder) for folder in _folders(root, {controller}) if (limit := limit_of(folder)) is not None
+    ]
+    return min(limits, key=lambda grant: grant.amount, default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    """Return the CPU threads granted here."""
+    quota, _, period = _text(folder / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def _memory_limit(folder: Path) -> float | None:
+    """Return the bytes granted here; version 1 writes a number that no machine reaches where there is no limit."""
+    limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+    return int(limit) if limit.isdigit() and int(limit) else None
+
+
+def _folders(root: Path, wanted: Set[str]) -> Iterator[Path]:
+    """Yield the folders of this process's cgroups that have one of these controllers, and those of their parents."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "" or wanted & set(controllers.split(",")):
+            yield from _folders_up(root / "sys/fs/cgroup", controllers, path)
+
+
+def _folders_up(mount: Path, controllers: str, path: str) -> Iterator[Path]:
+    """Yield the folder of a cgroup and those of its parents, below whichever mount this system uses."""
+    names = [controllers, *controllers.split(",")] if controllers else ["unified", "."]
+    base = next((mount / name for name in names if (mount / name).is_dir()), mount)
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for length in range(len(parts), -1, -1):
+        yield base.joinpath(*parts[:length])
+
+
+def _entry(path: Path, key: str) -> int | None:
+    """Return the number behind a key, in a file of lines `key number`."""
+    pairs = dict(line.split(None, 1) for line in _text(path).splitlines() if " " in line.strip())
+    return int(pairs[key]) if pairs.get(key, "").isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,102 @@
+"""What the control groups grant, of both versions, and how much of it is in use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.base.cgroup import cgroup_limits, cgroup_processes, cpu_grant, memory_grant
+
+GIB = 2**30
+
+
+def system(root: Path, **files: str) -> Path:
+    """Write a small /proc and /sys; `__` in a name stands for a slash."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_cgroup_version_2_limits_are_the_least_of_all_parents(tmp_path: Path) -> None:
+    root = system(tmp_path, proc__self__cgroup="0::/user/job/step\n")
+    system(root / "sys/fs/cgroup/user", **{"memory.max": "max\n", "cpu.max": "max 100000\n"})
+    system(root / "sys/fs/cgroup/user/job", **{"memory.max": "8589934592\n", "cpu.max": "250000 100000\n"})
+    system(root / "sys/fs/cgroup/user/job/step", **{"memory.max": "max\n", "cpu.max": "400000 100000\n"})
+
+    assert cgroup_limits(root) == (2.5, 8 * GIB)
+
+
+def test_cgroup_version_1_limits_are_found_below_the_mount_of_a_container(tmp_path: Path) -> None:
+    root = system(tmp_path, proc__self__cgroup="5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n3:pids:/\n")
+    quota = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
+    system(root / "sys/fs/cgroup/cpu,cpuacct", **quota)
+    system(root / "sys/fs/cgroup/memory", **{"memory.limit_in_bytes": "2147483648\n"})
+
+    assert cgroup_limits(root) == (1.5, 2 * GIB)
+
+
+def test_without_cgroup_limits_there_are_none(tmp_path: Path) -> None:
+    assert cgroup_limits(tmp_path) == (None, None)
+    root = system(tmp_path, proc__self__cgroup="4:cpu:/\n0::/\n")
+    system(root / "sys/fs/cgroup/cpu", **{"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"})
+    assert cgroup_limits(root) == (None, None)
+
+
+@pytest.mark.parametrize("line", ["0::/job/step", "5:pids:/job/step\n0::/"])
+def test_the_tightest_cgroup_counts(tmp_path: Path, line: str) -> None:
+    base = tmp_path / "sys/fs/cgroup" / ("pids" if "pids" in line else "")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
+    for folder, granted, counted in (("job", "100", "98"), ("job/step", "50", "3"), ("", "max", "200")):
+        (base / folder).mkdir(parents=True, exist_ok=True)
+        (base / folder / "pids.max").write_text(f"{granted}\n")
+        (base / folder / "pids.current").write_text(f"{counted}\n")
+
+    assert cgroup_processes(tmp_path) == (100, 98)
+    assert cgroup_processes(tmp_path / "elsewhere") is None
+
+
+def test_what_is_in_use_is_read_where_the_tightest_limit_is(tmp_path: Path) -> None:
+    root = system(tmp_path, proc__self__cgroup="0::/job/step\n")
+    job, step = root / "sys/fs/cgroup/job", root / "sys/fs/cgroup/job/step"
+    stat = {"memory.stat": f"anon 5\ninactive_file {GIB}\n", "memory.current": f"{3 * GIB}\n"}
+    system(job, **{"cpu.max": "200000 100000\n", "cpu.stat": "usage_usec 1500000\nuser_usec 1\n"})
+    system(job, **{"memory.max": f"{4 * GIB}\n"}, **stat)
+    system(
+        step, **{"cpu.max": "max 100000\n", "cpu.stat": "usage_usec 7\n", "memory.max": "max", "memory.current": "7"}
+    )
+    cpu, memory = cpu_grant(root), memory_grant(root)
+
+    assert cpu is not None
+    assert memory is not None
+    assert (cpu.amount, cpu.cpu_seconds()) == (2, 1.5)
+    assert (memory.amount, memory.memory_bytes()) == (4 * GIB, 2 * GIB), "a cache of files is given up first"
+
+
+@pytest.mark.parametrize("mount", ["cpu,cpuacct", "cpu"])
+def test_version_1_counts_cpu_time_in_a_controller_of_its_own(tmp_path: Path, mount: str) -> None:
+    root = system(tmp_path, proc__self__cgroup="".join(f"{at}:{name}:/\n" for at, name in enumerate([mount, "memory"])))
+    system(root / "sys/fs/cgroup" / mount, **{"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"})
+    system(root / "sys/fs/cgroup" / mount.replace("cpu", "cpuacct", 1) if mount == "cpu" else
+           root / "sys/fs/cgroup" / mount, **{"cpuacct.usage": "2500000000\n"})  # fmt: skip
+    system(root / "sys/fs/cgroup/memory", **{"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "900"})
+    system(root / "sys/fs/cgroup/memory", **{"memory.stat": "inactive_file 1\ntotal_inactive_file 400\n"})
+    cpu, memory = cpu_grant(root), memory_grant(root)
+
+    assert cpu is not None
+    assert memory is not None
+    assert (cpu.amount, cpu.cpu_seconds(), memory.memory_bytes()) == (0.5, 2.5, 500)
+
+
+def test_a_limit_whose_use_nobody_counts_says_so(tmp_path: Path) -> None:
+    root = system(tmp_path, proc__self__cgroup="0::/\n")
+    system(root / "sys/fs/cgroup", **{"cpu.max": "50000 100000\n", "memory.max": "1000\n"})
+    cpu, memory = cpu_grant(root), memory_grant(root)
+
+    assert cpu is not None
+    assert memory is not None
+    assert cpu.cpu_seconds() is None
+    assert memory.memory_bytes() is None
