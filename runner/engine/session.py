@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
 import shlex
 import socket
 import sys
@@ -20,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner import __version__
 from runner.base.birth import birth_of
 from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
 from runner.base.errors import AccelRunError, Exit, Hang, InputMissing, number_of, where_it_goes_on
@@ -30,6 +28,7 @@ from runner.base.words import words_of
 from runner.durable import files
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.durable.files import read_object, read_rows
+from runner.plan.environment import environment
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, make_plan
 from runner.plan.ranks import RankDevice
@@ -448,38 +447,8 @@ def _leave_traces(
     words = "".join(f"- {json.dumps(word)}\n" for word in configuration.request.overrides)
     directory.write("overrides.yaml", words or "[]\n")
     directory.write("plan.json", plan.to_json())
-    directory.write("environment.json", _json(_environment(inventory)))
+    directory.write("environment.json", _json(environment(inventory)))
     directory.write("run.json", _json(record))
-
-
-def _environment(inventory: Inventory) -> dict[str, Any]:
-    return {
-        "accel-run": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "git": _git_state(Path.cwd()),
-        "inventory": json.loads(inventory.to_json()),
-    }
-
-
-def _git_state(folder: Path) -> dict[str, str] | None:
-    """Return commit and branch of the user's checkout, read from .git without starting git."""
-    for parent in (folder, *folder.parents):
-        head = parent / ".git" / "HEAD"
-        try:
-            text = head.read_text().strip()
-            if not text.startswith("ref: "):
-                return {"commit": text}
-            reference = text[5:]
-            loose = parent / ".git" / reference
-            if loose.is_file():
-                return {"branch": reference, "commit": loose.read_text().strip()}
-            packed = (parent / ".git" / "packed-refs").read_text().splitlines()
-            return {"branch": reference, "commit": next(line.split()[0] for line in packed if line.endswith(reference))}
-        except (OSError, StopIteration):
-            if head.exists():
-                return None
-    return None
 
 
 def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, Any], began: float) -> bool:
