@@ -1,0 +1,216 @@
+"""Laws of scripts/compare.py: identical is bit for bit, and whatever is missing is no agreement."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import compare  # noqa: E402 - a script, which no package holds
+
+sys.path.remove(str(ROOT / "scripts"))
+
+Made = Callable[..., str]
+LOSSES = [2.0, 1.5, 1.25, 1.125]
+
+
+def row(update: int, loss: float | None, **more: Any) -> dict[str, Any]:
+    return {"update": update, "phase": "train", "lr": 0.1, "train/loss": loss, "perf/step_time_ms": 1.0, **more}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Return what makes a run of rows, or of lines as they are, by its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(name: str, rows: list[Any]) -> str:
+        folder = tmp_path / "outputs" / name
+        folder.mkdir(parents=True)
+        lines = [each if isinstance(each, str) else json.dumps(each) for each in rows]
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        return name
+
+    return make
+
+
+def of_losses(losses: list[float]) -> list[Any]:
+    return [row(number, loss) for number, loss in enumerate(losses, 1)]
+
+
+def test_the_same_losses_are_identical_whatever_they_took(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    slower = [{**each, "perf/step_time_ms": 9.0, "gpu0/util": 50.0} for each in of_losses(LOSSES)]
+
+    assert compare.main([run("a", of_losses(LOSSES)), run("b", slower)]) == 0
+    assert "identical   4 updates" in capsys.readouterr().out
+
+
+def test_one_bit_is_a_difference(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = [*LOSSES[:2], math.nextafter(LOSSES[2], 2.0), LOSSES[3]]
+
+    assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(changed))]) == 1
+    said = capsys.readouterr().out
+    assert "first       update 3 of train: train/loss is 1.25 in A" in said
+    assert "different   in 1 of the 4 updates" in said
+
+
+def test_the_first_difference_and_the_largest_are_told_apart(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = [2.0, 1.5015, 2.5, 1.125]
+
+    assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(changed))]) == 1
+    said = capsys.readouterr().out
+    assert "first       update 2 of train: train/loss is 1.5 in A, 1.5015 in B (0.001 relative)" in said
+    assert "largest     update 3 of train: train/loss is 1.25 in A, 2.5 in B (0.5 relative)" in said
+
+
+def test_a_shorter_run_is_not_identical_and_what_both_have_is_compared(
+    run: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(LOSSES[:2]))]) == 1
+    said = capsys.readouterr().out
+    assert "B lacks     2 updates of train, 3 to 4" in said
+    assert "identical   2 updates, bit for bit, as far as both have them" in said
+
+
+def test_damaged_rows_are_counted_and_their_updates_missing(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = of_losses(LOSSES)
+    damaged = [rows[0], '{"update": 2, "phase": "tr', {**rows[2], "train/loss": "1.25"}, "[]", rows[3]]
+
+    assert compare.main([run("a", rows), run("b", damaged)]) == 1
+    said = capsys.readouterr().out
+    assert "run b: 2 updates with numbers, 3 damaged lines left out" in said
+    assert "B lacks     2 updates of train, 2 to 3" in said
+
+
+def test_of_a_resumed_run_the_last_row_of_an_update_counts(run: Made) -> None:
+    rows = of_losses(LOSSES)
+    resumed = [*rows[:2], row(3, 7.0), *rows[2:]]
+
+    assert compare.main([run("a", rows), run("b", resumed)]) == 0
+
+
+def test_rows_of_an_evaluation_belong_to_their_update(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = of_losses(LOSSES)
+    evaluated = [*rows, {"update": 4, "phase": "train", "val/loss": 1.0}]
+
+    assert compare.main([run("a", rows), run("b", evaluated)]) == 1
+    assert "A lacks     val/loss of update 4 of train" in capsys.readouterr().out
+    assert compare.main([run("c", evaluated), "b"]) == 0
+
+
+def test_updates_of_two_phases_are_not_mixed_up(run: Made) -> None:
+    one = [row(1, 2.0), {**row(1, 1.0), "phase": "second"}]
+    other = [{**row(1, 1.0), "phase": "second"}, row(1, 2.0)]
+
+    assert compare.main([run("a", one), run("b", other)]) == 0
+
+
+@pytest.mark.parametrize(("theirs", "code"), [(None, 0), (1.0, 1)])
+def test_what_is_not_finite_equals_itself_alone(run: Made, theirs: float | None, code: int) -> None:
+    assert compare.main([run("a", [row(1, None)]), run("b", [row(1, theirs)])]) == code
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["a", "missing"], 66, "there is no run 'missing'"),
+        (["a", "empty"], 66, "must have rows with losses"),
+        (["a"], 64, "required"),
+        (["a", "b", "c"], 64, "unrecognized"),
+        (["a", "a", "--", "updates=3"], 64, "trained already"),
+        (["--commits", "HEAD", "no-such-commit", "--", "updates=3"], 66, "there is no commit"),
+        (["--commits", "HEAD", "HEAD", "--", "run=mine"], 64, "run must be left to this script"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_its_exit_code(
+    run: Made,
+    repository: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    code: int,
+    said: str,
+) -> None:
+    run("a", of_losses(LOSSES))
+    run("empty", [])
+
+    assert compare.main(words) == code
+    assert said in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- commits
+
+RUNNER = """
+import json, sys
+from pathlib import Path
+given = dict(word.split("=") for word in sys.argv[2:])
+assert sys.argv[1] == "train" and given["log_every"] == "1"
+if "fails" in given:
+    sys.exit(int(given["fails"]))
+folder = Path(given["output_root"], given["run"])
+folder.mkdir(parents=True)
+rows = [{"update": n, "phase": "train", "train/loss": FACTOR / n} for n in range(1, int(given["updates"]) + 1)]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\\n" for each in rows))
+"""
+
+
+def git(folder: Path, *words: str) -> str:
+    named = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    done = subprocess.run(["git", "-C", str(folder), *named, *words], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with the tags one, same and other, whose trainings are no more than their losses."""
+    folder = tmp_path / "repository"
+    package = folder / "runner"
+    package.mkdir(parents=True)
+    git(tmp_path, "init", "--quiet", str(folder))
+    for tag, factor in (("one", "3.0"), ("same", "(1.0 + 2.0)"), ("other", "3.5")):
+        (package / "__init__.py").write_text("")
+        (package / "__main__.py").write_text(RUNNER.replace("FACTOR", factor))
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "--message", tag)
+        git(folder, "tag", tag)
+    monkeypatch.setattr(compare, "ROOT", folder)
+    return folder
+
+
+@pytest.mark.parametrize(("commit", "code"), [("same", 0), ("other", 1)])
+def test_each_commit_trains_with_its_own_code(
+    repository: Path, capsys: pytest.CaptureFixture[str], commit: str, code: int
+) -> None:
+    assert compare.main(["--commits", "one", commit, "--", "updates=3"]) == code
+    assert "A           commit one: 3 updates" in capsys.readouterr().out
+
+
+def test_nothing_is_left_of_the_commits(repository: Path) -> None:
+    compare.main(["--commits", "one", "same", "--", "updates=3"])
+    compare.main(["--commits", "one", "same", "--", "updates=3", "fails=80"])
+
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    assert git(repository, "status", "--porcelain") == ""
+
+
+@pytest.mark.parametrize(("fails", "code"), [("78", 78), ("1", 70)])
+def test_a_training_that_fails_is_no_difference(
+    repository: Path, capsys: pytest.CaptureFixture[str], fails: str, code: int
+) -> None:
+    assert compare.main(["--commits", "one", "same", "--", "updates=3", f"fails={fails}"]) == code
+    assert f"the training at one ended with {fails}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history of the project")
+def test_a_real_training_repeats_at_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ["task=gpt", "task.size=tiny", "updates=2", "global_batch_size=4", "device=cpu", "monitor=off"]
+
+    assert compare.main(["--commits", "HEAD", "HEAD", "--", *settings]) == 0
