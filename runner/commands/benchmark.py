@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.configuration import compose
-from runner.base.errors import ConfigError, Problem, did_you_mean
+from runner.base.errors import ConfigError, Problem
+from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
 from runner.commands.arguments import read
 from runner.measure.suites import SUITES

@@ -166,8 +166,8 @@ def advise(request: Request, run: Known, budget_s: float, say: Say) -> Advice:
     """
     began = time.monotonic()
     configuration = compose(request)
-    plan, inventory = apart(_planned, configuration)
-    request, cores, notes = _of_one_rank(request, plan, inventory)
+    plan, inventory = apart(planned, configuration)
+    request, cores, notes = of_one_rank(request, plan, inventory)
     limits = Limits(budget_s=budget_s, phase=run.phase)
     with Arena(request, cores) as arena:
         say("measures the training as it is")
@@ -208,12 +208,13 @@ def advise(request: Request, run: Known, budget_s: float, say: Say) -> Advice:
     )
 
 
-def _planned(configuration: Configuration) -> tuple[Plan, Inventory]:
+def planned(configuration: Configuration) -> tuple[Plan, Inventory]:
+    """Return the plan for this machine, and the machine. Asks torch for devices: a question for a process apart."""
     inventory = take_inventory()
     return make_plan(configuration, inventory), inventory
 
 
-def _of_one_rank(request: Request, plan: Plan, inventory: Inventory) -> tuple[Request, int, list[str]]:
+def of_one_rank(request: Request, plan: Plan, inventory: Inventory) -> tuple[Request, int, list[str]]:
     """Return the request for what one rank does of an update, its share of the cores (0: all), and a note that says so.
 
     What `auto` came to for the ranks stays: the share of the cores would make something else of it.

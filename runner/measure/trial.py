@@ -30,7 +30,7 @@ from typing import IO, Any, Literal
 import psutil  # type: ignore[import-untyped]
 
 from runner.base.configuration import Request, merge_overrides
-from runner.base.errors import AccelRunError, Exit, Problem, remake
+from runner.base.errors import AccelRunError, Exit, HostMemoryError, Problem, remake
 from runner.base.scratch import private_folder
 from runner.base.secret import without_secrets
 from runner.measure.statistics import Ratio, paired
@@ -81,6 +81,7 @@ class Measured:
     """What was measured of a cell.
 
     blocks_ms       milliseconds per update, by round; only rounds in which it took part are there
+    parts_s         seconds of these blocks by part, as the stopwatch of the cell tells them
     start_s         seconds from nothing to a built run; first_update_s and warm_up_s come after them
     updates         of a block: about the same time for every cell, so that short ones are timed as well as long ones
     unpaid          updates before each block whose data may have become ready while the cell was stopped: not timed
@@ -91,6 +92,7 @@ class Measured:
 
     cell: Cell
     blocks_ms: dict[int, float] = field(default_factory=dict)
+    parts_s: dict[str, float] = field(default_factory=dict)
     start_s: float = 0.0
     first_update_s: float = 0.0
     warm_up_s: float = 0.0
@@ -368,8 +370,12 @@ class Arena:
                 return
         try:
             process.go_on()
-            seconds = process.make(measured.updates, self.limits.start_s, measured.unpaid)
-            measured.blocks_ms[number] = 1e3 * seconds / measured.updates
+            made = process.ask(
+                {"do": "make", "updates": measured.updates, "unpaid": measured.unpaid}, self.limits.start_s
+            )
+            measured.blocks_ms[number] = 1e3 * made["seconds"] / measured.updates
+            for part, seconds in made["parts_s"].items():
+                measured.parts_s[part] = measured.parts_s.get(part, 0.0) + seconds
             if trials.mode == "restarted":
                 measured.report = process.ask({"do": "report"}, ANSWER_S)
         except AccelRunError as error:
@@ -482,9 +488,9 @@ class _Process(_Line):
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def make(self, updates: int, timeout_s: float, unpaid: int = 0) -> float:
-        """Let it make so many updates; return the seconds they took, without those of `unpaid` ones before them."""
-        return float(self.ask({"do": "make", "updates": updates, "unpaid": unpaid}, timeout_s)["seconds"])
+    def make(self, updates: int, timeout_s: float) -> float:
+        """Let it make so many updates; return the seconds they took."""
+        return float(self.ask({"do": "make", "updates": updates}, timeout_s)["seconds"])
 
     def ask(self, order: Mapping[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
         """Return the answer to an order. Raises AccelRunError with what ended the cell, or that it took too long."""
@@ -533,9 +539,10 @@ class _Process(_Line):
     def _death(self) -> AccelRunError:
         code = self._ended()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        killed = ": the machine's memory may be used up" if code == -signal.SIGKILL else ""
+        kind = HostMemoryError if code == -signal.SIGKILL else AccelRunError
+        killed = ": the machine's memory may be used up" if kind is HostMemoryError else ""
         last = _last_line(self._said)
-        return AccelRunError(f"its process {how}{killed}{f' ({last})' if last else ''}")
+        return kind(f"its process {how}{killed}{f' ({last})' if last else ''}")
 
 
 def _last_line(said: IO[bytes]) -> str:

@@ -5,4 +5,6 @@ a Wanted and returns a Report.
 """
 
 # suite -> (module in runner.measure.suites, what it answers)
-SUITES: dict[str, tuple[str, str]] = {}
+SUITES: dict[str, tuple[str, str]] = {
+    "batch": ("batch", "which micro-batch: samples per second by size"),
+}

@@ -1,0 +1,197 @@
+"""What suites share: where their cells take turns, the best of them, tried twice, and how it is shown and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from runner.base.configuration import compose
+from runner.base.errors import ConfigError, Problem
+from runner.durable.files import atomic_write, make_directory
+from runner.launch.apart import apart
+from runner.measure.advise import of_one_rank, planned
+from runner.measure.statistics import Ratio
+from runner.measure.suite import Report, Wanted
+from runner.measure.trial import Arena, Cell, Limits, Measured, Trials, as_json
+from runner.plan.inventory import Inventory
+from runner.plan.plan import PhasePlan, Plan
+
+# Words of a person
+
+
+def whole_numbers(options: Mapping[str, str], key: str, least: int = 1) -> tuple[int, ...]:
+    """Return the numbers of `key=1,2,4`, each once, in the order given. Raises ConfigError."""
+    text = options[key]
+    words = [word.strip() for word in text.strip("[]").split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) >= least for word in words):
+        what = f"must be whole numbers from {least} on, with commas between them"
+        raise ConfigError(Problem(what, f"{key}={text}", f"say {key}={least},{2 * max(least, 1)}"))
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def some_of(options: Mapping[str, str], key: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of `key=a,b`, each once, in the order given. Raises ConfigError where one is not known."""
+    words = [word.strip() for word in options[key].strip("[]").split(",")]
+    wrong = [word for word in words if word not in known]
+    if wrong:
+        what = f"must be some of {', '.join(known)}, but {wrong[0] or 'nothing'} is none of them"
+        raise ConfigError(Problem(what, f"{key}={options[key]}", f"say {key}={','.join(known)}"))
+    return tuple(dict.fromkeys(words))
+
+
+def refuse_words(wanted: Wanted, options: Mapping[str, str]) -> None:
+    """Raise ConfigError for a word without `=`: these suites know none."""
+    if wanted.words:
+        known = ", ".join(f"{key}=" for key in options) or "no words of its own"
+        raise ConfigError(Problem("is no word of this suite", wanted.words[0], f"it knows {known}, and settings"))
+
+
+# Cells
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where cells of a request are measured: with its plan, the machine, and what a reader must know."""
+
+    arena: Arena
+    plan: Plan
+    inventory: Inventory
+    notes: Sequence[str]
+
+    @property
+    def phase(self) -> PhasePlan:
+        """The phase whose updates are measured. Raises ConfigError where none trains."""
+        for phase in (*self.plan.selected, *self.plan.phases):
+            if phase.kind == "train":
+                return phase
+        name = f"task={self.plan.choices['task'].name}"
+        raise ConfigError(Problem("has no phase that trains, so no updates", name, "say another task="))
+
+
+@contextmanager
+def place_of(wanted: Wanted) -> Iterator[Place]:
+    """Give the place in which the cells of a suite are measured; of several ranks one is."""
+    plan, inventory = apart(planned, compose(wanted.request))
+    request, cores, notes = of_one_rank(wanted.request, plan, inventory)
+    with Arena(request, cores) as arena:
+        yield Place(arena, plan, inventory, notes)
+
+
+def limits_of(budget_s: float) -> Limits:
+    """Return how long and how finely a suite measures."""
+    return Limits(budget_s=budget_s, rounds=ROUNDS, block_s=BLOCK_S)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Cells that were measured, and the best of them.
+
+    best  clearly faster than the baseline in two trials, and computes the same; None: no clear change
+    gain  of the best in the second trial: the rounds that chose it flatter it
+    """
+
+    trials: Trials
+    best: Measured | None
+    gain: Ratio | None
+
+
+def contest(
+    place: Place,
+    cells: Sequence[Cell],
+    wanted: Wanted,
+    may_win: Callable[[Measured], bool] = lambda _: True,
+) -> Contest:
+    """Measure all cells in turns against the first, then the best of them once more against it alone.
+
+    Among many cells that change nothing some interval leaves 1 out by chance: what the second trial does not find
+    too is no clear change.
+    """
+    until = time.monotonic() + wanted.budget_s
+    trials = place.arena.measure(cells, limits_of(SHARE_OF_FIRST * wanted.budget_s), wanted.say)
+    best = max(
+        (cell for cell in trials.cells[1:] if is_faster(trials, cell) and may_win(cell)),
+        key=lambda cell: _middle(trials.ratio(cell)),
+        default=None,
+    )
+    if best is None:
+        return Contest(trials, None, None)
+    wanted.say(f"tries {best.cell.name} once more")
+    left_s = max(LEAST_S, until - time.monotonic())
+    again = place.arena.measure([cells[0], best.cell], limits_of(left_s), lambda _: None)
+    holds = is_faster(again, again.of(best.cell.name))
+    gain = again.ratio(again.of(best.cell.name))
+    return Contest(trials, best if holds else None, gain if holds else None)
+
+
+def is_faster(trials: Trials, cell: Measured) -> bool:
+    """True where the updates of a cell are clearly faster than the baseline's and compute the same."""
+    ratio, numerics = trials.ratio(cell), trials.numerics(cell)
+    is_better = ratio is not None and ratio.verdict == "better"
+    return is_better and not cell.why_not and not (numerics is not None and numerics.differ)
+
+
+def verdict_of(trials: Trials, cell: Measured, ratio: Ratio | None) -> str:
+    """Return what is sure of a cell, in words."""
+    if cell is trials.baseline:
+        return "baseline"
+    numerics = trials.numerics(cell)
+    said = "not known" if ratio is None else ratio.verdict
+    return f"{said}; other numbers: {numerics}" if numerics is not None and numerics.differ else said
+
+
+def times(ratio: Ratio | None, factor: float) -> Ratio | None:
+    """Return the ratio of what a setting does per update, where an update of it does `factor` times as much."""
+    if ratio is None:
+        return None
+    return Ratio(ratio.middle * factor, ratio.low * factor, ratio.high * factor, ratio.num)
+
+
+def peak_gib(measured: Measured) -> float | None:
+    """Return the most memory that was used: of the GPU, or of the host where there is none."""
+    found = measured.report.get("peak_device_gib", measured.report.get("peak_host_gib"))
+    return None if found is None else float(found)
+
+
+def skipped_of(trials: Trials) -> dict[str, str]:
+    """Return the cells that could not be measured, or not to the end, with why."""
+    return {cell.cell.name: cell.why_not for cell in trials.cells if cell.why_not}
+
+
+def _middle(ratio: Ratio | None) -> float:
+    return ratio.middle if ratio else 0.0
+
+
+# Results
+
+
+def kept(wanted: Wanted, name: str, report: Report, trials: Trials | None = None) -> Report:
+    """Return the report with its data written to `<prefix><name>.json`; a file of that name is replaced as a whole."""
+    said = {"headline": report.headline, "notes": list(report.notes), "skipped": dict(report.skipped)}
+    tables = [dataclasses.asdict(table) for table in report.tables]
+    measured = as_json(trials) if trials is not None else {}
+    data = finite({"suite": name, **measured, **said, "tables": tables, **report.data})
+    make_directory(wanted.folder)
+    file = wanted.file(f"{name}.json")
+    atomic_write(file, json.dumps(data, indent=2) + "\n")
+    return dataclasses.replace(report, data=data, files=(*report.files, file))
+
+
+def finite(value: Any) -> Any:
+    """Return the same for JSON, which knows neither NaN nor infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(each) for key, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+ROUNDS = (6, 60)  # fewest and most blocks of a cell
+BLOCK_S = 0.4
+SHARE_OF_FIRST = 0.7  # of the budget, for all cells; the rest is for the best one
+LEAST_S = 10.0  # for the second trial, however small the budget

@@ -1,0 +1,46 @@
+"""A task of which a pass, a sample and a row of data take what a test says, and which wants memory as a test says."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner import Task
+
+
+def build(*, pass_ms: float = 0.0, sample_ms: float = 0.0, read_ms: float = 0.0, most: int = 1000) -> Task:
+    return Sized(pass_ms, sample_ms, read_ms, most)
+
+
+class Rows:
+    def __init__(self, read_ms: float) -> None:
+        self.rows = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+        self.read_ms = read_ms
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.read_ms:
+            time.sleep(self.read_ms / 1000)
+        return self.rows[index]
+
+
+class Sized(Task):
+    def __init__(self, pass_ms: float, sample_ms: float, read_ms: float, most: int) -> None:
+        self.pass_ms, self.sample_ms, self.read_ms, self.most = pass_ms, sample_ms, read_ms, most
+        self.model = nn.Linear(8, 8)
+
+    def dataset(self, split: str) -> Any:
+        if split == "infer":
+            raise NotImplementedError
+        return Rows(self.read_ms)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        if len(batch) > self.most:
+            raise torch.OutOfMemoryError("Tried to allocate more than there is")
+        time.sleep((self.pass_ms + self.sample_ms * len(batch)) / 1000)
+        return (model(batch) - batch).square().sum(), len(batch)
