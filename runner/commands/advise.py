@@ -16,7 +16,7 @@ from runner.commands.arguments import read
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
-    from runner.measure.advise import Advice, Known, Tried
+    from runner.measure.advise import Advice, Entry, Known, Tried
 
 HELP = """usage: accel-run advise [run=last|NAME|DIR] [key=value ...] [budget_s=120] [apply=true] [--json]
 
@@ -198,20 +198,14 @@ def _are_words(found: object) -> TypeGuard[list[str]]:
 def screen(advice: Advice) -> list[str]:
     """Return what a person reads."""
     lines = [f"{advice.task} on {advice.device_name}: an update takes {advice.update_ms:.4g} ms", ""]
-    evidence = {finding.rule: finding.evidence for finding in advice.findings}
-    if advice.advised:
-        lines.append("advised: clearly faster, with losses that agree")
-        for number, each in enumerate(advice.advised, 1):
-            lines += [f"  {number}. {each.candidate.name}   tried: {_gain(each)}", f"     {evidence[each.rule]}"]
-        if advice.together is not None and advice.together.ratio is not None:
-            lines += ["", f"  together: {advice.together.candidate.name}   tried: {_gain(advice.together)}"]
-    else:
-        lines.append("advised: nothing; no setting that was tried is clearly faster")
-    if advice.by_hand:
-        lines += ["", "for you to do: no setting helps, or it would change more than the speed"]
-        for finding, gain in advice.by_hand:
-            predicted = f"   predicted: at most {100 * (gain - 1):+.0f} %" if gain > 1.005 else ""
-            lines += [f"  - {finding.by_hand}{predicted}", f"    {finding.evidence}"]
+    if advice.entries:
+        lines.append("advice: the largest gain first")
+        for number, entry in enumerate(advice.entries, 1):
+            lines += [f"  {number}. {_told(entry)}", f"     {entry.finding.evidence}"]
+    if not advice.advised:
+        lines.append(f"{'' if advice.entries else 'advice: nothing; '}no setting that was tried is clearly faster")
+    if advice.together is not None and advice.together.ratio is not None:
+        lines += ["", f"  together: {advice.together.candidate.name}   tried: {_gain(advice.together)}"]
     others = [each for each in advice.tried if each not in advice.advised]
     if others:
         lines += ["", "tried, and not advised"]
@@ -224,6 +218,14 @@ def screen(advice: Advice) -> list[str]:
         lines.append(f"  {fine:<9}  {check.name} {check.value}, expected {check.expected}")
     lines += ["", *(f"note: {note}" for note in advice.notes)] if advice.notes else []
     return lines
+
+
+def _told(entry: Entry) -> str:
+    if entry.tried is not None:
+        return f"{entry.what}   tried: {_gain(entry.tried)}"
+    more = 100 * ((entry.gain or 1.0) - 1)
+    predicted = f"   predicted: at most {more:+.0f} %" if more > 0.5 else ""
+    return f"for you to do: {entry.what}{predicted}"
 
 
 def _gain(tried: Tried) -> str:

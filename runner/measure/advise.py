@@ -73,6 +73,24 @@ class Tried:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """One piece of advice.
+
+    tried  the setting and its trial; None where it is for the user to do in the code: `finding.by_hand`
+    gain   times as fast as the training as it is: measured, or predicted at most; None where that is not known
+    """
+
+    finding: Finding
+    tried: Tried | None
+    gain: float | None
+
+    @property
+    def what(self) -> str:
+        """What to do."""
+        return self.tried.candidate.name if self.tried else self.finding.by_hand
+
+
+@dataclass(frozen=True)
 class Advice:
     """What can be said of a run.
 
@@ -106,30 +124,21 @@ class Advice:
         return list(best.values())
 
     @property
-    def by_hand(self) -> list[tuple[Finding, float]]:
-        """What is for the user to do, and what more it could bring; the largest gain first.
+    def entries(self) -> list[Entry]:
+        """What was tried and what is for the user to do in one list, the largest gain first; unknown ones come last.
 
-        Where readers that read ahead were tried, a faster transform gains what they have left.
+        A slow transform of which readers that were tried hide more than they leave has the gain of what they leave.
         """
-        hidden = max(
-            (tried.gain for tried in self.tried if tried.rule == "data wait" and tried.is_advised), default=1.0
-        )
-        found = []
+        found = {finding.rule: finding for finding in self.findings}
+        entries = [Entry(found[tried.rule], tried, tried.gain) for tried in self.advised]
+        hidden = max((entry.gain or 1.0 for entry in entries if entry.finding.rule == "data wait"), default=1.0)
         for finding in self.findings:
             if finding.by_hand:
-                most = finding.at_most or 1.0
-                found.append((finding, max(1.0, most / hidden) if finding.rule == "slow transform" else most))
-        return sorted(found, key=lambda pair: -pair[1])
-
-    @property
-    def first(self) -> str:
-        """The rule whose advice gains most; empty where there is none.
-
-        What was tried stands before what is only predicted, however much that might be.
-        """
-        tried = [(tried.gain, tried.rule) for tried in self.advised]
-        predicted = [(gain, finding.rule) for finding, gain in self.by_hand if gain > 1.0]
-        return max(tried or predicted, default=(0.0, ""))[1]
+                most = finding.at_most
+                if finding.rule == "slow transform" and most is not None and most / hidden <= hidden:
+                    most = max(1.0, most / hidden)
+                entries.append(Entry(finding, None, most))
+        return sorted(entries, key=lambda entry: -(entry.gain or 0.0))
 
     @property
     def to_apply(self) -> Tried | None:
@@ -444,11 +453,20 @@ def as_json(advice: Advice) -> dict[str, Any]:
             "pays_at": each.pays_at,
         }
 
+    def entry(each: Entry) -> dict[str, Any]:
+        return {
+            "rule": each.finding.rule,
+            "what": each.what,
+            "evidence": each.finding.evidence,
+            "tried": tried(each.tried) if each.tried else None,
+            "gain": each.gain,
+        }
+
     return {
         "task": advice.task,
         "device": advice.device_name,
         "update_ms": _number(advice.update_ms),
-        "first": advice.first or None,
+        "advice": [entry(each) for each in advice.entries],
         "findings": [
             {
                 "rule": finding.rule,
@@ -458,9 +476,6 @@ def as_json(advice: Advice) -> dict[str, Any]:
                 "at_most": finding.at_most,
             }
             for finding in advice.findings
-        ],
-        "by_hand": [
-            {"rule": finding.rule, "what": finding.by_hand, "predicted": gain} for finding, gain in advice.by_hand
         ],
         "tried": [tried(each) for each in advice.tried],
         "together": tried(advice.together) if advice.together else None,

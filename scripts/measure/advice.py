@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -91,14 +92,11 @@ def advised(case: Case, budget_s: float) -> dict[str, Any]:
     return found
 
 
-def first_of(advice: dict[str, Any]) -> tuple[list[str], float]:
-    """Return the words that do what is advised first, and the gain that is said of it."""
-    rule = advice["first"]
-    for tried in advice["tried"]:
-        if tried["advised"] and tried["rule"] == rule:
-            return list(tried["overrides"]), float(tried["speedup"])
-    by_hand = next(each for each in advice["by_hand"] if each["rule"] == rule)
-    return ["task.mended=true"], float(by_hand["predicted"])
+def first_of(advice: dict[str, Any]) -> tuple[str, list[str], float]:
+    """Return the rule of the first advice, the words that do what it says, and the gain that is said of it."""
+    first = advice["advice"][0]
+    words = first["tried"]["overrides"] if first["tried"] else ["task.mended=true"]
+    return first["rule"], list(words), math.nan if first["gain"] is None else float(first["gain"])
 
 
 def blocks(case: Case, words: Sequence[str], folder: Path, name: str) -> list[float]:
@@ -143,16 +141,16 @@ def main() -> int:
             continue
         num_measured += 1
         advice = advised(case, arguments.budget)
-        if not advice["first"]:
+        if not advice["advice"]:
             print(f"{case.name:<24}{'nothing':<24}{'no':<7}", flush=True)
             continue
-        words, predicted = first_of(advice)
-        is_right = advice["first"] in case.rules
+        rule, words, predicted = first_of(advice)
+        is_right = rule in case.rules
         gain = applied(case, words, arguments.runs)
         off = predicted / gain - 1
         num_right, num_close = num_right + is_right, num_close + (is_right and abs(off) <= 0.2)
         figures = f"{predicted:>9.2f}x{gain:>8.2f}x{off:>+7.0%}"
-        row = f"{case.name:<24}{advice['first']:<24}{'yes' if is_right else 'no':<7}{figures}"
+        row = f"{case.name:<24}{rule:<24}{'yes' if is_right else 'no':<7}{figures}"
         print(f"{row}  {' '.join(words)}", flush=True)
     print(f"of {num_measured} measured: right {num_right}, and predicted within 20 % {num_close}")
     return int(not num_measured or min(num_right, num_close) < arguments.least * num_measured)

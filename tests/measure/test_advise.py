@@ -43,6 +43,10 @@ def advice(*trials: Tried, together: Tried | None = None, findings: tuple[Findin
     )  # fmt: skip
 
 
+def first_of(found: Advice) -> str:
+    return found.entries[0].finding.rule
+
+
 WORKERS = tried("data wait", "dataloader.num_workers=2", 1.34)
 MORE_WORKERS = tried("data wait", "dataloader.num_workers=1", 1.2)
 THREADS = tried("too many threads", "backend.threads=1", 1.1)
@@ -54,7 +58,7 @@ def test_only_what_is_clearly_faster_and_computes_the_same_is_advised() -> None:
     found = advice(WORKERS, MORE_WORKERS, THREADS, NOTHING, WRONG)
 
     assert found.advised == [WORKERS, THREADS]
-    assert found.first == "data wait"
+    assert first_of(found) == "data wait"
 
 
 def test_what_could_not_be_tried_is_not_advised() -> None:
@@ -69,19 +73,56 @@ def test_all_together_is_applied_only_where_it_was_tried_and_is_better() -> None
     assert advice(NOTHING).to_apply is None
 
 
-def test_a_line_that_workers_hide_comes_after_them() -> None:
+def test_a_line_that_workers_hide_comes_after_them_with_what_is_left_of_it() -> None:
+    line = Finding("slow transform", "a sample takes 9 ms", by_hand="make task.py:3 faster", at_most=1.6)
+
+    assert [(entry.finding.rule, entry.gain) for entry in advice(WORKERS, findings=(line,)).entries] == [
+        ("data wait", 1.34),
+        ("slow transform", pytest.approx(1.6 / 1.34)),
+    ]
+
+
+def test_a_line_that_workers_hide_little_of_comes_before_them_with_all_it_is_worth() -> None:
     line = Finding("slow transform", "a sample takes 9 ms", by_hand="make task.py:3 faster", at_most=4.0)
 
-    assert advice(WORKERS, findings=(line,)).first == "data wait"
-    assert advice(NOTHING, findings=(line,)).first == "slow transform"
-    assert advice(WORKERS, findings=(line,)).by_hand[0][1] == pytest.approx(4.0 / 1.34)
+    assert [(entry.finding.rule, entry.gain) for entry in advice(WORKERS, findings=(line,)).entries] == [
+        ("slow transform", 4.0),
+        ("data wait", 1.34),
+    ]
 
 
-def test_a_prediction_never_stands_before_a_gain_that_was_measured() -> None:
-    waits = Finding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=50.0)
+def test_advice_is_one_list_by_gain_whether_tried_or_for_the_user_to_do() -> None:
+    large = Finding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.73)
+    small = Finding("slow hooks", "11 % of the time", by_hand="look at begin_update", at_most=1.05)
+    unknown = Finding("odd sizes", "a matrix of 50257", by_hand="round these sizes up")
+    found = advice(THREADS, NOTHING, findings=(unknown, small, large))
 
-    assert advice(THREADS, findings=(waits,)).first == "too many threads"
-    assert advice(NOTHING, findings=(waits,)).first == "hidden device waits"
+    lines = screen(found)
+    numbered = [line.strip() for line in lines if line.strip()[:2] in ("1.", "2.", "3.", "4.")]
+
+    assert numbered == [
+        "1. for you to do: keep it a tensor   predicted: at most +73 %",
+        "2. backend.threads=1   tried: +10 % [8, 12]",
+        "3. for you to do: look at begin_update   predicted: at most +5 %",
+        "4. for you to do: round these sizes up",
+    ]
+    assert lines[lines.index("  2. backend.threads=1   tried: +10 % [8, 12]") + 1].strip() == (
+        "too many threads: 40 % of the time"
+    )
+    told = json.loads(json.dumps(as_json(found)))["advice"]
+    assert [each["rule"] for each in told] == ["hidden device waits", "too many threads", "slow hooks", "odd sizes"]
+    assert [each["gain"] for each in told] == [1.73, 1.1, 1.05, None]
+    assert [each["tried"] and each["tried"]["low"] for each in told] == [None, pytest.approx(1.08), None, None]
+
+
+def test_where_no_setting_helps_what_is_for_the_user_to_do_is_still_said() -> None:
+    waits = Finding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.5)
+
+    lines = screen(advice(NOTHING, findings=(waits,)))
+
+    assert "  1. for you to do: keep it a tensor   predicted: at most +50 %" in lines
+    assert "no setting that was tried is clearly faster" in lines
+    assert "advice: nothing; no setting that was tried is clearly faster" in screen(advice(NOTHING))
 
 
 def test_the_screen_shows_the_gain_with_its_interval_and_what_was_not_advised() -> None:
@@ -97,7 +138,7 @@ def test_the_screen_shows_the_gain_with_its_interval_and_what_was_not_advised() 
 def test_advice_is_json() -> None:
     found = json.loads(json.dumps(as_json(advice(WORKERS, NOTHING))))
 
-    assert found["first"] == "data wait"
+    assert [each["what"] for each in found["advice"]] == ["dataloader.num_workers=2"]
     assert [(each["advised"], each["speedup"]) for each in found["tried"]] == [(True, 1.34), (False, 1.0)]
 
 
@@ -363,7 +404,7 @@ def test_a_planted_wait_is_found_tried_and_applied(server: ForkServer, tmp_path:
 
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
-    assert found["first"] == "data wait"
+    assert found["advice"][0]["rule"] == "data wait"
     best = next(each for each in found["tried"] if each["advised"])
     assert best["rule"] == "data wait"
     assert best["speedup"] > 1.1
@@ -391,7 +432,7 @@ def test_advice_on_a_run_uses_its_settings_and_leaves_it_as_it_is(server: ForkSe
 
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
-    assert found["first"] == "tiny micro-batches"
+    assert found["advice"][0]["rule"] == "tiny micro-batches"
     assert next(each for each in found["tried"] if each["advised"])["overrides"] == ["micro_batch_size=64"]
     assert {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()} == before
 

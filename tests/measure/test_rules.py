@@ -136,6 +136,13 @@ def test_what_limits_a_run_is_seen_first(case: str) -> None:
     assert any(words in text for text in (*proposed, found[place].by_hand)), proposed
 
 
+@pytest.mark.parametrize(("busy", "is_known"), [(0.05, False), (0.9, True)])
+def test_what_a_line_that_only_waits_would_gain_is_not_known_as_readers_hide_it(busy: float, is_known: bool) -> None:
+    found = findings(facts({"data": 8.0}, probe={**SLOW_LINE, "sample_busy": busy}))
+
+    assert [finding.at_most is not None for finding in found if finding.rule == "slow transform"] == [is_known]
+
+
 def test_nothing_is_said_of_a_run_with_which_nothing_is_wrong() -> None:
     assert findings(facts()) == []
 
