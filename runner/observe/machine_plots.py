@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +38,6 @@ class Panel:
     from_0  the scale begins at 0
     is_gpu  there is a line for each GPU
     limit   the metric of a GPU that says how far the values can go, what it is called, and its unit
-    slowed  mark when the driver held the clocks down
     """
 
     title: str
@@ -47,7 +47,6 @@ class Panel:
     from_0: bool = True
     is_gpu: bool = True
     limit: tuple[str, str, str] | None = None
-    slowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,11 @@ def pictures(samples: Samples) -> dict[str, bytes]:
     labels = {gpu: _label(gpu, samples) for gpu in _gpus(samples)}
     found = {f"gpu{gpu}.png": png(_stacked(samples, {gpu: label}, label)) for gpu, label in labels.items()}
     if len(labels) > 1:
-        found["gpus.png"] = png(_stacked(samples, labels, f"{len(labels)} GPUs"))
+        names = {label.partition(": ")[2] for label in labels.values()}
+        title = f"{len(labels)} GPUs"
+        if len(names) == 1:  # which is not repeated for each
+            title, labels = ": ".join([title, *filter(None, names)]), {gpu: f"GPU {gpu}" for gpu in labels}
+        found["gpus.png"] = png(_stacked(samples, labels, title))
     return found | {"machine.png": png(_machine(samples, labels))}
 
 
@@ -124,11 +127,25 @@ class _Canvas:
         return moments
 
 
+@dataclass(frozen=True)
+class _Slowed:
+    """A row of what held the clocks down: (N,) True where it did, and its colour."""
+
+    when: NDArray[np.bool_]
+    color: str
+
+
 def _stacked(samples: Samples, labels: Mapping[int, str], title: str) -> Any:
-    """Return utilisation, memory, temperature and power over time, one below the other, with a line for each GPU."""
-    figure = new_figure(10.0, 9.0)
-    axes = figure.subplots(len(PANELS), 1, sharex=True)
-    return _filled(figure, dict(zip(PANELS, axes, strict=True)), samples, labels, title)
+    """Return utilisation, memory, temperature and power over time, one below the other, with a line for each GPU.
+
+    Below them stands what held the clocks down, where something did.
+    """
+    slowed = _slowed(samples, labels)
+    heights = [_PANEL_INCHES] * len(PANELS) + ([_ROW_INCHES * (len(slowed) + 1)] if slowed else [])
+    figure = new_figure(10.0, sum(heights) + _MARGIN_INCHES * len(heights))
+    axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    panels = dict(zip(PANELS, axes[: len(PANELS)], strict=True))
+    return _filled(figure, panels, samples, labels, title, {axes[-1]: slowed} if slowed else {})
 
 
 def _machine(samples: Samples, labels: Mapping[int, str]) -> Any:
@@ -140,44 +157,67 @@ def _machine(samples: Samples, labels: Mapping[int, str]) -> Any:
     return _filled(figure, dict(zip(panels, axes.flat, strict=True)), samples, labels, title)
 
 
-def _filled(figure: Any, axes: Mapping[Panel, Any], samples: Samples, labels: Mapping[int, str], title: str) -> Any:
+def _filled(
+    figure: Any,
+    axes: Mapping[Panel, Any],
+    samples: Samples,
+    labels: Mapping[int, str],
+    title: str,
+    slowed: Mapping[Any, Mapping[str, _Slowed]] = MappingProxyType({}),
+) -> Any:
     canvas = _Canvas(samples, labels, _time(samples))
-    for panel, each in axes.items():
+    held = "what held the clocks down" if len(labels) == 1 else "when the clocks were held down (why: see each GPU)"
+    titles = {each: panel.title for panel, each in axes.items()} | dict.fromkeys(slowed, held)
+    for each, words in titles.items():
         is_first_row = each.get_subplotspec().is_first_row()
-        each.set_title(panel.title, loc="left", fontsize=10, pad=16 if is_first_row else None)  # above names of phases
+        each.set_title(words, loc="left", fontsize=10, pad=16 if is_first_row else None)  # above names of phases
+        each.spines[["top", "right"]].set_visible(False)
         _phases(each, canvas, with_names=is_first_row)
         _gaps(each, canvas)
-        _draw(each, panel, canvas)
         if each.get_subplotspec().is_last_row():
             each.set_xlabel(f"time since the first sample ({canvas.time.unit})")
+    for panel, each in axes.items():
+        _draw(each, panel, canvas)
+    for each, rows in slowed.items():
+        _draw_slowed(each, rows, canvas)
     begun = datetime.fromtimestamp(samples.times_s[0]).astimezone()
-    figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.suptitle(title, x=0.005, ha="left", fontsize=13, fontweight="bold")
     figure.text(
         0.995, 0.995, f"{begun:%Y-%m-%d %H:%M:%S}\n{_length(canvas)}", ha="right", va="top", fontsize=8, color="0.4"
     )
-    if canvas.legend:
-        handles, words = canvas.legend.values(), canvas.legend.keys()
-        columns = 4 if max(map(len, words)) < _LONG_WORDS else 3
-        figure.legend(handles, words, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    _explain(figure, canvas.legend)
     return figure
+
+
+def _explain(figure: Any, legend: Mapping[str, Any]) -> None:
+    """The legend stands below the panels in as many columns as fit; the figure is as much higher."""
+    if not legend:
+        return
+    for columns in range(min(_COLUMNS, len(legend)), 0, -1):
+        drawn = figure.legend(
+            legend.values(), legend.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+        )
+        box = drawn.get_window_extent()
+        if box.width <= figure.bbox.width or columns == 1:
+            break
+        drawn.remove()
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + box.height / figure.dpi)
 
 
 def _draw(axes: Any, panel: Panel, canvas: _Canvas) -> None:
     axes.set_ylabel(panel.axis)
     axes.grid(visible=True, color="0.85", linewidth=0.7)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     several = panel.is_gpu and len(canvas.labels) > 1
     lowest, highest = math.inf, -math.inf
     for gpu in canvas.labels if panel.is_gpu else [0]:
         prefix = f"gpu{gpu}/" if panel.is_gpu else ""
-        color = _COLORS[gpu % len(_COLORS)] if panel.is_gpu else _HOST
+        color = _color(gpu) if panel.is_gpu else _HOST
         values = panel.values(canvas.samples, prefix)
         if np.isfinite(values).any():
             _line(axes, values, canvas, color, canvas.labels[gpu] if several else "")
             lowest, highest = min(lowest, float(np.nanmin(values))), max(highest, float(np.nanmax(values)))
-        if panel.slowed:
-            _slowed(axes, canvas, gpu)
     if panel.limit is not None and highest >= lowest:
         highest = max(highest, *_limits(axes, panel.limit, canvas), 0.0)
     if highest < lowest:
@@ -214,34 +254,42 @@ def _limits(axes: Any, limit: tuple[str, str, str], canvas: _Canvas) -> list[flo
     values = {gpu: float(np.nanmax(column)) for gpu, column in known.items() if np.isfinite(column).any()}
     for value in sorted(set(values.values())):
         owners = [gpu for gpu in values if values[gpu] == value]
-        color = _COLORS[owners[0] % len(_COLORS)] if len(canvas.labels) > 1 and len(owners) == 1 else _HOST
+        color = _color(owners[0]) if len(canvas.labels) > 1 and len(owners) == 1 else _HOST
         drawn = axes.axhline(value, color=color, linestyle=(0, (6, 3)), linewidth=1.1, zorder=2)
         canvas.legend.setdefault(f"{words}, {value:.4g} {unit}" if len(set(values.values())) == 1 else words, drawn)
     return list(values.values())
 
 
-def _slowed(axes: Any, canvas: _Canvas, gpu: int) -> None:
-    """Mark at the foot when the driver held the clocks down: a row for each reason, or for each of several GPUs."""
-    known = _column(canvas.samples, f"gpu{gpu}/throttle_reasons")
-    bits = np.where(np.isfinite(known), known, 0).astype(np.int64)
-    if len(canvas.labels) > 1:
-        any_reason = np.flatnonzero(bits & sum(THROTTLE_REASONS))
-        found = [
-            ("slowed (why: see each GPU)", any_reason, list(canvas.labels).index(gpu), _COLORS[gpu % len(_COLORS)])
-        ]
+def _slowed(samples: Samples, labels: Mapping[int, str]) -> dict[str, _Slowed]:
+    """Return when the driver held the clocks down: by reason, or by GPU where there are several, without the idle."""
+    bits = {}
+    for gpu in labels:
+        known = _column(samples, f"gpu{gpu}/throttle_reasons")
+        bits[gpu] = np.where(np.isfinite(known), known, 0).astype(np.int64)
+    if len(labels) > 1:
+        every = sum(THROTTLE_REASONS)
+        rows = {f"GPU {gpu}": _Slowed((held & every) > 0, _color(gpu)) for gpu, held in bits.items()}
     else:
-        marked = {words: np.flatnonzero(bits & bit) for bit, words in THROTTLE_REASONS.items() if (bits & bit).any()}
-        found = [
-            (f"slowed by its {words}", when, row, _REASONS[row % len(_REASONS)])
-            for row, (words, when) in enumerate(marked.items())
+        rows = {
+            words: _Slowed((held & bit) > 0, _HOST) for held in bits.values() for bit, words in THROTTLE_REASONS.items()
+        }
+    return {name: row for name, row in rows.items() if row.when.any()}
+
+
+def _draw_slowed(axes: Any, rows: Mapping[str, _Slowed], canvas: _Canvas) -> None:
+    """Draw a row of bars for each: from the sample before, back to which a sample stands, to the sample."""
+    shortest = (float(canvas.x[-1]) or 1.0) / _MARKED / 4  # that can be seen
+    begins = np.maximum(canvas.x - canvas.samples.spans_s / canvas.time.seconds, 0.0)
+    for at, row in enumerate(rows.values()):
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], row.when, [False]])))
+        bars = [
+            (begins[first], max(canvas.x[end - 1] - begins[first], shortest))
+            for first, end in zip(edges[::2], edges[1::2], strict=True)
         ]
-    for words, when, row, color in found:
-        if len(when):
-            (drawn,) = axes.plot(
-                canvas.x[when], np.full(len(when), 0.04 + 0.06 * row), "|", transform=axes.get_xaxis_transform(),
-                color=color, markersize=5, zorder=4,
-            )  # fmt: skip
-            canvas.legend.setdefault(words, drawn)
+        axes.broken_barh(bars, (at - 0.3, 0.6), facecolor=row.color, linewidth=0, zorder=3)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.tick_params(axis="y", length=0)
 
 
 def _scale(axes: Any, panel: Panel, lowest: float, highest: float) -> None:
@@ -334,6 +382,10 @@ def _label(gpu: int, samples: Samples) -> str:
     return f"GPU {gpu}: {device.name}" if device and device.name else f"GPU {gpu}"
 
 
+def _color(gpu: int) -> str:
+    return _COLORS[gpu % len(_COLORS)]
+
+
 def _time(samples: Samples) -> _Time:
     span = float(samples.times_s[-1] - samples.times_s[0])
     return next(time for limit, time in _TIMES if span < limit)
@@ -374,22 +426,22 @@ _TIMES = (
 _MARKED = 60  # points up to which each has a mark
 _BANDS = 2  # GPUs up to which the band from lowest to highest is drawn
 _LETTER = 0.009  # of the axes' width, that a letter takes
-_LONG_WORDS = 30  # letters
+_COLUMNS = 4  # of the legend at most
+_PANEL_INCHES, _ROW_INCHES, _MARGIN_INCHES = 1.5, 0.14, 0.45  # heights of a panel, a row of bars, titles and ticks
 # Okabe and Ito, Color Universal Design, 2008: told apart by colour-blind readers too
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 _HOST = "#444444"
-_REASONS = ("#D62728", "#9467BD", "#8C564B", "#E377C2")
 _SHADES = ("#E3EEF8", "#FCEBD8", "#E2F2DF", "#F5E1EE", "#EDEDED", "#FCF6CF")
 
 PANELS: tuple[Panel, ...] = (
     Panel("utilisation", "utilisation (%)", _of("util"), top=100.0),
     Panel("memory", "memory (GiB)", _of("memory_gib"), limit=("memory_total_gib", "memory capacity", "GiB")),
     Panel("temperature", "temperature (°C)", _of("temperature_c"), from_0=False),
-    Panel("power", "power (W)", _of("power_w"), limit=("power_limit_w", "power limit", "W"), slowed=True),
+    Panel("power", "power (W)", _of("power_w"), limit=("power_limit_w", "power limit", "W")),
 )
 MACHINE: tuple[Panel, ...] = (
     Panel("GPU utilisation", "utilisation (%)", _of("util"), top=100.0),
     Panel("GPU memory", "memory in use (%)", _memory_percent, top=100.0),
-    Panel("CPU", "CPU, all cores (%)", _of("cpu/percent"), top=100.0, is_gpu=False),
+    Panel("CPU", "CPU in use (%)", _of("cpu/percent"), top=100.0, is_gpu=False),
     Panel("RAM", "RAM in use (%)", _of("ram/percent"), top=100.0, is_gpu=False),
 )

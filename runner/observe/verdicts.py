@@ -270,7 +270,7 @@ MEMORY = (
     ),
 )
 NEARLY_FULL = 90.0  # percent of the RAM
-SATURATED = 90.0  # percent of all cores
+SATURATED = 90.0  # percent of the CPU that the run may use
 
 SLOWED: Mapping[str, str] = {
     "power limit": "it works at its power limit, as a busy GPU does",

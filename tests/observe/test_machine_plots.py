@@ -7,6 +7,7 @@ import stat
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from runner.observe import machine_plots
 from runner.observe.machine_plots import MACHINE, PANELS, Line, pictures, plots, thinned
+from runner.observe.nvml import THROTTLE_REASONS
 from runner.observe.samples import Device, Samples
 
 pytest.importorskip("matplotlib")
@@ -143,11 +145,52 @@ def test_a_thousand_changes_of_phase_are_few_things_to_draw(monkeypatch: pytest.
     assert all(len(axes.collections) <= 4 for axes in figure.axes)
 
 
-def test_what_slows_a_gpu_down_is_marked_by_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    figure = figures_of(samples_of(4, gpu0_throttle_reasons=[0, 4, 4 + 32, NAN]), monkeypatch)["gpu0.png"]
-    assert {"slowed by its power limit", "slowed by its software temperature limit"} <= set(words_of(figure))
-    marks = [line.get_xdata().tolist() for line in figure.axes[3].lines if line.get_marker() == "|"]
-    assert marks == [[1, 2], [2]]
+def rows_of(axes: Any) -> dict[str, list[tuple[float, float]]]:
+    """Return name of a row -> (begin, end) of its bars."""
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    bars = [each for each in axes.collections if not each.get_label().startswith("phase") and each.zorder == 3]
+    ends = [[(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in each.get_paths()] for each in bars]
+    return dict(zip(names, ends, strict=True))
+
+
+def test_what_slows_a_gpu_down_has_a_row_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = figures_of(samples_of(5, gpu0_throttle_reasons=[0, 4, 4 + 32, NAN, 32]), monkeypatch)["gpu0.png"]
+    assert rows_of(figure.axes[-1]) == {"power limit": [(0, 2)], "software temperature limit": [(1, 2), (3, 4)]}
+    assert len(figures_of(samples_of(5), monkeypatch)["gpu0.png"].axes) == len(PANELS), "nothing held them down"
+
+
+def test_of_several_gpus_those_that_were_slowed_have_a_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    slowed = {"gpu1_throttle_reasons": [4, 4, 0], "gpu7_throttle_reasons": [0, 0, 8]}
+    figure = figures_of(samples_of(3, 8, **slowed), monkeypatch)["gpus.png"]
+    assert rows_of(figure.axes[-1]) == {"GPU 1": [(0, 1)], "GPU 7": [(1, 2)]}
+
+
+@pytest.mark.parametrize(("gpus", "is_mixed"), [(1, False), (2, True), (8, False), (8, True)])
+def test_legend_and_panels_lie_in_the_picture_and_not_on_each_other(
+    gpus: int, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = sum(THROTTLE_REASONS)
+    slowed = {f"gpu{gpu}_throttle_reasons": np.full(20, every) for gpu in range(gpus)}
+    samples = samples_of(20, gpus, phases=("warm up", "training", "evaluation", "test") * 5, **slowed)
+    name = "NVIDIA RTX 6000 Ada Generation Laptop GPU (Max-Q)"
+    devices = {f"gpu{gpu}": Device(f"{name} {gpu if is_mixed else ''}", f"GPU-{gpu}") for gpu in range(gpus)}
+    figures = figures_of(replace(samples, devices=devices), monkeypatch)
+    for figure in [figures["gpu0.png"], figures.get("gpus.png", figures["gpu0.png"]), figures["machine.png"]]:
+        figure.draw_without_rendering()
+        legends = [legend.get_window_extent() for legend in figure.legends]
+        panels = [axes.get_tightbbox() for axes in figure.axes]
+        for box in [*legends, *panels]:
+            assert figure.bbox.x0 - 1 <= box.x0 < box.x1 <= figure.bbox.x1 + 1
+            assert figure.bbox.y0 - 1 <= box.y0 < box.y1 <= figure.bbox.y1 + 1
+        assert all(box.y1 <= panel.y0 for box in legends for panel in panels)
+        assert all(axes.get_window_extent().height > figure.dpi for axes in figure.axes[: len(PANELS)]), "an inch"
+
+
+def test_a_name_that_all_gpus_share_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = replace(samples_of(3, 2), devices={f"gpu{gpu}": Device("Tesla T4", str(gpu)) for gpu in range(2)})
+    figure = figures_of(samples, monkeypatch)["gpus.png"]
+    assert figure.get_suptitle() == "2 GPUs: Tesla T4"
+    assert [words for words in words_of(figure) if "GPU" in words] == ["GPU 0", "GPU 1"]
 
 
 def test_eight_gpus_have_a_line_and_a_color_each(monkeypatch: pytest.MonkeyPatch) -> None:
