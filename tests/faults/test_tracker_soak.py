@@ -1,0 +1,92 @@
+"""A wandb that misbehaves anew at each request, or is killed: training waits for nothing, and no row is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runner.observe.trackers import TRACKERS
+from tests.faults.tallies import Tally
+from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows, rows
+
+NUM_ROWS = 120
+
+
+def test_a_wandb_that_misbehaves_at_random_loses_and_doubles_no_row(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    amount: Callable[[int, int], int],
+    tally: Tally,
+) -> None:
+    pytest.importorskip("wandb")
+    (tmp_path / "home").mkdir()
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    for number in range(amount(2, 150)):
+        dice = random.Random(f"{seed} soak {number}")
+        folder = tmp_path / f"run-{number}"
+        folder.mkdir()
+        mark = uuid.uuid4().hex
+        monkeypatch.setenv(MARK, mark)
+        try:
+            must_keep_every_row(folder, dice, mark, monkeypatch)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, number {number}: {error}") from error
+        tally.tried += 1
+
+
+def must_keep_every_row(folder: Path, dice: random.Random, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = dice.choice([0.0, 0.1, 0.4, 0.9])
+
+    def mood() -> tuple[int, float]:
+        if dice.random() >= bad:
+            return 200, 0.0
+        return dice.choice([(200, dice.uniform(0.0, 1.5)), (500, 0.0), (429, 0.0), (401, 0.0), (0, 0.0)])
+
+    with Server(mood=mood) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        tracker = TRACKERS["wandb"](folder, "a run", {}, None)
+        began = time.monotonic()
+        tracker.start()
+        first = dice.randrange(NUM_ROWS)
+        longest = log_all(tracker, rows(0, first))
+        assert time.monotonic() - began < 2.0, "the start waits for wandb"
+        time.sleep(dice.uniform(0.0, 3.0))
+        is_killed = dice.random() < 0.3
+        if is_killed:
+            kill_one(dice, mark)
+        longest = max(longest, log_all(tracker, rows(first, NUM_ROWS)))
+        assert longest < 0.5, f"a row waits {longest:.2f} s for wandb"
+        began = time.monotonic()
+        tracker.finish(5.0)
+        assert time.monotonic() - began < 7.0, "the end waits for wandb"
+        sent = server.updates
+    held = [step for step, _ in offline_rows(folder, "*run-*")]
+    assert len(set(held)) == len(held), f"a row twice in the folders: {held}"
+    assert len(set(sent)) == len(sent), f"a row twice at the server: {sent}"
+    missing = set(range(NUM_ROWS)) - set(held) - set(sent)
+    assert len(missing) <= tracker.num_dropped, f"{sorted(missing)} are nowhere, {tracker.num_dropped} counted"
+    gone_by = time.monotonic() + 10
+    while left := marked(mark):
+        assert time.monotonic() < gone_by, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def kill_one(dice: random.Random, mark: str) -> None:
+    """Kill one of the processes of the tracker: that of ours beside the run, or one of wandb's own."""
+    found = marked(mark)
+    if found:
+        with suppress(psutil.Error):
+            dice.choice(found).send_signal(signal.SIGKILL)

@@ -1,0 +1,138 @@
+"""A wandb server, as it should be or not, and what a tracker has kept beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from runner.observe import tracker_process
+from runner.observe.trackers import Tracker
+
+KEY = "0123456789abcdef0123456789abcdef01234567"  # the form of a key, and nobody's
+MARK = "ACCEL_RUN_TEST_MARK"  # a variable of the environment, inherited by whatever is started
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the processes with this mark, besides this one."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:  # gone meanwhile, somebody else's, or a zombie
+            continue
+    return found
+
+
+def rows(first: int, last: int) -> list[dict[str, Any]]:
+    return [{"update": n, "phase": "train", "train/loss": 1 / (n + 1), "val/loss": None} for n in range(first, last)]
+
+
+def log_all(tracker: Tracker, given: list[dict[str, Any]]) -> float:
+    """Log the rows and return the longest time one of them took."""
+    longest = 0.0
+    for row in given:
+        began = time.perf_counter()
+        tracker.log(row)
+        longest = max(longest, time.perf_counter() - began)
+    return longest
+
+
+def offline_rows(run_dir: Path, folders: str = "offline-run-*") -> list[tuple[int, dict[str, Any]]]:
+    """Return (step, row) of all offline folders, in the order of their names, which is that of time."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted(run_dir.glob(f"wandb/{folders}/*.wandb")):
+        for data in tracker_process._records(path.read_bytes()):
+            record = Record.FromString(data)
+            if record.HasField("history"):
+                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                found.append((record.history.step.num, items))
+    return found
+
+
+class Server:
+    """As much of a wandb server as one run needs; keeps the rows it was sent.
+
+    delay_s    seconds before each answer
+    lives_for  requests, after which it hangs up without a word; None: for ever
+    mood       draws what to do to the next request: the status, 0 to hang up, and seconds before it
+    """
+
+    def __init__(
+        self,
+        status: int = 200,
+        *,
+        delay_s: float = 0.0,
+        lives_for: int | None = None,
+        mood: Callable[[], tuple[int, float]] | None = None,
+    ) -> None:
+        self.history: list[str] = []
+        self.requests = 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                outer.requests += 1
+                code, wait_s = mood() if mood else (status, delay_s)
+                if not code or (lives_for is not None and outer.requests > lives_for):
+                    self.close_connection = True
+                    return
+                time.sleep(wait_s)
+                answer = json.dumps(outer.answer(self.path, body) if code == 200 or not mood else {}).encode()
+                self.send_response(code)
+                self.send_header("content-length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            do_PUT = do_GET = do_POST  # noqa: N815 - the names http.server calls
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def answer(self, path: str, body: bytes) -> Any:
+        if path.endswith("file_stream"):
+            if sent := json.loads(body).get("files", {}).get("wandb-history.jsonl"):
+                self.history[sent["offset"] :] = sent["content"]
+            return {"exitcode": None, "limits": {}}
+        name = json.loads(body)["variables"].get("name") if path.endswith("graphql") else None
+        project = {"id": "p", "name": "accel-run", "entity": {"id": "e", "name": "me"}}
+        bucket: dict[str, Any] = {"id": "b", "name": name, "displayName": name, "config": "{}", "project": project}
+        bucket |= {"historyLineCount": len(self.history), "eventsLineCount": 0, "logLineCount": 0}
+        bucket |= {"summaryMetrics": "{}", "eventsTail": "[]", "tags": [], "wandbConfig": '{"t": {}}'}
+        bucket |= {"historyTail": json.dumps(self.history[-1:])}
+        data: dict[str, Any] = {"viewer": {"id": "v", "entity": "me", "flags": "{}", "teams": {"edges": []}}}
+        data |= {"model": {**project, "bucket": bucket if self.history else None}}
+        data |= {"upsertBucket": {"bucket": bucket, "inserted": not self.history}}
+        data |= {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}
+        return {"data": data}
+
+    @property
+    def updates(self) -> list[int]:
+        return [json.loads(row)["update"] for row in self.history]
