@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from datetime import UTC, datetime
 
 from runner.base.configuration import compose
 from runner.base.errors import ConfigError, Problem
+from runner.base.stopwatch import PARTS
 from runner.durable.files import atomic_write, make_directory
 from runner.launch.apart import apart
 from runner.measure.advise import of_one_rank, planned
+from runner.measure.results import Results, finite, hardware
 from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Wanted
 from runner.measure.trial import Arena, Cell, Limits, Measured, Trials, as_json
@@ -77,6 +78,7 @@ class Place:
 @contextmanager
 def place_of(wanted: Wanted) -> Iterator[Place]:
     """Give the place in which the cells of a suite are measured; of several ranks one is."""
+    Results(wanted.folder, wanted.prefix)  # a prefix that cannot be is said before anything is measured
     plan, inventory = apart(planned, compose(wanted.request))
     request, cores, notes = of_one_rank(wanted.request, plan, inventory)
     with Arena(request, cores) as arena:
@@ -163,6 +165,12 @@ def skipped_of(trials: Trials) -> dict[str, str]:
     return {cell.cell.name: cell.why_not for cell in trials.cells if cell.why_not}
 
 
+def waits(measured: Measured) -> float | None:
+    """Return the share of its updates in which a cell waited for data; None where that is not known."""
+    seconds = sum(measured.parts_s.get(part, 0.0) for part in PARTS)
+    return measured.parts_s.get("data", 0.0) / seconds if seconds else None
+
+
 def _middle(ratio: Ratio | None) -> float:
     return ratio.middle if ratio else 0.0
 
@@ -175,20 +183,12 @@ def kept(wanted: Wanted, name: str, report: Report, trials: Trials | None = None
     said = {"headline": report.headline, "notes": list(report.notes), "skipped": dict(report.skipped)}
     tables = [dataclasses.asdict(table) for table in report.tables]
     measured = as_json(trials) if trials is not None else {}
-    data = finite({"suite": name, **measured, **said, "tables": tables, **report.data})
+    made = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "hardware": hardware()}
+    data = finite({"suite": name, **made, **measured, **said, "tables": tables, **report.data})
     make_directory(wanted.folder)
     file = wanted.file(f"{name}.json")
     atomic_write(file, json.dumps(data, indent=2) + "\n")
     return dataclasses.replace(report, data=data, files=(*report.files, file))
-
-
-def finite(value: Any) -> Any:
-    """Return the same for JSON, which knows neither NaN nor infinity: they become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(each) for key, each in value.items()}
-    return [finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 ROUNDS = (6, 60)  # fewest and most blocks of a cell

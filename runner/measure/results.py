@@ -97,7 +97,7 @@ class Results:
             }
             files.atomic_write(self.csv, _as_csv(after))
             content = {**now, "techniques": {name: told[name] for name in after if name in told}}
-            files.atomic_write(self.json, json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
+            files.atomic_write(self.json, json.dumps(finite(content), indent=1, allow_nan=False) + "\n")
 
     def init(self) -> None:
         """The CSV is there, with the column `step` only.
@@ -273,12 +273,12 @@ def _digest(column: Sequence[float]) -> str:
     return hashlib.sha256(json.dumps(list(column)).encode()).hexdigest()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Return it with null where a number is infinite or none: JSON knows no such numbers."""
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -13,4 +13,4 @@ from runner.measure.suites import SUITES
 def asked(suite: str, folder: Path, task: Path | None, *settings: str, **options: str) -> Wanted:
     """Return what a suite is asked: its own options where the test says nothing."""
     own = import_module(f"runner.measure.suites.{SUITES[suite][0]}").OPTIONS
-    return Wanted(Request(settings, task), (), own | options, folder, "", 40.0, lambda _: None)
+    return Wanted(Request(settings, task), (), own | options, folder, "", 300.0, lambda _: None)

@@ -7,4 +7,5 @@ a Wanted and returns a Report.
 # suite -> (module in runner.measure.suites, what it answers)
 SUITES: dict[str, tuple[str, str]] = {
     "batch": ("batch", "which micro-batch: samples per second by size"),
+    "loader": ("loader", "which loader: workers, prefetch, pinned memory and cache, with what is waited for data"),
 }

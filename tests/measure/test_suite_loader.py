@@ -1,0 +1,91 @@
+"""Laws of `accel-run benchmark suite=loader`: what waits is found, and what cannot be is said and not measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import ConfigError
+from runner.measure.suite import Report
+from runner.measure.suites.loader import Reader, run, why_not
+from tests.measure.suites import asked
+
+TASK = Path(__file__).parent / "task_of_sizes.py"
+SETTINGS = ("updates=100", "device=cpu", "backend.threads=1", "global_batch_size=8", "dataloader.num_workers=0")
+
+
+def report(tmp_path: Path, *words: str, **options: str) -> Report:
+    return run(asked("loader", tmp_path, TASK, *SETTINGS, *words, **options))
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_where_reading_takes_long_the_loader_that_does_not_read_again_is_first(tmp_path: Path) -> None:
+    """A sample sleeps for 1 ms when it is read, an update 2 ms: 8 of 10 ms wait for data."""
+    found = report(
+        tmp_path,
+        "task.read_ms=1",
+        "task.pass_ms=2",
+        workers="0",
+        prefetch="2",
+        pin="false,true",
+        cache="none,memory,device",
+    )
+
+    (table,) = found.tables
+    named = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["loader"] for row in named] == ["0 workers, cache memory", "as it is"]
+    cached, now = named
+    assert 60 < now["waits for data, %"] < 95  # type: ignore[operator]
+    assert cached["waits for data, %"] < 30  # type: ignore[operator]
+    assert cached["begins later, s"] > 0.2, "256 samples of 1 ms were read before"  # type: ignore[operator]
+    assert cached["sure"] == "better"
+    assert "dataloader.cache=memory" in found.headline
+    assert "dataloader.cache=memory" in found.data["recommended"]
+    assert json.loads(found.files[0].read_text())["is_clear"] is True
+    assert "no GPU" in found.skipped["0 workers, pinned, cache none"]
+    assert "cache=memory" in found.skipped["0 workers, cache device"]
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_a_loader_that_changes_nothing_is_no_clear_change(tmp_path: Path) -> None:
+    """Nothing is read for long: a thread that reads it ahead hides nothing."""
+    found = report(tmp_path, "task.pass_ms=20", workers="0,thread", prefetch="2", cache="none")
+
+    assert found.headline.startswith("no clear change")
+    assert found.data["recommended"] == []
+    (table,) = found.tables
+    assert {row[0] for row in table.rows} == {"as it is", "thread, prefetch 2, cache none"}
+
+
+def test_workers_cannot_read_what_lies_on_the_device() -> None:
+    assert list(why_not(Reader(2, 2, pin=False, cache="device"), has_gpu=True)) == [
+        "worker processes cannot read from the device"
+    ]
+    assert list(why_not(Reader(0, 0, pin=False, cache="device"), has_gpu=True)) == []
+    assert list(why_not(Reader(2, 2, pin=True, cache="memory"), has_gpu=True)) == []
+
+
+def test_what_reads_nothing_ahead_is_measured_once(tmp_path: Path) -> None:
+    assert str(Reader(0, 0, pin=False, cache="none")) == "0 workers, cache none"
+    assert Reader("thread", 4, pin=True, cache="none").overrides == (
+        "dataloader=thread", "dataloader.depth=4", "dataloader.pin_memory=true", "dataloader.cache=none",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("workers", "-1"),
+        ("workers", "two"),
+        ("workers", ""),
+        ("prefetch", "0"),
+        ("prefetch", "1.5"),
+        ("pin", "maybe"),
+        ("cache", "disk"),
+    ],
+)
+def test_values_that_no_loader_has_are_refused(tmp_path: Path, key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}={text}.*must be"):
+        report(tmp_path, **{key: text})
