@@ -16,7 +16,7 @@ from runner.measure.criteria import Criterion, criteria, rule_of_thumb
 from runner.measure.facts import Facts, device_of
 from runner.measure.rules import Candidate, Finding, findings
 from runner.measure.statistics import Ratio
-from runner.measure.trial import UNTRIED, Arena, Asked, Cell, Limits, Measured, Numerics, Trials
+from runner.measure.trial import LEAST_ROUNDS, UNTRIED, Arena, Asked, Cell, Limits, Measured, Numerics, Trials
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, make_plan
 
@@ -197,12 +197,12 @@ def advise(request: Request, run: Known, budget_s: float, say: Say) -> Advice:
             throttled=run.throttled,
         )
         found = findings(facts)
-        trials, tried, together = _tried(arena, limits, found, began + budget_s, say)
+        trials, tried, together = _tried(arena, limits, found, began + budget_s, opened.start_up_s, say)
     rows = criteria(facts)
     return Advice(
         task=plan.choices["task"].name,
         device_name=opened.opened["device_name"],
-        update_ms=trials.baseline.median_ms if trials else (facts.update_ms() or math.nan),
+        update_ms=trials.baseline.median_ms if trials and trials.baseline.blocks_ms else facts.update_ms() or math.nan,
         findings=tuple(found),
         tried=tuple(tried),
         together=together,
@@ -309,23 +309,28 @@ def filled(known: Evidence | None, now: Evidence) -> Evidence:
 
 
 def _tried(
-    arena: Arena, limits: Limits, found: Sequence[Finding], deadline: float, say: Say
+    arena: Arena, limits: Limits, found: Sequence[Finding], deadline: float, start_up_s: float, say: Say
 ) -> tuple[Trials | None, list[Tried], Tried | None]:
-    """Try the candidates of all findings, then the best of each together."""
+    """Try the candidates of all findings, then the best of each together, as far as there is time.
+
+    start_up_s  that a cell takes before its first block
+    """
     wanted = _to_try(found)
     if not wanted:
         return None, [], None
     left = deadline - time.monotonic()
+    if SHARE_OF_TRIALS * left < 2 * start_up_s:
+        over = _over(limits.budget_s, left, 2 * start_up_s * (len(wanted) + 1))
+        return None, [Tried(rule, candidate, None, why_not=over) for rule, candidate in wanted], None
     cells = [Cell(candidate.name, candidate.overrides) for _, candidate in wanted]
-    say(f"tries {len(cells)} setting{'s' if len(cells) > 1 else ''} in turns, for at most {max(left, LEAST_S):.0f} s")
-    asked_s, limits = limits.budget_s, dataclasses.replace(limits, budget_s=max(LEAST_S, SHARE_OF_TRIALS * left))
+    say(f"tries {len(cells)} setting{'s' if len(cells) > 1 else ''} in turns, for at most {left:.0f} s")
+    asked_s, limits = limits.budget_s, dataclasses.replace(limits, budget_s=SHARE_OF_TRIALS * left)
     trials = arena.measure([Cell("as it is"), *cells], limits, lambda _: None)
     if trials.needs_s:
-        used_s = asked_s - left
-        needed = 10 * math.ceil((used_s + trials.needs_s / SHARE_OF_TRIALS) / 10)
+        over = _over(asked_s, left, trials.needs_s)
         for measured in trials.cells:
-            if measured.why_not == UNTRIED:
-                measured.why_not = f"not tried: budget_s={asked_s:g} was over; about budget_s={needed} tries all"
+            if measured.why_not == UNTRIED or (not measured.why_not and len(measured.blocks_ms) < LEAST_ROUNDS):
+                measured.why_not = over
     most = {finding.rule: finding.at_most for finding in found}
     tried = [outcome(trials, rule, candidate, most.get(rule)) for rule, candidate in wanted]
     tried.sort(key=lambda each: -each.gain)
@@ -336,11 +341,21 @@ def _tried(
     overrides = _without_conflicts(list(best.values()))
     if len(overrides) < 2:
         return trials, tried, None
+    left = deadline - time.monotonic()
+    if left < 2 * start_up_s:
+        trials.notes.append(f"the best were not tried together: budget_s={asked_s:g} was over")
+        return trials, tried, None
     say("tries the best of them together")
     all_of_them = Candidate(tuple(word for words in overrides for word in words))
-    rest = dataclasses.replace(limits, budget_s=max(LEAST_S / 2, deadline - time.monotonic()))
+    rest = dataclasses.replace(limits, budget_s=left)
     both = arena.measure([Cell("as it is"), Cell(all_of_them.name, all_of_them.overrides)], rest, lambda _: None)
     return trials, tried, outcome(both, "together", all_of_them)
+
+
+def _over(asked_s: float, left_s: float, needs_s: float) -> str:
+    """Return why something was not tried, and the budget that would do: trials need so many seconds, and had fewer."""
+    needed = 10 * math.ceil((asked_s - left_s + needs_s / SHARE_OF_TRIALS) / 10)
+    return f"not tried: budget_s={asked_s:g} was over; about budget_s={needed} tries all"
 
 
 def outcome(trials: Trials, rule: str, candidate: Candidate, at_most: float | None = None) -> Tried:
@@ -502,7 +517,6 @@ _OF_UPDATES = (
 )  # fmt: skip
 LOOK_S = 3.0  # of updates, before anything is tried
 LEAST = 20  # updates that are looked at, if they do not take too long
-LEAST_S = 5.0  # for trials, however small the budget
 SHARE_OF_TRIALS = 0.75  # of what is left of the budget; the rest is for trying the best together
 UNNOTICED_S = 0.5  # by which the beginnings of the same setting differ
 # What rules see and short blocks may not hold: its name among the periods of a cell, and in words.

@@ -110,9 +110,20 @@ class Measured:
         return statistics.median(self.blocks_ms.values()) if self.blocks_ms else float("nan")
 
     @property
+    def start_up_s(self) -> float:
+        """Return the seconds from nothing to the end of its warm-up."""
+        return self.start_s + self.first_update_s + self.warm_up_s
+
+    @property
+    def turn_s(self) -> float:
+        """Return about how many seconds a block takes, with the updates before it that are not timed."""
+        update_s = self.median_ms / 1e3 if self.blocks_ms else self.warm_up_s / max(1, self.warm_up_updates)
+        return (self.updates + self.unpaid) * update_s
+
+    @property
     def opening_s(self) -> float:
         """Return the seconds before updates take what they take from then on; NaN where that is not known."""
-        return self.start_s + self.first_update_s + self.warm_up_s - self.warm_up_updates * self.median_ms / 1e3
+        return self.start_up_s - self.warm_up_updates * self.median_ms / 1e3
 
     def sees(self, what: str) -> bool:
         """Tell whether each block holds it as often as the training does: rows ("log"), "checkpoint", "evaluation"."""
@@ -319,14 +330,19 @@ class Arena:
         self.processes[baseline.cell.name] = first
         first.pause()
         longest = time.monotonic() - (deadline - self.limits.budget_s)
+        turns = [baseline.turn_s + (0.0 if together else longest)]
         for cell in cells[1:]:
             measured = Measured(cell)
             trials.cells.append(measured)
-            # Half of the time is for rounds: a start that would go into it is not made.
-            if deadline - time.monotonic() < self.limits.budget_s / 2 + longest and len(trials.cells) > 2:
+            # Time for rounds is put by, half of it for more than two: a start that would go into it is not made.
+            for_rounds = SLACK * LEAST_ROUNDS * (sum(turns) + max(turns))
+            half = self.limits.budget_s / 2 if len(trials.cells) > 2 else 0.0
+            if deadline - time.monotonic() < max(half, for_rounds) + longest * together:
                 measured.why_not = UNTRIED
-                trials.needs_s = 2 * longest * len(cells)
+                rounds_s = SLACK * LEAST_ROUNDS * len(cells) * max(turns)
+                trials.needs_s = longest * len(cells) + max(longest * len(cells), rounds_s)
                 continue
+            turns.append(max(turns))
             if not together:
                 continue
             say(f"starts {cell.name}")
@@ -334,6 +350,7 @@ class Arena:
             process = self._start(measured)
             longest = max(longest, time.monotonic() - began)
             if process is not None:
+                turns[-1] = measured.turn_s
                 self.processes[cell.name] = process
                 process.pause()
         if not together:
@@ -342,7 +359,7 @@ class Arena:
         return trials
 
     def _play(self, trials: Trials, deadline: float) -> None:
-        """Make rounds until every interval is narrow enough, or the time is up."""
+        """Make rounds until every interval is narrow enough; no block is begun that would end after the deadline."""
         order = random.Random(self.limits.seed)
         least, most = self.limits.rounds
         for number in range(most):
@@ -351,11 +368,18 @@ class Arena:
                 return
             order.shuffle(playing)
             for measured in playing:
+                opening_s = 0.0 if measured.cell.name in self.processes else trials.baseline.start_up_s
+                if time.monotonic() + opening_s + measured.turn_s > deadline:
+                    if number < LEAST_ROUNDS:
+                        trials.notes.append(
+                            f"the time was over after {number} of {LEAST_ROUNDS} blocks of each setting"
+                        )
+                        more_s = SLACK * LEAST_ROUNDS * sum(cell.turn_s for cell in playing)
+                        trials.needs_s = max(trials.needs_s, self.limits.budget_s + more_s)
+                    return
                 self._turn(trials, measured, number)
             if trials.baseline.why_not:
                 raise self.error
-            if time.monotonic() > deadline and number + 1 >= 3:
-                return
             if number + 1 >= least:
                 _leave_out(trials)
                 if all(cell.is_out or cell.why_not for cell in trials.cells[1:]):
@@ -637,6 +661,8 @@ def as_json(trials: Trials) -> dict[str, Any]:
 
 
 UNTRIED = "not tried: its time was over"
+LEAST_ROUNDS = 3  # fewer say nothing of their spread
+SLACK = 1.2  # of what blocks will take, by what updates before them took
 WARM_UPDATES = 64
 LONGEST_BLOCK = 20_000
 LONGER = 4  # times as long a block may become to be a whole number of evaluations, rows or saves, in any case

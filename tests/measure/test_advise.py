@@ -177,7 +177,7 @@ def measured(
     return Measured(
         Cell(name),
         dict.fromkeys(range(6), block_ms),
-        start_s,
+        start_s=start_s,
         updates=updates,
         opened={"periods": {"checkpoint": every, "log": 10}, "updates": 400},
     )
@@ -400,7 +400,7 @@ def test_a_planted_wait_is_found_tried_and_applied(server: ForkServer, tmp_path:
     task = str(PLANTED / "far_away.py")
     words = ["--task", task, "dataloader.num_workers=0", "backend.threads=1", "precision=fp32"]
 
-    ended = server.run(["advise", *words, "budget_s=15", "apply=true", "profile=mine", "--json"], tmp_path)
+    ended = server.run(["advise", *words, "budget_s=40", "apply=true", "profile=mine", "--json"], tmp_path)
 
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
@@ -413,6 +413,20 @@ def test_a_planted_wait_is_found_tried_and_applied(server: ForkServer, tmp_path:
     assert not (tmp_path / "outputs").exists()
     planned = server.run(["plan", "--task", task, "--config-dir", "conf", "+hardware=mine"], tmp_path)
     assert planned.code == 0, planned.err
+
+
+def test_advice_that_has_no_time_for_trials_ends_and_says_what_it_would_take(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    task = str(PLANTED / "far_away.py")
+
+    ended = server.run(["advise", "--task", task, "dataloader.num_workers=0", "budget_s=1", "--json"], tmp_path)
+
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["tried"]
+    assert all("budget_s=1 was over; about budget_s=" in each["why_not"] for each in found["tried"])
+    assert not any(each["tried"] for each in found["advice"])
 
 
 def test_advice_on_a_run_uses_its_settings_and_leaves_it_as_it_is(server: ForkServer, tmp_path: Path) -> None:
@@ -428,7 +442,7 @@ def test_advice_on_a_run_uses_its_settings_and_leaves_it_as_it_is(server: ForkSe
     assert server.run(["train", "--task", task, *words], tmp_path).code == 0
     before = {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()}
 
-    ended = server.run(["advise", "run=last", "budget_s=12", "--json"], tmp_path)
+    ended = server.run(["advise", "run=last", "budget_s=40", "--json"], tmp_path)
 
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)

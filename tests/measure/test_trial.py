@@ -12,7 +12,7 @@ import pytest
 
 from runner.base.configuration import Request
 from runner.base.errors import AccelRunError
-from runner.measure.trial import Arena, Cell, Limits, Trials, as_json
+from runner.measure.trial import LEAST_ROUNDS, UNTRIED, Arena, Cell, Limits, Trials, as_json
 
 TASK = Path(__file__).parent / "task_to_measure.py"
 LIMITS = Limits(budget_s=60, rounds=(3, 4), block_s=0.05)
@@ -211,6 +211,28 @@ def test_a_block_holds_what_comes_around_where_there_is_time_for_it(arena: Arena
 
     assert found.baseline.updates % 100 == 0
     assert [cell.sees("checkpoint") for cell in found.cells] == [True, False, False]
+
+
+def test_slow_updates_that_are_read_far_ahead_of_end_in_time_and_the_reason_is_told(arena: Arena) -> None:
+    """A block of such updates would take longer than the whole budget: none is begun."""
+    slow = ("task.sleep_ms=1000", "dataloader.num_workers=4")
+    budget_s, began = 20.0, time.monotonic()
+
+    found = arena.measure([Cell("as it is", slow), Cell("other", (*slow, "seed=1"))], Limits(budget_s), lambda _: None)
+
+    assert time.monotonic() - began < budget_s + 1.0
+    assert found.of("other").why_not == UNTRIED
+    assert found.needs_s > found.baseline.turn_s > budget_s
+
+
+def test_no_block_is_begun_that_would_end_after_the_deadline(arena: Arena) -> None:
+    cells = [Cell("as it is", ("task.sleep_ms=200",)), Cell("quick", ("task.sleep_ms=100",))]
+    limits = Limits(budget_s=15, rounds=(60, 60), block_s=0.5)
+
+    found = arena.measure(cells, limits, lambda _: None)
+
+    assert found.seconds < limits.budget_s + 0.2
+    assert found.of("quick").why_not == UNTRIED or len(found.baseline.blocks_ms) >= LEAST_ROUNDS
 
 
 def test_a_cell_of_one_rank_has_its_share_of_the_cores_and_no_more() -> None:
