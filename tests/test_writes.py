@@ -26,6 +26,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/observe/events.py", "append", "os.write"): "a line; one that is lost is counted, and the run goes on",
     ("runner/observe/monitor.py", "_opened", "os.open"): "gpu.csv, to which lines are appended, each in one write; opened through no link",
     ("runner/observe/monitor.py", "_write", "os.write"): "a line; after the first that is lost no more are written, and the run goes on",
+    ("runner/observe/monitor.py", "_write", "os.ftruncate"): "half a line, where the disk had no room for the other half",
     ("runner/observe/gpu_stats.py", "_free_place", ".mkdir"): "the folder that the caller of GPUStats named",
     ("runner/observe/gpu_stats.py", "_free_place", ".touch"): "gpu.csv in it, a new one each time",
     ("runner/observe/gpu_stats.py", "_replace", "os.open"): "monitor.json beside it, under another name until it is whole",

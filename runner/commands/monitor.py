@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from runner.base.errors import (
     CannotCreate,
     ConfigError,
+    DataError,
     DeviceMissing,
     InputMissing,
     MissingPackage,
@@ -113,6 +114,7 @@ def _live(runs: _Runs, options: Options, folder: Path | None, *, as_json: bool) 
     """Show each sample until the end, then what they say together."""
     from runner.observe.machine_display import make_display
     from runner.observe.machine_screen import View
+    from runner.observe.samples import read_samples
 
     say = _say_aside if as_json else _say
     view = View(interval_s=options.interval_s)
@@ -131,7 +133,7 @@ def _live(runs: _Runs, options: Options, folder: Path | None, *, as_json: bool) 
     summary = replace(monitor.summary(), notes=(*troubles, *view.missing))
     _tell(summary, say, view.troubles, of_run=False)
     if folder is not None:
-        _leave(folder, summary, say)
+        _leave(folder, {"": summary}, say, lambda: {"": read_samples(folder / "gpu.csv")}, monitor.lost)
     return 0
 
 
@@ -304,13 +306,17 @@ def _of_run(root: Path, options: Options, *, as_json: bool, in_its_folder: bool)
         say(f"\nthe machine of rank {_rank(path)}: {directory.shown / path.name}")
         reported = _reported(directory.path / f"events-rank{_rank(path)}.jsonl")
         _tell(found, say, reported, of_run=True, on_gpu=on_gpu)
+    machines = {"": samples} | {f"rank{_rank(path)}-": seen for path, seen in others.items()}
     if in_its_folder:
         say("")
-        for lead, seen in {"": samples, **{f"rank{_rank(path)}-": seen for path, seen in others.items()}}.items():
-            write = partial(_write_plot, directory, lead)
-            _draw(seen, write, directory.shown / "plots", say, lead)
+        place = directory.shown / "plots"
+        faults = []
+        for lead, seen in machines.items():
+            faults += _draw(seen, partial(_write_plot, directory, lead), place, say, lead)
+        _judge(faults, place)
     elif options.log_dir and (folder := _new_folder(options.log_dir, by_name=True)):
-        _leave(folder, summary, say, samples)
+        found = dict(zip(machines, [summary, *summaries.values()], strict=True))
+        _leave(folder, found, say, lambda: machines)
     return 0
 
 
@@ -375,23 +381,54 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, columns, subsequent_indent=" " * 6, drop_whitespace=True, break_on_hyphens=False)
 
 
-def _leave(folder: Path, summary: Summary, say: Callable[[str], None], samples: Samples | None = None) -> None:
-    """Write the summary and the plots; what cannot be written is said."""
+def _leave(
+    folder: Path,
+    summaries: Mapping[str, Summary],
+    say: Callable[[str], None],
+    samples: Callable[[], Mapping[str, Samples]],
+    lost: str = "",
+) -> None:
+    """Write summary and plots of each machine; the keys are what the names begin with, empty for the first one.
+
+    samples  gives what is drawn, by the same keys
+    lost     why gpu.csv in the folder lacks samples
+    Raises StorageError, when all that can be written is, where something is not.
+    """
     from runner.durable import files
-    from runner.observe.samples import read_samples
 
     say("")
+    faults = [lost] if lost else []
+    written = ["gpu.csv"] if files.exists(folder / "gpu.csv") and not lost else []
+    for lead, summary in summaries.items():
+        name = f"monitor-{lead[:-1]}.json" if lead else "monitor.json"
+        try:
+            files.atomic_write(folder / name, json.dumps(summary.to_json(), indent=2) + "\n")
+            written.append(name)
+        except StorageError as error:
+            faults.append(f"{name} is not written: {error.problems[0].what}")
+    if written:
+        say(f"written to {folder}: {', '.join(written)}")
     try:
-        files.atomic_write(folder / "monitor.json", json.dumps(summary.to_json(), indent=2) + "\n")
-        say(f"written to {folder}: gpu.csv, monitor.json")
-    except StorageError as error:
-        say(f"{error}")
-        return
+        drawn = samples()
+    except (InputMissing, DataError) as error:
+        faults.append(f"there are no plots: gpu.csv: {error.problems[0].what}")
+        drawn = {}
+    for lead, seen in drawn.items():
+        faults += _draw(seen, partial(_write_into, folder, lead), folder, say, lead)
+    _judge(faults, folder)
 
-    def write(name: str, content: bytes) -> None:
-        files.atomic_write(folder / name, content)
 
-    _draw(read_samples(folder / "gpu.csv") if samples is None else samples, write, folder, say)
+def _write_into(folder: Path, lead: str, name: str, content: bytes) -> None:
+    from runner.durable import files
+
+    files.atomic_write(folder / f"{lead}{name}", content)
+
+
+def _judge(faults: Sequence[str], folder: Path) -> None:
+    """Raise StorageError where something could not be written."""
+    if faults:
+        fix = "have room there, or say log_dir=DIR; what is missing does not come back, the figures above are whole"
+        raise StorageError("; ".join(faults), where=str(folder), fix=fix)
 
 
 def _draw(
@@ -400,18 +437,28 @@ def _draw(
     place: Path,
     say: Callable[[str], None],
     lead: str = "",
-) -> None:
-    """Write the pictures, and say where; `lead` is what their names begin with there."""
+) -> list[str]:
+    """Write the pictures, and say where; return what could not be written.
+
+    lead  what their names begin with there
+    """
     try:
         from runner.observe.machine_plots import pictures
 
         drawn = pictures(samples)
-        for name, content in drawn.items():
+    except MissingPackage as error:
+        say(f"no plots: {error.problems[0].what}; {error.problems[0].fix}")
+        return []
+    faults, written = [], []
+    for name, content in drawn.items():
+        try:
             write(name, content)
-    except (MissingPackage, StorageError) as error:
-        say(f"no plots: {error.problems[0].what}" + (f"; {error.problems[0].fix}" if error.problems[0].fix else ""))
-    else:
-        say(f"plots in {place}: {', '.join(f'{lead}{name}' for name in drawn)}")
+            written.append(f"{lead}{name}")
+        except StorageError as error:
+            faults.append(f"{lead}{name} is not written: {error.problems[0].what}")
+    if written:
+        say(f"plots in {place}: {', '.join(written)}")
+    return faults
 
 
 def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -55,6 +56,7 @@ class NoMonitor:
     """
 
     notes: tuple[str, ...] = ()
+    lost: str = ""  # why path_csv lacks samples, empty where it lacks none
 
     def start(self, after_s: float = 0.0) -> None:
         """Begin to watch, the first look `after_s` from now; starting twice is harmless."""
@@ -273,7 +275,7 @@ class Monitor(NoMonitor):
         while opened is None and not stopping.is_set() and time.monotonic() - answered < OPEN_S:
             opened = gpus.ask(0.1)
         opened = opened or gpus.ask(0.5)
-        file = _Table(self.path_csv, self._note)
+        file = _Table(self.path_csv, self._note, self._lose)
         self._go_on_with(file, stopping)
         patience_s = PATIENCE_S if opened else 0.0
         before = due = time.monotonic()
@@ -341,6 +343,10 @@ class Monitor(NoMonitor):
             self._note(shown.note, "debug")
         return shown.gpus
 
+    def _lose(self, text: str) -> None:
+        self.lost = text
+        self._note(text)
+
     def _note_once(self, text: str) -> None:
         what = text.partition(" for ")[0]
         if what not in self._said:
@@ -362,16 +368,17 @@ class _Look:
 
 
 class _Table:
-    """gpu.csv: rows are added to it, each sample in one write; after the first error no more, which is noted once.
+    """gpu.csv: rows are added to it, each sample in one write; after the first error no more, which is told once.
 
+    lose     takes why it lacks samples
     goes_on  it held rows of an earlier run
     size     its bytes
     """
 
-    def __init__(self, path: Path | None, note: Callable[[str], None]) -> None:
+    def __init__(self, path: Path | None, note: Callable[[str], None], lose: Callable[[str], None]) -> None:
         self.goes_on, self.size = False, 0
         self._first = ""  # the time in its first row
-        self._path, self._note = path, note
+        self._path, self._note, self._lose = path, note, lose
         self._columns: Sequence[str] = COLUMNS
         self._file = None if path is None else self._opened(path)
 
@@ -406,7 +413,7 @@ class _Table:
             with beside(path) as (folder, name):
                 self._file = os.open(name, flags, 0o600, dir_fd=folder)
         except OSError as error:
-            self._note(f"{path} is not written: {error.strerror}")
+            self._lose(f"{path} is not written: {error.strerror}")
             return None
         self.size = size = os.fstat(self._file).st_size
         if size == 0:
@@ -417,7 +424,7 @@ class _Table:
             if os.pread(self._file, 1, size - 1) != b"\n":  # a run that was killed while it wrote
                 self._write("\n")
         else:
-            self._note(f"{path} is no table of the monitor's: nothing is added to it; move it away")
+            self._lose(f"{path} is no table of the monitor's: nothing is added to it; move it away")
             self.close()
         return self._file
 
@@ -440,10 +447,19 @@ class _Table:
     def _write(self, text: str) -> None:
         if self._file is None:
             return
+        content = text.encode()
         try:
-            self.size += os.write(self._file, text.encode())
+            rest = content
+            while rest:  # a disk takes what it still has room for, and refuses the rest
+                rest = rest[os.write(self._file, rest) :]
+            self.size += len(content)
         except OSError as error:
-            self._note(f"{self._path} is no longer written: {error.strerror}")
+            with suppress(OSError):
+                os.ftruncate(self._file, self.size)
+            self._lose(
+                f"{self._path} is no longer written: {error.strerror}; what is sampled from now on is not in it, "
+                "also when there is room again"
+            )
             self.close()
 
 

@@ -31,6 +31,14 @@ LINE = r"GPU: 8\.0/15\.0GB \(53%\) \| Util: 85% \| CPU: [\d.]+% \| RAM: [\d.]+%"
 TEN: dict[str, object] = T4 | {"0.processes": ",".join(f"{4_000_001 + pid}:{(pid + 1) * GIB}" for pid in range(10))}
 
 
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+from runner.cli import main
+sys.exit(main(["monitor", *sys.argv[2:]]))
+"""
+
+
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
     return build_stub(tmp_path_factory.mktemp("nvml_stub"))
@@ -80,6 +88,28 @@ def test_a_pipe_gets_a_line_per_sample_then_figures_meanings_and_files(stub: Nvm
     summary = json.loads((made / "monitor.json").read_text())
     assert summary["whole"]["metrics"]["gpu0/util"]["mean"] == 85
     assert summary["devices"]["gpu0"]["name"] == "Tesla T4"
+
+
+@pytest.mark.parametrize("room", [700, 1_500])
+def test_files_that_lack_something_are_named_and_the_watch_ends_with_an_error(
+    stub: NvmlStub, tmp_path: Path, no_plots: str, room: int
+) -> None:
+    """A limit of the size of files stands for a full disk: first gpu.csv has no room, then monitor.json too."""
+    words = ("seconds=1.5", "interval_s=0.05", "log_dir=mine")
+    limited = [sys.executable, "-c", LIMITED, str(room), *words]
+    environment = stub.environment(T4, PYTHONPATH=no_plots)
+    done = subprocess.run(
+        limited, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    (made,) = (tmp_path / "mine").iterdir()
+
+    assert done.returncode == 74, done.stderr
+    assert "watched for" in done.stdout, "the figures are of all samples"
+    assert "gpu.csv is no longer written: File too large" in done.stderr
+    assert "monitor.json is not written" in done.stderr
+    assert "resumes" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in made.iterdir()] == ["gpu.csv"]
 
 
 def test_two_watches_have_two_folders(stub: NvmlStub, tmp_path: Path, no_plots: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import inspect
 import io
 import itertools
@@ -203,10 +204,29 @@ def test_a_file_that_cannot_be_written_is_noted_once_and_the_watch_goes_on(tmp_p
         assert wait_for(lambda: full.latest() and missing.latest())
         time.sleep(0.1)
 
-    assert [note for note in full.notes if "/dev/full" in note] == [
-        "/dev/full is no longer written: No space left on device"
-    ]
+    (said,) = [note for note in full.notes if "/dev/full" in note]
+    assert said.startswith("/dev/full is no longer written: No space left on device; what is sampled from now on")
+    assert full.lost == said
+    assert "is not written" in missing.lost
     assert len([note for note in missing.notes if "is not written" in note]) == 1
+
+
+def test_of_a_row_that_finds_no_room_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write, num_rows = tmp_path / "gpu.csv", os.write, itertools.count()
+
+    def on_a_disk_that_fills_up(descriptor: int, content: bytes) -> int:
+        number = next(num_rows)
+        if number > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content[:20] if number == 3 else content)
+
+    monkeypatch.setattr(os, "write", on_a_disk_that_fills_up)
+    with Monitor(path, 0.01) as monitor:
+        assert wait_for(lambda: monitor.lost)
+
+    assert "No space left on device" in monitor.lost
+    assert len(read_samples(path)) == 2
+    assert path.read_text().endswith("\n")
 
 
 def test_a_monitor_that_fails_inside_is_a_note_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
