@@ -7,6 +7,9 @@ from typing import Any
 
 from runner.base.packages import require
 
+# Okabe and Ito, Color Universal Design, 2008: told apart by colour-blind readers too
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+
 
 def new_figure(width: float = 8.0, height: float = 4.5) -> Any:
     """Return an empty matplotlib Figure of that size in inches. Raises MissingPackage where matplotlib is missing."""

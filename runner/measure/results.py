@@ -113,9 +113,12 @@ class Results:
             self._begin_anew()
 
     def reset(self) -> None:
-        """The CSV has the column `step` only, whatever it had before, and nothing is known of any technique."""
+        """The CSV has the column `step` only, whatever it had before; what was known and drawn of it is gone."""
         with self._alone():
             self._begin_anew()
+            for path in map(self.file, PICTURES):
+                if files.exists(path):
+                    files.remove(path)
 
     def clean(self) -> list[Path]:
         """What is written here is gone: CSV, JSON, pictures, and what a crash left of them; returns their paths.

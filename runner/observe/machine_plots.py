@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.base.picture import new_figure, png
+from runner.base.picture import COLORS, new_figure, png
 from runner.base.pinned import beside
 from runner.observe.nvml import THROTTLE_REASONS
 from runner.observe.samples import Samples
@@ -383,7 +383,7 @@ def _label(gpu: int, samples: Samples) -> str:
 
 
 def _color(gpu: int) -> str:
-    return _COLORS[gpu % len(_COLORS)]
+    return COLORS[gpu % len(COLORS)]
 
 
 def _time(samples: Samples) -> _Time:
@@ -428,8 +428,6 @@ _BANDS = 2  # GPUs up to which the band from lowest to highest is drawn
 _LETTER = 0.009  # of the axes' width, that a letter takes
 _COLUMNS = 4  # of the legend at most
 _PANEL_INCHES, _ROW_INCHES, _MARGIN_INCHES = 1.5, 0.14, 0.45  # heights of a panel, a row of bars, titles and ticks
-# Okabe and Ito, Color Universal Design, 2008: told apart by colour-blind readers too
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 _HOST = "#444444"
 _SHADES = ("#E3EEF8", "#FCEBD8", "#E2F2DF", "#F5E1EE", "#EDEDED", "#FCF6CF")
 
