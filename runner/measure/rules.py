@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.engine.saving import parse_every
 from runner.measure.facts import Facts
 
 # Shares of the time of updates from which on a part is worth a look. They decide what is tried, not what is said.
@@ -170,21 +171,28 @@ def varying_shapes(facts: Facts) -> Finding | None:
 
 
 def saves_too_often(facts: Facts) -> Finding | None:
-    """Training waits for checkpoints."""
+    """Training waits for checkpoints.
+
+    Saves by the clock come in no trial as often as in training: what a run has measured of them is all that is known.
+    """
     share, every = facts.share("saving"), facts.values.get("checkpoint.every")
-    saves = facts.evidence.num_saves
-    if share is None or every == "auto" or (saves is not None and saves < SEVERAL):
+    saves, seconds = facts.evidence.num_saves, facts.evidence.parts_s.get("saving")
+    if share is None or seconds is None or every == "auto" or (saves is not None and saves < SEVERAL):
+        return None
+    by_the_clock = every is not None and parse_every(every)[1] == "min"
+    if by_the_clock and not saves:
         return None
     if saves:  # those at the end of a phase are made however seldom others are
         share *= max(0, saves - len(facts.evidence.phases)) / saves
     if share < PART:
         return None
-    return Finding(
-        "checkpoints too often",
-        f"{share:.0%} of the time was spent on saving (checkpoint.every={every}{f', {saves} saves' if saves else ''})",
-        (Candidate(("checkpoint.every=auto",)),),
-        at_most=_without(share),
-    )
+    told = f", {saves} saves of {seconds / saves:.2g} s" if saves else ""
+    evidence = f"{share:.0%} of the time was spent on saving (checkpoint.every={every}{told})"
+    if by_the_clock:
+        what = "say checkpoint.every=auto: it saves as often as costs 1 % of the time"
+        return Finding("checkpoints too often", evidence, by_hand=what, at_most=_without(share))
+    candidates = (Candidate(("checkpoint.every=auto",)),)
+    return Finding("checkpoints too often", evidence, candidates, at_most=_without(share))
 
 
 def logs_too_often(facts: Facts) -> Finding | None:

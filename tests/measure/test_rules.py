@@ -73,7 +73,7 @@ CASES: Mapping[str, tuple[Facts, str, str]] = {
     "unpinned": (facts({"transfer": 4.0}, {"dataloader.pin_memory": False}), "unpinned", "dataloader.pin_memory=true"),
     "varying shapes": (facts(values={"backend": "fast"}, num_batch_shapes=40), "varying shapes", "backend=default"),
     "compiled shapes": (facts(values={"compile": "default"}, num_batch_shapes=40), "varying shapes", "compile=off"),
-    "saves": (facts({"saving": 5.0}, {"checkpoint.every": "1"}), "checkpoints too often", "checkpoint.every=auto"),
+    "saves": (facts({"saving": 5.0}, {"checkpoint.every": 1}), "checkpoints too often", "checkpoint.every=auto"),
     "rows": (facts({"logging": 5.0}, {"log_every": 1}), "logs too often", "log_every=50"),
     "evaluations": (facts({"evaluation": 9.0}, num_evaluations=50), "evaluates too often", "evaluate.every=10"),
     "hooks": (facts({"hooks": 5.0}, has_begin_update=True), "slow hooks", "begin_update"),
@@ -210,7 +210,7 @@ def test_no_candidate_changes_the_mathematics() -> None:
 
 
 def test_the_largest_possible_gain_comes_first() -> None:
-    both = facts({"data": 6.0, "saving": 2.0}, {"dataloader.num_workers": 0, "checkpoint.every": "1"})
+    both = facts({"data": 6.0, "saving": 2.0}, {"dataloader.num_workers": 0, "checkpoint.every": 1})
 
     assert [finding.rule for finding in findings(both)][:2] == ["data wait", "checkpoints too often"]
 
@@ -253,12 +253,24 @@ def test_on_a_cpu_reading_a_number_takes_what_it_takes() -> None:
 
 def test_saves_at_the_ends_of_phases_are_no_habit() -> None:
     phases = tuple(PhaseEvidence(f"phase {number}", "train") for number in range(4))
-    every = {"checkpoint.every": "100"}
+    every = {"checkpoint.every": 100}
 
     assert findings(facts({"saving": 5.0}, every, num_saves=4, phases=phases)) == []
     (found,) = findings(facts({"saving": 5.0}, every, num_saves=8, phases=phases))
     share = 5.0 / (sum(PARTS.values()) - PARTS["saving"] + 5.0)
     assert found.at_most == pytest.approx(1 / (1 - share / 2))
+
+
+def test_saves_by_the_clock_are_judged_by_what_a_run_measured_of_them_and_by_no_trial() -> None:
+    every = {"checkpoint.every": "1min"}
+
+    (found,) = findings(facts({"saving": 5.0}, every, num_saves=10))
+
+    assert "10 saves of 0.5 s" in found.evidence
+    assert found.at_most == pytest.approx(1 / (1 - 5.0 / (sum(PARTS.values()) - PARTS["saving"] + 5.0)))
+    assert not found.candidates
+    assert "checkpoint.every=auto" in found.by_hand
+    assert findings(facts({"saving": 5.0}, every)) == [], "how many there were is not known"
 
 
 def test_saves_whose_times_are_already_chosen_are_left_alone() -> None:
