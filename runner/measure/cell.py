@@ -28,11 +28,13 @@ import torch._dynamo
 
 from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
+from runner.base.order import evenly_spread
 from runner.base.parent import die_with_parent
 from runner.base.schema import did_you_mean
 from runner.base.stopwatch import between
 from runner.base.task import Progress
 from runner.base.words import words_of
+from runner.engine.evaluate import evaluate
 from runner.engine.loop import StepInfo
 from runner.engine.session import open_run
 from runner.engine.train import Phase, TrainingRun
@@ -139,6 +141,7 @@ class Cell:
         """Do what the order says; return what came of it, or the error in words."""
         orders: Mapping[str, Callable[..., Answer]] = {
             "begin": self.begin, "make": self.make, "report": self.report, "probe": self.probe,
+            "evaluate": self.evaluate, "fit": self.fit,
         }  # fmt: skip
         given = {key: value for key, value in order.items() if key != "do"}
         try:
@@ -232,6 +235,40 @@ class Cell:
     def probe(self) -> Answer:
         """Tell what only a look at the task's own code shows; updates of this cell count no more after it."""
         return probe(self.run, self.phase, self.updates)
+
+    def evaluate(self, samples: int) -> Answer:
+        """Evaluate so many held-out samples; tell the seconds and how many there were, none where there is no data."""
+        run, phase = self.run, self.phase
+        if phase.held_out is None:
+            return {"samples": 0, "seconds": 0.0}
+        parts, some = run.parts, evenly_spread(len(phase.held_out_samples), samples)
+        chosen = [phase.held_out_samples[place] for place in some]
+        parts.world.synchronize()
+        began = time.perf_counter()
+        evaluate(
+            parts.task, parts.model, phase.held_out, parts.prefetch, parts.precision, parts.parallel, chosen,
+            phase.planned.batch.micro_batch_size, run.plan.settings.seed,
+        )  # fmt: skip
+        parts.world.synchronize()
+        return {"samples": len(chosen), "seconds": time.perf_counter() - began}
+
+    def fit(self) -> Answer:
+        """Make the phases without gradients before the one that is measured once more; tell name -> seconds.
+
+        The model is then as it was after the first time: they depend on the data alone.
+        """
+        seconds = {}
+        for planned in self.run.plan.phases:
+            if planned.kind == "train":
+                break
+            with Phase(self.run, planned, None) as again:
+                self.run.parts.world.synchronize()
+                began = time.perf_counter()
+                for _ in again.updates():
+                    pass
+                self.run.parts.world.synchronize()
+                seconds[planned.name] = time.perf_counter() - began
+        return {"seconds": seconds}
 
     def _prepared(self, wanted: str | None) -> PhasePlan:
         """Return the phase that is wanted, once the fits before it are made."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from runner.base.configuration import compose
-from runner.base.errors import ConfigError, Problem
+from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.stopwatch import PARTS
 from runner.durable.files import atomic_write, make_directory
 from runner.launch.apart import apart
@@ -19,7 +21,7 @@ from runner.measure.advise import of_one_rank, planned
 from runner.measure.results import Results, finite, hardware
 from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Wanted
-from runner.measure.trial import Arena, Cell, Limits, Measured, Trials, as_json
+from runner.measure.trial import Arena, Asked, Cell, Limits, Measured, Trials, as_json
 from runner.plan.inventory import Inventory
 from runner.plan.plan import PhasePlan, Plan
 
@@ -175,6 +177,48 @@ def _middle(ratio: Ratio | None) -> float:
     return ratio.middle if ratio else 0.0
 
 
+Answers = list[dict[str, Any]]
+
+
+def in_turns(
+    place: Place, cells: Sequence[Cell], wanted: Wanted, order: Callable[[Measured], Mapping[str, Any]], budget_s: float
+) -> dict[str, Answers | str]:
+    """Return what each cell answered to the order in every round, or why it could not; for what is no block of updates.
+
+    order  from what is known of a cell. All cells are open, and only the one that is asked computes
+    """
+    until = time.monotonic() + budget_s
+    found: dict[str, Answers | str] = {}
+    with ExitStack() as stack:
+        asked: dict[str, tuple[Asked, Measured]] = {}
+        for cell in cells:
+            wanted.say(f"starts {cell.name}")
+            try:
+                asked[cell.name] = stack.enter_context(place.arena.alone(cell, limits_of(budget_s)))
+            except AccelRunError as error:
+                found[cell.name] = error.problems[0].what
+        shuffle = random.Random(0)
+        for number in range(1, ROUNDS[1] + 1):
+            names = list(asked)
+            shuffle.shuffle(names)
+            for name in names:
+                ask, measured = asked[name]
+                try:
+                    answer = ask(order(measured))
+                except AccelRunError as error:
+                    found[name] = error.problems[0].what
+                    del asked[name]
+                    continue
+                answers = found.setdefault(name, [])
+                assert isinstance(answers, list)
+                answers.append(answer)
+            if time.monotonic() > until and number >= ROUNDS[0]:
+                break
+            if number >= LEAST_ANSWERS * ROUNDS[0]:
+                break
+    return found
+
+
 # Results
 
 
@@ -191,6 +235,7 @@ def kept(wanted: Wanted, name: str, report: Report, trials: Trials | None = None
     return dataclasses.replace(report, data=data, files=(*report.files, file))
 
 
+LEAST_ANSWERS = 2  # times the fewest rounds are made where nothing is timed more finely
 ROUNDS = (6, 60)  # fewest and most blocks of a cell
 BLOCK_S = 0.4
 SHARE_OF_FIRST = 0.7  # of the budget, for all cells; the rest is for the best one

@@ -8,4 +8,5 @@ a Wanted and returns a Report.
 SUITES: dict[str, tuple[str, str]] = {
     "batch": ("batch", "which micro-batch: samples per second by size"),
     "loader": ("loader", "which loader: workers, prefetch, pinned memory and cache, with what is waited for data"),
+    "before_after": ("before_after", "plain settings against what the runner chooses: time, memory, inference"),
 }

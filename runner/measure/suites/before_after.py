@@ -1,0 +1,236 @@
+"""What the runner brings: plain settings, as people write them by hand, against those that it chooses."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from statistics import fmean, median
+
+from runner.base.configuration import Configuration, compose
+from runner.base.errors import AccelRunError
+from runner.measure.contest import (
+    Answers,
+    Place,
+    in_turns,
+    is_faster,
+    kept,
+    limits_of,
+    peak_gib,
+    place_of,
+    refuse_words,
+    skipped_of,
+    verdict_of,
+    whole_numbers,
+)
+from runner.measure.statistics import NEGLIGIBLE, paired
+from runner.measure.suite import Report, Table, Value, Wanted
+from runner.measure.trial import Cell, Measured, Trials
+from runner.observe.nvml import Gpu, Nvml, everything, open_nvml
+
+# samples: held-out samples of an inference that is timed
+# biggest: largest batch that is tried, in samples; 0: none is
+OPTIONS: dict[str, str] = {"samples": "256", "biggest": "4096"}
+
+
+def run(wanted: Wanted) -> Report:
+    """Return the table of before and after for the settings that are asked for, on any task.
+
+    Raises ConfigError for numbers that are none, AccelRunError where the plain settings cannot be measured.
+    """
+    refuse_words(wanted, OPTIONS)
+    samples, biggest = (whole_numbers(wanted.options, key, least)[0] for key, least in (("samples", 1), ("biggest", 0)))
+    with place_of(wanted) as place:
+        cells = [Cell(BEFORE, plain(compose(wanted.request))), Cell(AFTER)]
+        trials = place.arena.measure(cells, limits_of(0.5 * wanted.budget_s), wanted.say)
+        inferred = in_turns(
+            place, cells, wanted, lambda _: {"do": "evaluate", "samples": samples}, 0.15 * wanted.budget_s
+        )
+        busy = _busy(place, trials, wanted)
+        biggest_of = {cell.name: _biggest(place, cell, wanted, biggest) for cell in cells}
+    report = _report(place, trials, inferred, busy, biggest_of)
+    return kept(wanted, "before_after", report, trials)
+
+
+def plain(configuration: Configuration) -> tuple[str, ...]:
+    """Return the words that make the settings those of a loop written by hand; the mathematics stays as it is."""
+    options = {group: choice.options for group, choice in configuration.choices.items()}
+    words = ["precision=fp32", "prefetch=none", "compile=off", "attention=math", "backend=default", "memory=none"]
+    words.append("memory.channels_last=false")
+    loader = options["dataloader"]
+    if "num_workers" not in loader:  # what the mathematics knows of the loader goes with it
+        words += ["dataloader=default", *(f"dataloader.{key}={str(loader[key]).lower()}" for key in OF_DATA)]
+    words += ["dataloader.num_workers=0", "dataloader.pin_memory=false", "dataloader.cache=none"]
+    if "kernel" in options["optimizer"]:
+        words.append("optimizer.kernel=for-loop")
+    return tuple(words)
+
+
+def _biggest(place: Place, cell: Cell, wanted: Wanted, most: int) -> tuple[int | None, str]:
+    """Return the largest doubling of the batch that made updates in one pass, and why none larger was tried.
+
+    On a CPU the next one is not tried where the growth so far says that the memory would not hold it: the system would
+    end other processes too.
+    """
+    size, found, peaks = max(place.phase.batch.shares), None, list[float]()
+    until = time.monotonic() + SHARE_OF_BIGGEST * wanted.budget_s
+    for _ in count():
+        if size > most:
+            return found, f"no more than {most} samples were tried"
+        if found is not None and time.monotonic() > until:
+            return found, "there was no time for larger ones"
+        wanted.say(f"tries {size} samples in one pass, {cell.name}")
+        own = Cell(f"{cell.name}, {size}", (*cell.overrides, f"global_batch_size={size}", f"micro_batch_size={size}"))
+        try:
+            with place.arena.alone(own, limits_of(1.0)) as (ask, opened):
+                if opened.opened["micro_batch_size"] != size:
+                    return None, "the task's phases say their own batch size"
+                report = ask({"do": "report"})
+                found = size
+                if size >= opened.opened["num_samples"]:
+                    return found, "these are all samples there are"
+        except AccelRunError as error:
+            return found, f"{size}: {error.problems[0].what}"
+        if "peak_device_gib" not in report:
+            peaks.append(report["peak_host_gib"])
+            grown = 2 * (peaks[-1] - peaks[-2]) if len(peaks) > 1 else 0.0
+            if peaks[-1] + grown > place.inventory.cpu.memory_bytes / 2**30:
+                return found, f"{2 * size} would need about {peaks[-1] + grown:.1f} GiB"
+        size *= 2
+    raise AssertionError("there is no largest number")
+
+
+def _busy(place: Place, trials: Trials, wanted: Wanted) -> dict[str, float | None]:
+    """Return cell -> percent of the time in which its updates keep the GPU busy; None where nobody tells."""
+    nvml = open_nvml()
+    gpu = next((each for each in everything(nvml.gpus) if each.uuid == place.plan.device_uuid), None)
+    busy: dict[str, float | None] = {cell.cell.name: None for cell in trials.cells}
+    if gpu is None:
+        return busy
+    for measured in trials.cells:
+        if not measured.blocks_ms:
+            continue
+        wanted.say(f"watches the GPU, {measured.cell.name}")
+        with place.arena.alone(measured.cell, limits_of(1.0)) as (ask, _), watched(nvml, gpu) as seen:
+            ask({"do": "make", "updates": max(1, round(1e3 * WATCHED_S / measured.median_ms))})
+        busy[measured.cell.name] = fmean(seen) if seen else None
+    return busy
+
+
+@contextmanager
+def watched(nvml: Nvml, gpu: Gpu) -> Iterator[list[float]]:
+    """Give what the driver says of how busy the GPU is, percent, while the block lasts."""
+    seen: list[float] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            value = nvml.read(gpu, ["util_percent"])["util_percent"]
+            if value is not None:
+                seen.append(value)
+
+    thread = threading.Thread(target=look, name="looks at the GPU", daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def _report(
+    place: Place,
+    trials: Trials,
+    inferred: Mapping[str, Answers | str],
+    busy: Mapping[str, float | None],
+    biggest: Mapping[str, tuple[int | None, str]],
+) -> Report:
+    before, after = trials.cells
+    skipped = skipped_of(trials)
+    ratio = trials.ratio(after)
+    gain, sure = ("", "not measured") if ratio is None else (str(ratio), verdict_of(trials, after, ratio))
+    rows: list[tuple[Value, ...]] = [
+        ("time per epoch, s", _epoch_s(before), _epoch_s(after), gain, sure),
+        ("updates per second", _per_second(before), _per_second(after), gain, sure),
+        _once("GPU busy, %", busy[BEFORE], busy[AFTER]),
+        _inference(inferred),
+        _once("biggest batch, samples", biggest[BEFORE][0], biggest[AFTER][0]),
+        _once("peak memory, GiB", peak_gib(before), peak_gib(after), less_is_better=True),
+    ]
+    if busy[BEFORE] is None and busy[AFTER] is None:
+        skipped["GPU busy"] = "there is no GPU whose driver tells"
+    skipped |= {f"inference, {name}": told for name, told in inferred.items() if isinstance(told, str)}
+    if rows[3][1] is None and "inference" not in " ".join(skipped):
+        skipped["inference"] = "the task has no held-out samples, or no time was taken"
+    notes = [*place.notes, *trials.notes, *(f"biggest batch {name}: {why}" for name, (_, why) in biggest.items())]
+    notes.append("biggest batch and memory are readings of one process each; doublings of the batch are tried")
+    if after.why_not and not after.blocks_ms:
+        headline = f"what the runner chooses could not be measured: {after.why_not}"
+    elif is_faster(trials, after):
+        headline = (
+            f"the runner's settings make updates faster than plain ones: {gain};"
+            f" an epoch takes {_epoch_s(after):.3g} s instead of {_epoch_s(before):.3g} s"
+        )
+    elif ratio is not None and ratio.verdict == "worse":
+        headline = f"the runner's settings make updates slower than plain ones: {gain}"
+    else:
+        headline = f"{sure.partition(';')[0]}: {gain} against plain settings{sure.partition(';')[2]}"
+    columns = ("quantity", BEFORE, AFTER, "improvement", "sure")
+    differ = [
+        (key, str(value), str(after.opened["values"].get(key, "-")))
+        for key, value in before.opened["values"].items()
+        if after.opened and after.opened["values"].get(key) != value and key != "output_root"
+    ]
+    tables = [
+        Table(f"before and after, {place.plan.choices['task'].name}", columns, rows),
+        Table("what differs", ("setting", BEFORE, AFTER), differ),
+    ]
+    data = {"inference": dict(inferred), "biggest": {name: list(told) for name, told in biggest.items()}}
+    return Report(headline, tables, notes, skipped, data)
+
+
+def _epoch_s(measured: Measured) -> float:
+    """Return the seconds of the updates of an epoch; evaluations and saves are not in them."""
+    if not measured.blocks_ms:
+        return float("nan")
+    return measured.median_ms / 1e3 * float(measured.opened["updates"]) / float(measured.opened["epochs"])
+
+
+def _per_second(measured: Measured) -> float:
+    return 1e3 / measured.median_ms
+
+
+def _inference(told: Mapping[str, Answers | str]) -> tuple[Value, ...]:
+    """Return the row of the time per sample that is evaluated, data included."""
+    per_sample = {
+        name: [1e3 * each["seconds"] / each["samples"] for each in answers if each["samples"]]
+        for name, answers in told.items()
+        if not isinstance(answers, str)
+    }
+    before, after = per_sample.get(BEFORE, []), per_sample.get(AFTER, [])
+    num = min(len(before), len(after))
+    before, after = before[1:num], after[1:num]  # the first is not like the others
+    if not before:
+        return ("inference, ms per sample", None, None, "", "not measured")
+    ratio = paired(before, after)
+    return ("inference, ms per sample", median(before), median(after), str(ratio), ratio.verdict)
+
+
+def _once(name: str, before: float | None, after: float | None, *, less_is_better: bool = False) -> tuple[Value, ...]:
+    """Return the row of what was read once: a small difference is no clear change."""
+    if not before or not after:
+        return (name, before, after, "", "not measured")
+    change = before / after if less_is_better else after / before
+    is_clear = abs(change - 1) > SMALL
+    verdict = ("better" if change > 1 else "worse") if is_clear else "no clear change"
+    return (name, before, after, f"{100 * (change - 1):+.0f} %", verdict)
+
+
+BEFORE, AFTER = "before", "after"
+OF_DATA = ("drop_last", "bad_samples")
+SMALL = 10 * NEGLIGIBLE  # of readings that have no interval
+SHARE_OF_BIGGEST = 0.1  # of the budget, for each of the two
+WATCHED_S = 3.0
+LOOK_EVERY_S = 0.1
