@@ -19,4 +19,4 @@ def run(words: list[str]) -> int:
     """Train and predict; the exit code of the first that does not end well."""
     from runner.launch.start import train
 
-    return int(train(read(words).request, then_infer=True))
+    return int(train(read(words).request, then_infer=True)[0])

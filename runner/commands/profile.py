@@ -45,7 +45,7 @@ def run(words: list[str]) -> int:
         print(f"profile: {' '.join(unheard)}: no effect here, nothing is saved or sent", file=sys.stderr, flush=True)
     from runner.launch.start import train
 
-    return int(train(request))
+    return int(train(request)[0])
 
 
 def as_training(request: Request) -> Request:

@@ -31,8 +31,8 @@ def run(words: list[str]) -> int:
     from runner.measure.hint import hint
     from runner.observe.events import Console
 
-    code = int(train(arguments.request))
-    pointed = hint(arguments.request) if code == 0 else ""
+    code, job = train(arguments.request)
+    pointed = hint(job) if job is not None and code == 0 else ""
     if pointed:
         Console().info(pointed)  # goes on when nobody reads any more
-    return code
+    return int(code)

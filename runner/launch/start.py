@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from runner.launch.local import Ending
 
 
-def train(request: Request, *, then_infer: bool = False) -> Exit:
-    """Run the phases that the request asks for, `infer` among them or with `then_infer`; return how it ended.
+def train(request: Request, *, then_infer: bool = False) -> tuple[Exit, Job | None]:
+    """Run the phases that the request asks for, `infer` among them or with `then_infer`.
 
+    Return how it ended, and what was trained: None where that was nothing, and where another process tells of it.
     Raises AccelRunError; the same is then in error.json of the run directory, if there is one.
     """
     member = member_of(os.environ)
@@ -46,10 +47,10 @@ def train(request: Request, *, then_infer: bool = False) -> Exit:
         # Before they have met, ranks know nothing of each other: the first of each machine says what it found there.
         if member.rank == 0 or (member.local_rank == 0 and not isinstance(error, _OfAll)):
             raise
-        return Exit(error.exit_code)
+        return Exit(error.exit_code), None
 
 
-def _train(request: Request, member: Member | None, *, then_infer: bool) -> Exit:
+def _train(request: Request, member: Member | None, *, then_infer: bool) -> tuple[Exit, Job | None]:
     configuration = compose(request)
     wanted = configuration.settings.phases
     predicts = then_infer or INFERENCE in (wanted or ())
@@ -59,9 +60,9 @@ def _train(request: Request, member: Member | None, *, then_infer: bool) -> Exit
         raise ConfigError(Problem(what, f"launcher={launcher}", "say accel-run train, and when it is done: inference"))
     code = launched(configuration)
     if code is not None:  # handed to a scheduler
-        return Exit(code)
+        return Exit(code), None
     if wanted is not None and set(wanted) == {INFERENCE}:
-        return _infer(request, None)
+        return _infer(request, None), None
     must_be_installed(configuration.choices["tracker"].function)
     name = name_of(configuration)
     if member is None and configuration.settings.weights and not (configuration.settings.root / name).exists():
@@ -71,14 +72,14 @@ def _train(request: Request, member: Member | None, *, then_infer: bool) -> Exit
     if member is not None:
         ended, job = _as_member(request, configuration, name, member)
         if member.rank:
-            return ended.code
+            return ended.code, None
     else:
         ended, job = _from_here(request, configuration, name)
     if ended.code == Exit.DONE and predicts:
         if ended.asked_to_stop:  # with the last update: the same command predicts
-            return Exit.PREEMPTED
-        return _infer(request, job.name)
-    return ended.code
+            return Exit.PREEMPTED, job
+        return _infer(request, job.name), job
+    return ended.code, job
 
 
 def _infer(request: Request, name: str | None) -> Exit:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.base.configuration import Request, compose
-from runner.base.ranks import member_of
 from runner.base.secret import fit_to_show
-from runner.durable.directory import RunDirectory
 from runner.engine.evidence import read_evidence
+from runner.engine.session import Job
 from runner.measure.facts import Facts, device_of, monitored
 from runner.measure.rules import Finding, findings
 from runner.plan.inventory import Inventory
@@ -22,22 +19,18 @@ WORTH = 1.15  # times as fast, at most: below that nobody's time is saved by rea
 WORTH_S = 1.0  # of this run that could have been saved, at most: what takes milliseconds is no evidence
 
 
-def hint(request: Request) -> str:
-    """Return the line on the run of this request, empty where no rule sees a gain in what it has measured.
+def hint(job: Job) -> str:
+    """Return the line on what was just trained, empty where no rule sees a gain in what it has measured.
 
     It reads a few files and computes nothing; whatever is wrong with them, it is silent.
     """
     with suppress(Exception):
-        member = member_of(os.environ)
-        if member is not None and member.rank:  # the first of the ranks that somebody else has started says it
-            return ""
-        settings = compose(request).settings
-        directory = RunDirectory.find(settings.root, settings.run or "last")
-        facts = facts_of(directory.path)
+        facts = facts_of(job.folder)
         seen = worth_a_line(facts) if facts else []
         if seen:
-            root = "" if settings.output_root == "outputs" else f" output_root={settings.output_root}"
-            return fit_to_show(f"{seen[0].evidence}\ntry          accel-run advise run={directory.name}{root}")
+            root = job.configuration.settings.output_root
+            where = f"run={job.name}" if root == "outputs" else f"run={job.name} output_root={root}"
+            return fit_to_show(f"{seen[0].evidence}\ntry          accel-run advise {where}")
     return ""
 
 

@@ -13,15 +13,17 @@ from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.commands.advise import run, screen, settings_of
 from runner.durable.directory import RunDirectory
 from runner.engine.evidence import Evidence, PhaseEvidence
+from runner.engine.session import Job
 from runner.measure.advise import Advice, Tried, as_json, checks, filled, outcome
 from runner.measure.criteria import criteria, rule_of_thumb
 from runner.measure.facts import Facts, monitored
 from runner.measure.hardware_profile import write_profile
-from runner.measure.hint import worth_a_line
+from runner.measure.hint import hint, worth_a_line
 from runner.measure.rules import Candidate, Finding
 from runner.measure.statistics import Ratio
 from runner.measure.trial import Cell, Measured, Numerics, Trials
-from runner.plan.inventory import Cpu
+from runner.plan.inventory import Cpu, take_inventory
+from runner.plan.plan import make_plan
 from tests.forkserver import ForkServer
 
 PLANTED = Path(__file__).parent / "planted"
@@ -379,6 +381,30 @@ def test_what_takes_milliseconds_is_no_reason_for_a_hint() -> None:
 
     assert [finding.rule for finding in worth_a_line(with_parts(1.0))] == ["data wait"]
     assert worth_a_line(with_parts(0.01)) == []
+
+
+def test_the_hint_is_on_the_run_that_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run may be newer by then, and the settings may have changed since."""
+    monkeypatch.chdir(tmp_path)
+    job = job_of("run=mine", "output_root=there")
+    parts = {"data": 9.0, "forward": 1.0}
+    values = {"dataloader": "default", "dataloader.num_workers": 0}
+    asked: list[Path] = []
+
+    def facts_there(folder: Path) -> Facts:
+        asked.append(folder)
+        return Facts(Evidence(device="cpu", updates=100, parts_s=parts), values, CPU)
+
+    monkeypatch.setattr("runner.measure.hint.facts_of", facts_there)
+
+    assert hint(job).endswith("accel-run advise run=mine output_root=there")
+    assert [folder.absolute() for folder in asked] == [tmp_path / "there" / "mine"]
+
+
+def job_of(*words: str) -> Job:
+    """Return what these words would train."""
+    configuration, inventory = compose(Request(words)), take_inventory()
+    return Job(configuration.request, configuration, make_plan(configuration, inventory), inventory, "mine")
 
 
 def test_what_was_measured_is_shown_although_the_profile_cannot_be_written(
