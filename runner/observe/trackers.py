@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,12 +85,14 @@ class Attempt:
     order     what the process is to open
     where     folder and address once open -> the note
     unsent    folder -> what to add to the note when the end was cut short
+    flush_s   seconds after which rows that were handed over are on the disk
     """
 
     name: str
     order: Mapping[str, Any]
     where: Callable[[str, str | None], str]
     unsent: Callable[[str], str] = lambda folder: ""
+    flush_s: float = 3.0  # wandb: one second, see tracker_process.py, and time to be heard of
 
 
 class BackgroundTracker(Tracker):
@@ -107,6 +110,7 @@ class BackgroundTracker(Tracker):
         self._queue: queue.SimpleQueue[Row | Replay | None] = queue.SimpleQueue()  # None: the end
         self._batches = _batches(self._queue)
         self._unconfirmed: list[Row] = []
+        self._recent: deque[tuple[float, Row]] = deque()  # handed over lately: may not be on the disk yet
         self._num_dropped = 0
         self._accepts = True
         self._ends_at = math.inf  # monotonic; set by finish
@@ -181,16 +185,33 @@ class BackgroundTracker(Tracker):
                 self._note = attempt.where(opened["folder"], opened["url"]) + _because(self._reasons)
                 while self._unconfirmed or self._take():
                     process.ask({"rows": self._unconfirmed}, LOG_S, lambda: self._ends_at)
-                    self._unconfirmed = []
+                    self._remember(attempt.flush_s)
             except Failed as error:
-                self._reasons.append(f"{attempt.name}: {error}")
+                self._fall_back(attempt, error)
                 return False
             try:
                 process.ask({"finish": self._exit_code}, math.inf, lambda: self._ends_at)
                 process.let_end()
-            except Failed:
+            except Failed as error:
+                if time.monotonic() < self._ends_at:  # it broke, and was not cut short
+                    self._fall_back(attempt, error)
+                    return False
                 self._note += attempt.unsent(opened["folder"])
         return True
+
+    def _remember(self, flush_s: float) -> None:
+        """The rows are confirmed; what is not older than `flush_s`, and the last of them, may still be lost."""
+        now = time.monotonic()
+        self._recent.extend((now, row) for row in self._unconfirmed)
+        while len(self._recent) > len(self._unconfirmed) and self._recent[0][0] < now - flush_s:
+            self._recent.popleft()
+        self._unconfirmed = []
+
+    def _fall_back(self, attempt: Attempt, error: Failed) -> None:
+        """What the attempt may have lost is for the next one, which leaves out what is in a folder already."""
+        self._reasons.append(f"{attempt.name}: {error}")
+        self._unconfirmed = [*(row for _, row in self._recent), *self._unconfirmed]
+        self._recent.clear()
 
     def _take(self) -> bool:
         self._unconfirmed = next(self._batches, [])
@@ -268,7 +289,9 @@ def tensorboard(
     """
     must_be_installed("tensorboard")
     order = {"sink": "tensorboard", "run_dir": str(run_dir), "flush_s": flush_s}
-    show = Attempt("tensorboard", order, lambda folder, url: f"tensorboard --logdir {shlex.quote(folder)}")
+    show = Attempt(
+        "tensorboard", order, lambda folder, url: f"tensorboard --logdir {shlex.quote(folder)}", flush_s=flush_s
+    )
     return BackgroundTracker((show,))
 
 
