@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class PhaseEvidence:
     """What one phase took, over all processes that worked on it.
 
-    A process that goes on takes over what its checkpoint knows: what lay behind that, the writing of it too, is lost.
+    A process that goes on takes over what the one before has left, where that ended with the checkpoint; else what the
+    checkpoint knows: what lay behind that, the writing of it too, is lost.
     """
 
     name: str
@@ -47,8 +48,7 @@ class Evidence:
     parts_s           part -> seconds, which add up to `seconds` but for what no part accounts for: starting,
                       first_update; of the other updates data, transfer, forward, backward, optimizer, wait (for other
                       ranks); between them hooks, logging, drawing, evaluation, saving
-    ranks_s           the same for each rank, of the parts of updates only, the first update among them; empty for one
-                      process
+    ranks_s           the same for each rank, of the parts of updates only; empty for one process
     updates           those that the parts of updates are of: all of this process but the first
     step_time_ms      median of the rows of metrics.jsonl; low and high are the 10th and the 90th percentile
     data_wait         share of the time of updates that was spent waiting for data; `transfer` for copies to the device

@@ -238,6 +238,8 @@ def _train(
         )  # fmt: skip
         run, start = _open(job.plan, world, directory, screen, record, stack, leave_traces)
         run.pulse = pulse
+        before = evidence_in(record)
+        run.left = {phase.name: phase for phase in before.phases} if before else {}
         opened.append(run)
         screen.report_start(job.plan, run.parts, job.inventory, start)
         exit_code = 1
@@ -257,7 +259,7 @@ def _train(
             "metrics": dict(outcome.metrics),
             "baselines": run.baselines,
             "phases": {name: dataclasses.asdict(phase) for name, phase in run.records.items()},
-            "evidence": better_known(evidence_in(record), evidence).to_json(),
+            "evidence": better_known(before, evidence).to_json(),
         }
         screen.report_end(run, outcome, evidence)
         return Ended(outcome.exit_code, run.stop.requested is not None, run.dropped)

@@ -52,6 +52,7 @@ from runner.engine.assemble import Parts
 from runner.engine.balance import shares_by
 from runner.engine.council import Council
 from runner.engine.evaluate import evaluate
+from runner.engine.evidence import PhaseEvidence
 from runner.engine.faults import explain, is_of_task
 from runner.engine.kinds import KINDS, Gradients, check_parameters
 from runner.engine.loop import Position, StepInfo
@@ -210,6 +211,7 @@ class TrainingRun:
     dropped: tuple[int, ...] = ()  # ranks without which the run goes on: it is faster so
     pulse: Pulse = field(default_factory=Pulse)  # what the watchdog looks at
     tally: Tally = field(default_factory=Tally)
+    left: Mapping[str, PhaseEvidence] = field(default_factory=dict)  # by phase, what the process before told at its end
 
     @property
     def reached(self) -> int:
@@ -299,6 +301,10 @@ class TrainingRun:
         self.records = {name: PhaseRecord(**record) for name, record in state["records"].items()}
         if start.path.parent == self.directory.checkpoints:  # else it is another run's, and this one has none yet
             self.kept = [int(number) for number in state["kept"]]
+            for name, record in self.records.items():
+                known = self.left.get(name)
+                if known is not None and known.updates == record.updates and (known.seconds or 0.0) > record.seconds:
+                    record.seconds, record.parts_s = known.seconds or 0.0, dict(known.parts_s)
 
     def _begin_after(self, start: Loaded) -> None:
         """Take the model of a finished phase that is not run again; the next one begins with it."""
@@ -381,6 +387,7 @@ class Phase:
         self._told: set[str] = set()  # what is said once
         self.idle: Mapping[str, float] = {}
         self.parts_of_ranks: list[tuple[Mapping[str, float], ...]] = []  # seconds by part, since the last row
+        self._num_heard = 0  # updates of which all ranks have told their times
         self.save_is_late = False  # rank 0 says so, and all ranks know it
         self.record = run.records.setdefault(self.name, PhaseRecord(planned.kind))
         self.record.total = self.total
@@ -584,7 +591,9 @@ class Phase:
 
     def _compare_ranks(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: tuple[int, ...]) -> None:
         """Name who holds the others up, and deal the next updates as it is fastest, where that was asked for."""
-        self.parts_of_ranks.append(seconds)
+        self._num_heard += 1
+        if self._first is None or self._num_heard > 1:  # the first update of the process is start-up
+            self.parts_of_ranks.append(seconds)
         if update % self.run_.plan.settings.log_every == 0:
             self.idle = self.run_.parts.parallel.idle()
         if not self.order.shares:  # stages of a pipeline have unlike work

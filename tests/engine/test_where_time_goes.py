@@ -59,6 +59,8 @@ class Slow(Task):
     def begin_update(self, progress): self.sleep("hooks")
     def loss(self, model, batch):
         self.sleep("forward")
+        self.sleep("first")
+        self.s["first"] = 0.0
         x, y = batch
         return F.cross_entropy(SlowBackward.apply(model(x[:, :4]), self.s["backward"]), y, reduction="sum"), len(y)
     def evaluate(self, model, batch):
@@ -67,9 +69,9 @@ class Slow(Task):
         return {"loss": (F.cross_entropy(model(x[:, :4]), y, reduction="sum"), len(y))}
 
 def build(*, data: float = 0, forward: float = 0, backward: float = 0, optimizer: float = 0, hooks: float = 0,
-          evaluation: float = 0, saving: float = 0, ragged: bool = False, rank: int = -1) -> Task:
+          evaluation: float = 0, saving: float = 0, first: float = 0, ragged: bool = False, rank: int = -1) -> Task:
     return Slow(dict(data=data, forward=forward, backward=backward, optimizer=optimizer, hooks=hooks,
-                     evaluation=evaluation, saving=saving), ragged, rank)
+                     evaluation=evaluation, saving=saving, first=first), ragged, rank)
 """
 BASE = "train --task task.py run=r updates=12 global_batch_size=8 log_every=4 evaluate.every=0 monitor=off"
 LAG_S = 0.02  # of the late device, which is waited for at the end
@@ -165,6 +167,24 @@ def test_a_rank_that_waits_says_so(server: ForkServer, folder: Path) -> None:
     assert row["rank1/forward_ms"] >= 30
     assert row["perf/wait_ms"] >= 20
     assert "rank0/transfer_ms" not in row
+
+
+def test_the_first_update_is_in_no_part_of_a_rank(server: ForkServer, folder: Path) -> None:
+    ranks = "parallelism=ddp parallelism.world_size=2 device=cpu"
+    found = evidence_of(server, folder, f"{ranks} task.first=2000")
+    assert len(found.ranks_s) == 2
+    assert found.parts_s["first_update"] >= 2.0
+    assert all(sum(seconds.values()) < 2.0 for seconds in found.ranks_s)
+
+
+def test_no_save_is_lost_between_a_run_and_its_continuation(server: ForkServer, folder: Path) -> None:
+    """The last one is no part of the checkpoint that it writes."""
+    one = evidence_of(server, folder, "task.saving=300")
+    other = evidence_of(server, folder, "task.saving=300 updates=16 resume_allow=[updates,task.saving]")
+    (phase,) = other.phases
+    assert one.parts_s["saving"] >= 0.3
+    assert phase.parts_s["saving"] == pytest.approx(one.parts_s["saving"] + other.parts_s["saving"])
+    assert phase.seconds == pytest.approx(sum(phase.parts_s.values()), abs=0.04 + 2 * LAG_S)
 
 
 def test_a_stopped_run_leaves_what_it_knows_and_the_next_one_counts_on(server: ForkServer, folder: Path) -> None:
