@@ -123,7 +123,7 @@ class Measured:
     @property
     def left_out(self) -> str:
         """Return in words which steps no scale shows; empty where all are shown."""
-        words = [f"{_name(name)} step {number}: {_ms(value)} ms" for name, number, value in self.beyond]
+        words = [f"{_short(name)} step {number}: {_ms(value)} ms" for name, number, value in self.beyond]
         return f"beyond the scale (compilation, or the machine was busy): {shortened(words)}" if words else ""
 
     @property
@@ -170,7 +170,7 @@ class Measured:
         of_it = (
             name
             for name, each in self.facts.items()
-            if each.get("mode") == "cumulative" and (each.get("members") or [None])[-1] == technique
+            if each.get("mode") == "cumulative" and list(each.get("members") or ())[-1:] == [technique]
         )
         return next(of_it, None)
 
@@ -200,7 +200,7 @@ def steps(measured: Measured) -> Any:
     _dress(axes, "step", "time of a step (ms)")
     _count(axes)
     axes.margins(x=0.02)
-    _title(figure, axes, "Time of each step", [measured.origin, measured.left_out and f"▲ {measured.left_out}"])
+    _title(figure, axes, "Time of each step", [measured.origin, measured.left_out and f"▲ {measured.left_out}"], 0.7)
     labels = [_label(name, measured) for name in order]
     figure.legend(
         [drawn[name] for name in order], labels, loc="outside right upper", frameon=False, fontsize=8,
@@ -326,9 +326,9 @@ def beside_published(measured: Measured, published: Published | None) -> Any | N
 # ---------------------------------------------------------------- parts of pictures
 
 
-def _title(figure: Any, axes: Any, title: str, notes: Sequence[str]) -> None:
-    """Put the title above, and the notes below it in lines that fit."""
-    width = int(figure.get_figwidth() * _LETTERS_PER_INCH)
+def _title(figure: Any, axes: Any, title: str, notes: Sequence[str], room: float = 1.0) -> None:
+    """Put the title above, and the notes below it in lines that fit in this share of the width."""
+    width = int(room * figure.get_figwidth() * _LETTERS_PER_INCH)
     lines = [line for note in notes if note for line in textwrap.wrap(note, width)]
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
     axes.set_title("\n".join(lines), loc="left", fontsize=8, color="0.35")
@@ -364,10 +364,8 @@ def _rows_of_bars(axes: Any, labels: Sequence[str], ratios: Collection[Ratio]) -
 
 def _whisker(axes: Any, row: float, ratio: Ratio) -> None:
     if _has_interval(ratio) and ratio is not _OF_BASELINE:
-        axes.errorbar(
-            ratio.middle, row, xerr=[[ratio.middle - ratio.low], [ratio.high - ratio.middle]],
-            color="#222222", capsize=3, linewidth=1.3, zorder=5,
-        )  # fmt: skip
+        center, half = (ratio.low + ratio.high) / 2, (ratio.high - ratio.low) / 2
+        axes.errorbar(center, row, xerr=half, fmt="none", ecolor="#222222", capsize=3, elinewidth=1.3, zorder=5)
 
 
 def _write_values(axes: Any, texts: Mapping[float, str]) -> None:
@@ -403,6 +401,10 @@ def _name(text: str) -> str:
     return f"\N{HAIR SPACE}{shown}" if shown.startswith("_") else shown
 
 
+def _short(name: str) -> str:
+    return _name(name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH - 4]} ...")
+
+
 def _lines(text: str) -> int:
     return text.count("\n") + 1
 
@@ -422,7 +424,7 @@ def _value(ratio: Ratio) -> str:
 
 
 def _has_interval(ratio: Ratio) -> bool:
-    return ratio.low > 0 and math.isfinite(ratio.high)
+    return 0 < ratio.low <= ratio.high < math.inf
 
 
 def _kind(ratio: Ratio) -> str:
