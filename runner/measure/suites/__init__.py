@@ -9,4 +9,5 @@ SUITES: dict[str, tuple[str, str]] = {
     "batch": ("batch", "which micro-batch: samples per second by size"),
     "loader": ("loader", "which loader: workers, prefetch, pinned memory and cache, with what is waited for data"),
     "before_after": ("before_after", "plain settings against what the runner chooses: time, memory, inference"),
+    "devices": ("devices", "CPU against GPU, or threads: by phase and size, with the batch from which which is faster"),
 }

@@ -1,0 +1,287 @@
+"""Which of two devices: statistics and gradients, small and large, and from which batch or size on which is faster."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from runner.base.configuration import merge_overrides
+from runner.base.errors import ConfigError, Problem
+from runner.base.schema import did_you_mean
+from runner.base.speed import Line, fit
+from runner.measure.contest import (
+    Answers,
+    Place,
+    in_turns,
+    kept,
+    limits_of,
+    place_of,
+    refuse_words,
+    skipped_of,
+    some_of,
+    whole_numbers,
+)
+from runner.measure.statistics import CONFIDENCE, Ratio, paired
+from runner.measure.suite import Report, Table, Value, Wanted
+from runner.measure.trial import Cell, Trials
+from runner.plan.inventory import Inventory
+
+# devices: two of cpu, cpu:THREADS, cuda, cuda:N, mps; auto: CPU and GPU, or one thread and all where there is no GPU
+# batches: samples of an update
+# sides: of a cube in pixels; the smallest is the small workload, the largest the large one
+# by: what a crossover is looked for in
+OPTIONS: dict[str, str] = {"devices": "auto", "batches": "2,4,8,16", "sides": "32,64,96,128", "by": "batch,size"}
+
+Blocks = Mapping[int, Sequence[float]]
+Overrides = tuple[str, ...]
+
+
+def run(wanted: Wanted) -> Report:
+    """Return what two devices take for both phases of `hyperspectral`, and where they cross.
+
+    Raises ConfigError for a device that is not here, a number that is none, and for another task.
+    """
+    refuse_words(wanted, OPTIONS)
+    batches, sides = (tuple(sorted(whole_numbers(wanted.options, key))) for key in ("batches", "sides"))
+    kinds = some_of(wanted.options, "by", ("batch", "size"))
+    request = wanted.request
+    other = [word for word in request.overrides if word.startswith("task=") and word != f"task={TASK}"]
+    if request.task_file or other:
+        what = f"is not measured by this suite: its phases are those of {TASK}"
+        raise ConfigError(Problem(what, other[0] if other else "--task", f"say task={TASK}"))
+    own = merge_overrides((f"task={TASK}", "task.data=synthetic"), request.overrides)
+    wanted = dataclasses.replace(wanted, request=dataclasses.replace(request, overrides=own))
+    with place_of(wanted) as place:
+        devices = _devices(wanted.options["devices"], place.inventory)
+        points = [(batch, sides[0]) for batch in batches] if "batch" in kinds else []
+        points += [(batches[0], side) for side in sides] if "size" in kinds else []
+        points = list(dict.fromkeys([(batches[0], sides[0]), *points, (batches[0], sides[-1])]))
+        cells = [_cell(device, words, *point) for point in points for device, words in devices.items()]
+        trials = place.arena.measure(cells, limits_of(0.65 * wanted.budget_s), wanted.say)
+        ends = list(dict.fromkeys((sides[0], sides[-1])))
+        fits = {
+            side: in_turns(
+                place,
+                [_cell(device, words, batches[0], side) for device, words in devices.items()],
+                wanted, lambda _: {"do": "fit"}, 0.35 * wanted.budget_s / len(ends),
+            )
+            for side in ends
+        }  # fmt: skip
+    lines: dict[str, dict[str, Blocks]] = {}
+    if "batch" in kinds:
+        of_batch = [(batch, sides[0]) for batch in batches]
+        lines["batch"] = {device: _blocks(trials, device, of_batch, 0) for device in devices}
+    if "size" in kinds:
+        of_size = [(batches[0], side) for side in sides]
+        lines["size"] = {device: _blocks(trials, device, of_size, 1) for device in devices}
+    return kept(wanted, "devices", _report(place, list(devices), trials, fits, lines, batches[0]), trials)
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def _devices(text: str, inventory: Inventory) -> dict[str, Overrides]:
+    """Return name -> words of the configuration, of two devices. Raises ConfigError."""
+    gpus, cores = [gpu.torch_name for gpu in inventory.usable], inventory.cpu.logical_cores
+    if text == "auto":
+        if not gpus and cores < 2:
+            what = "there is one device here with one core: nothing to compare"
+            raise ConfigError(Problem(what, "devices=auto", "say devices=cpu:1,cpu:2"))
+        names = ["cpu", gpus[0]] if gpus else ["cpu:1", f"cpu:{cores}"]
+    else:
+        names = [word.strip() for word in text.strip("[]").split(",")]
+    if len(set(names)) != 2 or len(names) != 2:
+        raise ConfigError(Problem("must be two different devices", f"devices={text}", "say devices=cpu:1,cpu:2"))
+    return {name: _words_of(name, gpus, text) for name in names}
+
+
+def _words_of(name: str, gpus: Sequence[str], text: str) -> Overrides:
+    kind, has_number, number = name.partition(":")
+    if kind == "cpu" and (not has_number or (number.isascii() and number.isdigit() and int(number) > 0)):
+        return ("device=cpu", *([f"backend.threads={number}"] if has_number else []))
+    if name in gpus or (name == "cuda" and any(gpu.startswith("cuda") for gpu in gpus)):
+        return (f"device={name}",)
+    here = ", ".join(["cpu", "cpu:THREADS", *gpus])
+    what = f"{name or 'nothing'} is no device of this machine, which has {here}"
+    fix = did_you_mean(name, ["cpu", "cuda", *gpus]) or "say devices=cpu:1,cpu:2"
+    raise ConfigError(Problem(what, f"devices={text}", fix))
+
+
+def _cell(device: str, words: Overrides, batch: int, side: int) -> Cell:
+    own = (f"global_batch_size={batch}", f"micro_batch_size={batch}", f"task.height={side}", f"task.width={side}")
+    return Cell(_name(device, batch, side), (*words, *own))
+
+
+def _name(device: str, batch: int, side: int) -> str:
+    return f"{device}, batch {batch}, side {side}"
+
+
+def _blocks(trials: Trials, device: str, points: Sequence[tuple[int, int]], which: int) -> Blocks:
+    """Return seconds per update of each point: by samples, or by pixels of a sample."""
+    found = {}
+    for point in points:
+        cell = trials.of(_name(device, *point))
+        if cell.blocks_ms and not cell.why_not:
+            found[point[0] if which == 0 else point[1] ** 2] = [each / 1e3 for each in cell.blocks_ms.values()]
+    return found
+
+
+# ---------------------------------------------------------------- where they cross
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where the second device becomes faster than the first, or slower, by what t = a + c x says.
+
+    at         None: not inside what was measured, or nobody can be sure
+    low, high  the interval of it
+    lines      of both devices; residuals: root mean square of their relative distances from the medians
+    said       in words
+    """
+
+    at: float | None
+    low: float | None
+    high: float | None
+    lines: tuple[Line, Line]
+    residuals: tuple[float, float]
+    said: str
+
+
+def crossing(names: Sequence[str], first: Blocks, second: Blocks, unit: str) -> Crossing | None:
+    """Return where the fitted lines of two devices cross; None where fewer than two points of a device are known.
+
+    The interval is that of the bootstrap over the blocks of each point. Where more than a twentieth of the lines that
+    could be do not cross inside what was measured, or where a line does not fit, there is no crossing to speak of.
+    """
+    if min(len(first), len(second)) < 2:
+        return None
+    lines = (_line(first), _line(second))
+    residuals = (_residual(lines[0], first), _residual(lines[1], second))
+    measured = sorted(first.keys() & second.keys())
+    low, high = measured[0], measured[-1]
+    rng = np.random.default_rng(0)
+    drawn = [_meeting(_line(_drawn(first, rng)), _line(_drawn(second, rng))) for _ in range(RESAMPLES)]
+    inside = [at for at in drawn if at is not None and low <= at <= high]
+    at = _meeting(*lines)
+    if max(residuals) > FITS:
+        said = f"no clear change: a straight line does not fit ({max(residuals):.0%} off)"
+        return Crossing(None, None, None, lines, residuals, said)
+    if at is None or not low <= at <= high or len(inside) < CONFIDENCE * RESAMPLES:
+        ahead = {lines[0].seconds(x) < lines[1].seconds(x) for x in (low, high)}
+        is_clear = len(ahead) == 1 and len(inside) < (1 - CONFIDENCE) * RESAMPLES
+        faster = names[0] if True in ahead else names[1]
+        said = f"no crossing: {faster} is faster from {low:,} to {high:,} {unit}" if is_clear else "no clear change"
+        return Crossing(None, None, None, lines, residuals, said)
+    ends = np.quantile(inside, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    winner = names[1] if lines[1].per_sample_s < lines[0].per_sample_s else names[0]
+    said = f"{winner} is faster from about {at:,.3g} {unit} on [{ends[0]:,.3g}, {ends[1]:,.3g}]"
+    return Crossing(at, float(ends[0]), float(ends[1]), lines, residuals, said)
+
+
+def _line(blocks: Blocks) -> Line:
+    return fit((x, median(seconds)) for x, seconds in blocks.items())
+
+
+def _residual(line: Line, blocks: Blocks) -> float:
+    off = [line.seconds(x) / median(seconds) - 1 for x, seconds in blocks.items()]
+    return float(np.sqrt(np.mean(np.square(off))))
+
+
+def _drawn(blocks: Blocks, rng: np.random.Generator) -> Blocks:
+    return {x: list(rng.choice(np.asarray(seconds), len(seconds))) for x, seconds in blocks.items()}
+
+
+def _meeting(first: Line, second: Line) -> float | None:
+    slope = first.per_sample_s - second.per_sample_s
+    return (second.fixed_s - first.fixed_s) / slope if slope else None
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def _report(
+    place: Place,
+    devices: Sequence[str],
+    trials: Trials,
+    fits: Mapping[int, Mapping[str, Answers | str]],
+    lines: Mapping[str, Mapping[str, Blocks]],
+    batch: int,
+) -> Report:
+    first, second = devices
+    sizes = dict(zip(sorted(fits), ("small", "large"), strict=False))
+    rows: list[tuple[Value, ...]] = []
+    skipped, verdicts = skipped_of(trials), dict[str, str]()
+    for side, size in sizes.items():
+        told, ratio = _fits_of(fits[side], devices, batch, side)
+        name = f"statistics, {size}"
+        verdicts[name] = "not measured" if ratio is None else ratio.verdict
+        rows.append((name, side, *told, "" if ratio is None else str(ratio), verdicts[name]))
+        skipped |= {f"statistics, {key}": why for key, why in fits[side].items() if isinstance(why, str)}
+    for side, size in sizes.items():
+        one, two = (trials.of(_name(device, batch, side)) for device in devices)
+        ratio = trials.ratio(two, one)
+        name = f"gradients, {size}"
+        verdicts[name] = "not measured" if ratio is None else ratio.verdict
+        times = tuple(None if not cell.blocks_ms else cell.median_ms for cell in (one, two))
+        rows.append((name, side, *times, "" if ratio is None else str(ratio), verdicts[name]))
+    columns = ("phase", "side, pixels", f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
+    tables = [Table(f"{second} against {first}: a pass of statistics, an update of gradients", columns, rows)]
+    found = {
+        by: crossing(devices, blocks[first], blocks[second], UNITS[by]) for by, blocks in lines.items()
+    }  # fmt: skip
+    fitted = [row for by, each in found.items() for row in _fit_rows(by, each, devices)]
+    tables.append(Table("fits of an update, t = a + c x", FIT_COLUMNS, fitted))
+    notes = [*place.notes, *trials.notes]
+    notes += [f"by {by}: {each.said if each else 'not enough was measured for a line'}" for by, each in found.items()]
+    headline = _headline(devices, verdicts, found)
+    data = {
+        "crossings": {by: None if each is None else dataclasses.asdict(each) for by, each in found.items()},
+        "verdicts": verdicts,
+        "statistics": {str(side): dict(told) for side, told in fits.items()},
+    }
+    return Report(headline, tables, notes, skipped, data)
+
+
+def _fits_of(
+    told: Mapping[str, Answers | str], devices: Sequence[str], batch: int, side: int
+) -> tuple[tuple[Value, Value], Ratio | None]:
+    """Return milliseconds of a pass on each device, and their ratio."""
+    times = []
+    for device in devices:
+        answers = told.get(_name(device, batch, side), "")
+        times.append([] if isinstance(answers, str) else [1e3 * sum(each["seconds"].values()) for each in answers])
+    num = min(map(len, times))
+    if not num:
+        return (None, None), None
+    return (median(times[0]), median(times[1])), paired(times[0][:num], times[1][:num])
+
+
+def _fit_rows(by: str, found: Crossing | None, devices: Sequence[str]) -> list[tuple[Value, ...]]:
+    if found is None:
+        return []
+    return [
+        (by, device, 1e3 * line.fixed_s, 1e6 * line.per_sample_s, UNITS[by], 100 * residual)
+        for device, line, residual in zip(devices, found.lines, found.residuals, strict=True)
+    ]
+
+
+def _headline(devices: Sequence[str], verdicts: Mapping[str, str], found: Mapping[str, Crossing | None]) -> str:
+    first, second = devices
+    of = {
+        said: [name for name, verdict in verdicts.items() if verdict == known]
+        for said, known in (("faster", "better"), ("slower", "worse"), ("no clear change", "no clear change"))
+    }
+    parts = [f"{said} in {' and '.join(names)}" for said, names in of.items() if names]
+    crossings = [each.said for each in found.values() if each is not None and each.at is not None]
+    return ". ".join([f"{second} against {first}: {', '.join(parts) or 'not measured'}", *crossings])
+
+
+TASK = "hyperspectral"
+UNITS = {"batch": "samples an update", "size": "pixels a sample"}
+FIT_COLUMNS = ("by", "device", "a, ms", "c, us", "per", "residual, %")
+RESAMPLES = 200
+FITS = 0.2  # root mean square of the relative residuals above which the times are no line

@@ -1,0 +1,115 @@
+"""Laws of `accel-run benchmark suite=devices`: lines cross where they were planted, and doubt is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.base.errors import ConfigError
+from runner.measure.suites.devices import Blocks, crossing, run
+from tests.measure.suites import asked
+
+NAMES = ("cpu", "cuda:0")
+SETTINGS = ("task.num_cubes=32", "task.channels=4")
+
+
+def planted(fixed_s: float, per_sample_s: float, noise: float, seed: int = 0) -> Blocks:
+    """Return nine blocks of a device at each of five batches."""
+    rng = np.random.default_rng(seed)
+    return {
+        batch: [(fixed_s + per_sample_s * batch) * float(np.exp(noise * rng.standard_normal())) for _ in range(9)]
+        for batch in (2, 4, 8, 16, 32)
+    }
+
+
+def test_lines_cross_where_they_were_planted() -> None:
+    """1 ms per sample without more, against 6 ms and 0.25 ms per sample: the same at 8 samples."""
+    found = crossing(NAMES, planted(0.0, 1e-3, 0.02), planted(6e-3, 0.25e-3, 0.02, 1), "samples")
+
+    assert found is not None
+    assert found.at == pytest.approx(8, rel=0.1)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < 8 < found.high
+    assert found.said.startswith("cuda:0 is faster from about ")
+    assert max(found.residuals) < 0.05
+    assert found.lines[1].fixed_s == pytest.approx(6e-3, rel=0.1)
+
+
+def test_what_is_slower_everywhere_is_said_to_be() -> None:
+    found = crossing(NAMES, planted(1e-3, 1e-4, 0.02), planted(5e-3, 2e-4, 0.02, 1), "samples")
+
+    assert found is not None
+    assert found.at is None
+    assert found.said == "no crossing: cpu is faster from 2 to 32 samples"
+
+
+def test_devices_that_take_the_same_have_no_crossing() -> None:
+    for seed in range(20):
+        found = crossing(NAMES, planted(1e-3, 1e-3, 0.05, 2 * seed), planted(1e-3, 1e-3, 0.05, 2 * seed + 1), "samples")
+        assert found is not None
+        assert found.at is None, seed
+
+
+def test_times_that_are_no_line_are_said_to_be_none() -> None:
+    bent = {batch: [batch**3 / 1e5] * 9 for batch in (2, 4, 8, 16, 32)}
+
+    found = crossing(NAMES, bent, planted(5e-3, 2e-4, 0.0), "samples")
+
+    assert found is not None
+    assert found.at is None
+    assert "does not fit" in found.said
+
+
+def test_one_point_is_no_line() -> None:
+    assert crossing(NAMES, {2: [1.0]}, planted(1.0, 1.0, 0.0), "samples") is None
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
+    found = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="96,16"))
+
+    table, fits = found.tables
+    assert [row[:2] for row in table.rows] == [
+        ("statistics, small", 16), ("statistics, large", 96), ("gradients, small", 16), ("gradients, large", 96),
+    ]  # fmt: skip
+    times = {row[0]: row[2:4] for row in table.rows}
+    for phase in ("statistics", "gradients"):
+        for small, large in zip(times[f"{phase}, small"], times[f"{phase}, large"], strict=True):
+            assert 0 < small < large, phase  # type: ignore[operator]
+    assert [row[:2] for row in fits.rows] == [
+        ("batch", "cpu:1"), ("batch", "cpu:2"), ("size", "cpu:1"), ("size", "cpu:2"),
+    ]  # fmt: skip
+    assert found.headline.startswith("cpu:2 against cpu:1: ")
+    assert set(json.loads(found.files[0].read_text())["crossings"]) == {"batch", "size"}
+    assert not found.skipped
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cpu,tpu", "tpu is no device of this machine"),
+        ("cpu,cuda:99", "cuda:99 is no device of this machine"),
+        ("cpu:0,cpu:1", "cpu:0 is no device"),
+        ("cpu", "two different devices"),
+        ("cpu,cpu", "two different devices"),
+        ("cpu,", "nothing is no device"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(asked("devices", tmp_path, None, *SETTINGS, devices=text))
+
+
+@pytest.mark.parametrize(("key", "text"), [("batches", "0"), ("batches", "-2"), ("sides", "1.5"), ("by", "color")])
+def test_numbers_that_are_none_are_refused(tmp_path: Path, key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}={text}.*must be"):
+        run(asked("devices", tmp_path, None, **{key: text}))
+
+
+def test_another_task_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="task=gpt: is not measured by this suite"):
+        run(asked("devices", tmp_path, None, "task=gpt"))
