@@ -1193,6 +1193,12 @@ def selected_by_profile(profile: str, config_dir: Path | None = None) -> dict[st
     return chosen
 
 
+def facts_of_profiles(config_dir: Path | None = None) -> dict[str, dict[str, Any]]:
+    """Return profile -> its facts of hardware, of every profile that there is."""
+    found = {name: _load("hardware", name, config_dir).get("hardware") for name in options_of("hardware", config_dir)}
+    return {name: facts for name, facts in found.items() if isinstance(facts, dict)}
+
+
 def _file_keys(group: str, option: str, config_dir: Path | None, known: Container[str]) -> list[str]:
     """Return the keys that an option's file sets, as they are called on the command line."""
     content = {key: value for key, value in _load(group, option, config_dir).items() if key != "defaults"}

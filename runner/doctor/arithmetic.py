@@ -40,7 +40,7 @@ class Format:
 
 def matmul(context: Context) -> Iterator[Finding]:
     """A product of matrices per device and format, compared with float64."""
-    yield from _each(context, _products, "a product of matrices")
+    yield from _each(context, products, "a product of matrices")
 
 
 def convolution(context: Context) -> Iterator[Finding]:
@@ -92,7 +92,8 @@ class Work:
     growth: float = 1.0
 
 
-def _products() -> Work:
+def products() -> Work:
+    """Return the product of two square matrices; the size is their side."""
     import torch
 
     def make(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,9 +160,8 @@ def _each(context: Context, work: Callable[[], Work], what: str) -> Iterator[Fin
 def _tried(number: Format, work: Work, what: str) -> Finding:
     import torch
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(number.name, torch.float32)
-    device = torch.device(number.device.torch_name)
-    with torch.inference_mode(), _float32(number):
+    dtype, device = dtype_of(number), torch.device(number.device.torch_name)
+    with torch.inference_mode(), float32_of(number):
         error, allowed = _error(number, work, device, dtype), _allowed(number, work)
         if not error <= allowed:  # also of NaN
             seen = f"{what} is wrong by {error:.1e} of its size, {allowed:.1e} is what rounding explains"
@@ -175,7 +175,14 @@ def _tried(number: Format, work: Work, what: str) -> Finding:
     )
 
 
-def _float32(number: Format) -> AbstractContextManager[None]:
+def dtype_of(number: Format) -> torch.dtype:
+    """Return what torch calls the format; TF32 is a way to multiply float32."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(number.name, torch.float32)
+
+
+def float32_of(number: Format) -> AbstractContextManager[None]:
     """Return a context in which float32 products are what their name says."""
     from runner.base.tf32 import float32_matmul
 
@@ -209,7 +216,7 @@ def _rate(number: Format, work: Work, device: torch.device, dtype: torch.dtype) 
     size, most = work.sizes
     while True:
         one, other = (factor.to(dtype) for factor in work.make(size, device))
-        once_s = _seconds(functools.partial(work.call, one, other), device)
+        once_s = seconds(functools.partial(work.call, one, other), device)
         growth = work.flops(2 * size) / work.flops(size)
         bytes_next = (one.nbytes + other.nbytes) * 4 * 3
         free = number.device.free_bytes or number.device.memory_bytes
@@ -218,7 +225,7 @@ def _rate(number: Format, work: Work, device: torch.device, dtype: torch.dtype) 
         size *= 2
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
+def seconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of a call, the best of several; the first, which chooses kernels, does not count."""
     import torch
 

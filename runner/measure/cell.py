@@ -38,6 +38,7 @@ from runner.engine.evaluate import evaluate
 from runner.engine.loop import StepInfo
 from runner.engine.session import open_run
 from runner.engine.train import Phase, TrainingRun
+from runner.measure.counting import counted
 from runner.measure.probe import probe
 from runner.observe.memory import host_peak_gib
 from runner.plan.plan import PhasePlan
@@ -140,7 +141,7 @@ class Cell:
     def answer(self, order: Mapping[str, Any]) -> Answer:
         """Do what the order says; return what came of it, or the error in words."""
         orders: Mapping[str, Callable[..., Answer]] = {
-            "begin": self.begin, "make": self.make, "report": self.report, "probe": self.probe,
+            "begin": self.begin, "make": self.make, "report": self.report, "probe": self.probe, "count": self.count,
             "evaluate": self.evaluate, "fit": self.fit,
         }  # fmt: skip
         given = {key: value for key, value in order.items() if key != "do"}
@@ -269,6 +270,10 @@ class Cell:
                 self.run.parts.world.synchronize()
                 seconds[planned.name] = time.perf_counter() - began
         return {"seconds": seconds}
+
+    def count(self) -> Answer:
+        """Tell what the next update is made of: floating-point operations and bytes."""
+        return dataclasses.asdict(counted(lambda: next(self.updates), self.run.parts.world.device))
 
     def _prepared(self, wanted: str | None) -> PhasePlan:
         """Return the phase that is wanted, once the fits before it are made."""

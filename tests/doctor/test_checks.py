@@ -38,7 +38,7 @@ def by_subject(findings: Iterator[Any]) -> dict[str, Finding]:
 
 
 def product_that(call: Any) -> arithmetic.Work:
-    return dataclasses.replace(arithmetic._products(), call=call)
+    return dataclasses.replace(arithmetic.products(), call=call)
 
 
 WRONG = {

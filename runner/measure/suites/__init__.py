@@ -6,6 +6,7 @@ a Wanted and returns a Report.
 
 # suite -> (module in runner.measure.suites, what it answers)
 SUITES: dict[str, tuple[str, str]] = {
+    "machine": ("machine", "what the machine can do at most, and how near an update comes"),
     "batch": ("batch", "which micro-batch: samples per second by size"),
     "loader": ("loader", "which loader: workers, prefetch, pinned memory and cache, with what is waited for data"),
     "before_after": ("before_after", "plain settings against what the runner chooses: time, memory, inference"),

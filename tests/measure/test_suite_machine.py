@@ -1,0 +1,405 @@
+"""Laws of suite=machine: rates are what was done over the time it took, and a picture shows what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from runner.base.configuration import Request, facts_of_profiles
+from runner.base.errors import ConfigError
+from runner.doctor import arithmetic
+from runner.measure.counting import Count, counted
+from runner.measure.roofline import Point, Roofs, drawn, judged
+from runner.measure.suite import Wanted, screen
+from runner.measure.suites import SUITES, machine
+from runner.measure.suites.machine import Asked, Peaks, Rate, Turn, best, in_turns
+from runner.plan.inventory import GIB, Cpu, Device, Inventory
+
+TASK = Path(__file__).parent / "task_to_measure.py"
+CPU = Cpu("a CPU", 1, 1, 4 * GIB)
+DEVICE = torch.device("cpu")
+H100 = Device("cuda", 0, "NVIDIA H100 80GB HBM3", memory_bytes=80 * GIB, capability=(9, 0))
+
+
+def turn(once: Callable[[], float], name: str = "fp32", size: int = 1, amount: float = 1.0) -> Turn:
+    return Turn("matmul", "cpu", name, size, amount, once)
+
+
+def taking(*seconds: float) -> Callable[[], float]:
+    each = itertools.cycle(seconds)
+    return lambda: next(each)
+
+
+# ---------------------------------------------------------------- turns
+
+
+def test_a_rate_is_what_was_done_over_the_seconds_it_took() -> None:
+    rates, failed = in_turns([turn(taking(0.5), amount=2.0 * 1024**3)], rounds=5, seconds=60)
+
+    assert failed == {}
+    assert rates[0].per_s == (4.0 * 1024**3,) * 5
+
+
+def test_the_median_and_half_of_the_rounds_are_told() -> None:
+    rates, _ = in_turns([turn(taking(1.0, 0.5, 0.25, 0.2, 0.1))], rounds=5, seconds=60)
+
+    assert rates[0].median == 4.0
+    assert rates[0].quartiles == (2.0, 5.0)
+
+
+def test_the_fastest_size_counts() -> None:
+    sizes = [turn(taking(1.0), size=256, amount=1.0), turn(taking(1.0), size=512, amount=8.0)]
+
+    (rate,) = best(in_turns(sizes, rounds=3, seconds=60)[0])
+
+    assert (rate.size, rate.median) == (512, 8.0)
+
+
+def test_cells_take_turns_in_an_order_drawn_anew() -> None:
+    played: list[str] = []
+
+    def once(name: str) -> float:
+        played.append(name)
+        return 1.0
+
+    names = "abcdef"
+    in_turns([turn(lambda name=name: once(name), name) for name in names], rounds=6, seconds=60)  # type: ignore[misc]
+
+    rounds = ["".join(played[start : start + len(names)]) for start in range(0, len(played), len(names))]
+    assert all(sorted(each) == list(names) for each in rounds), "each takes part in each round"
+    assert len(set(rounds)) > 1
+
+
+def test_what_fails_is_out_with_its_reason_and_ends_nothing_else() -> None:
+    def fails() -> float:
+        raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'\nand a stack")
+
+    rates, failed = in_turns([turn(fails, "fp16"), turn(taking(1.0), "fp32")], rounds=3, seconds=60)
+
+    assert failed == {"cpu fp16": "\"addmm_impl_cpu_\" not implemented for 'Half'"}
+    assert [rate.name for rate in rates] == ["fp32"]
+
+
+def test_a_size_that_fails_does_not_take_the_others_with_it() -> None:
+    def no_memory() -> float:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    rates, failed = in_turns([turn(no_memory, size=512), turn(taking(1.0), size=256)], rounds=3, seconds=60)
+
+    assert ([rate.size for rate in rates], failed) == ([256], {})
+
+
+def test_a_small_budget_still_makes_a_few_rounds() -> None:
+    rates, _ = in_turns([turn(taking(1.0))], rounds=50, seconds=0.0)
+
+    assert len(rates[0].per_s) == machine.LEAST_ROUNDS
+
+
+# ---------------------------------------------------------------- the parts
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Asked:
+    return Asked(Inventory((), CPU), "cpu", 3, tmp_path / "outputs", 4 * machine.MIB)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes a millisecond, and no more than that."""
+
+    def planted(call: Callable[[], object], device: torch.device) -> float:
+        call()
+        return 1e-3
+
+    monkeypatch.setattr(arithmetic, "seconds", planted)
+    monkeypatch.setattr(machine, "LARGEST", 512)
+
+
+@pytest.mark.usefixtures("quick")
+def test_products_by_a_planted_clock_have_the_exact_rate(asked: Asked) -> None:
+    rates = {(rate.name, rate.size): rate.median for rate in machine._matmul(asked, 60.0).rates}
+
+    assert {name for name, _ in rates} >= {"fp32", "bf16", "fp64"}
+    for (name, size), rate in rates.items():
+        assert rate == pytest.approx(2.0 * size**3 / 1e-3, rel=1e-12), name
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_format_without_kernels_is_skipped_with_the_reason(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(number: Any, *_: Any) -> float:
+        if number.name == "fp16":
+            raise RuntimeError("not implemented for 'Half'")
+        return 1e-3
+
+    monkeypatch.setattr(machine, "_product_s", refuses)
+    found = machine._matmul(asked, 60.0)
+
+    assert found.skipped == {"cpu fp16 matmul": "not made for this device: not implemented for 'Half'"}
+    assert "fp16" not in {rate.name for rate in found.rates}
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_triad_reads_two_arrays_and_writes_one(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "LEAST_ARRAY", machine.MIB)
+    monkeypatch.setattr(machine, "_cache_bytes", lambda device: 0)
+    (rate,) = machine._copies(asked, 60.0).rates
+
+    assert rate.median == 3.0 * machine.MIB / 1e-3
+
+
+def test_an_array_of_the_triad_is_four_times_the_cache(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "LEAST_ARRAY", 1)
+    monkeypatch.setattr(machine, "_cache_bytes", lambda device: 10 * machine.MIB)
+
+    assert machine._triad(asked.inventory.cpu.device).size == 40 * machine.MIB
+
+
+def test_the_disk_is_written_and_read_and_nothing_is_left(asked: Asked, tmp_path: Path) -> None:
+    rates = {rate.name: rate for rate in machine._disk(asked, 60.0).rates}
+
+    assert set(rates) == {"written as a checkpoint is, with fsync", "read"}
+    assert all(rate.median > 0 and rate.size == asked.disk_bytes for rate in rates.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_gpu_all_that_needs_one_is_listed_with_the_reason() -> None:
+    broken = dataclasses.replace(H100, usable=False, why_not="its driver does not answer")
+    skipped = machine._without_gpus(["matmul", "copies"], Inventory((broken,), CPU), "auto")
+
+    assert {"GPU bf16 matmul", "GPU fp64 matmul", "host to device, pinned", "device to device"} <= set(skipped)
+    assert set(skipped.values()) == {"NVIDIA H100 80GB HBM3: its driver does not answer"}
+    assert set(machine._without_gpus(["matmul"], Inventory((), CPU), "auto").values()) == {"there is no GPU"}
+    assert machine._without_gpus(["matmul", "copies"], Inventory((H100,), CPU), "auto") == {}
+    said = machine._without_gpus(["matmul"], Inventory((H100,), CPU), "cpu")
+    assert set(said.values()) == {"device=cpu leaves it out"}
+
+
+# ---------------------------------------------------------------- peaks
+
+
+@pytest.fixture(scope="module")
+def peaks() -> Peaks:
+    return Peaks(facts_of_profiles())
+
+
+def rate_of(part: str, name: str) -> Rate:
+    return Rate(part, "cuda:0", name, 1, (1.0,))
+
+
+def test_a_peak_is_that_of_the_profile_of_this_very_device_with_its_source(peaks: Peaks) -> None:
+    facts = facts_of_profiles()["h100"]["devices"][0]
+
+    peak, source = peaks.of(H100, rate_of("matmul", "bf16"))
+    assert peak == facts["bf16_tensor_tflops"] * 1e12
+    assert facts["source"]["bf16_tensor_tflops"] in source
+    peak, _ = peaks.of(H100, rate_of("copies", "memory, triad"))
+    assert peak == facts["memory_bandwidth_gb_s"] * 1e9
+
+
+@pytest.mark.parametrize(
+    ("device", "part", "name", "why"),
+    [
+        (CPU.device, "matmul", "fp32", "which nobody tells here"),
+        (H100, "matmul", "fp64", "has no figure for it"),
+        (H100, "copies", "host to device, pinned", "has no figure for it"),
+        (dataclasses.replace(H100, name="NVIDIA H100 PCIe"), "matmul", "bf16", "no hardware profile is of"),
+    ],
+)
+def test_a_peak_that_nobody_published_is_not_guessed(
+    peaks: Peaks, device: Device, part: str, name: str, why: str
+) -> None:
+    peak, source = peaks.of(device, rate_of(part, name))
+
+    assert peak is None
+    assert why in source
+
+
+# ---------------------------------------------------------------- counting
+
+
+def test_the_count_of_a_product_is_exact() -> None:
+    one, other = torch.randn(8, 16), torch.randn(16, 4)
+
+    count = counted(lambda: one @ other, DEVICE)
+
+    assert count == Count(flops=2.0 * 8 * 16 * 4, bytes=4.0 * (8 * 16 + 16 * 4 + 8 * 4))
+
+
+def test_backward_passes_count() -> None:
+    model, batch = nn.Linear(16, 4, bias=False), torch.randn(8, 16)
+    forward = counted(lambda: model(batch), DEVICE)
+
+    both = counted(lambda: model(batch).sum().backward(), DEVICE)
+
+    assert both.flops == 2 * forward.flops, "the gradient of the weight is another product, the input needs none"
+
+
+def attended(inputs: list[torch.Tensor]) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(*inputs)
+
+
+def test_attention_counts_on_a_cpu_too() -> None:
+    batch, heads, length, size = 2, 3, 16, 8
+    inputs = [torch.randn(batch, heads, length, size, requires_grad=True) for _ in range(3)]
+    products = 2 * (2.0 * batch * heads * length * length * size)  # scores, and their product with the values
+
+    assert counted(lambda: attended(inputs), DEVICE).flops == products
+    assert counted(lambda: attended(inputs).sum().backward(), DEVICE).flops > 2 * products
+
+
+@pytest.mark.parametrize(
+    ("make", "moved"),
+    [
+        (lambda x: x.view(-1).t(), 0),
+        (lambda x: x[:, 1:].reshape(1, *x[:, 1:].shape).detach(), 0),
+        (torch.empty_like, 0),
+        (lambda x: x + 1, 2),
+        (lambda x: x.add_(1), 2),
+        (lambda x: x.copy_(torch.empty_like(x)), 2),
+        (lambda x: x.zero_(), 1),
+        (lambda x: torch.add(x, x, out=torch.empty_like(x)), 3),
+        (lambda x: x.new_zeros(1).expand_as(x) + x, 2),
+    ],
+)
+def test_each_operation_reads_its_operands_and_writes_its_results_once(
+    make: Callable[[torch.Tensor], Any], moved: int
+) -> None:
+    x = torch.ones(64, 64)
+
+    found = counted(lambda: make(x), DEVICE).bytes
+
+    assert found == pytest.approx(moved * x.nbytes, abs=16), "in arrays, besides single numbers"
+
+
+def test_of_a_table_only_the_rows_that_are_asked_for_are_read() -> None:
+    table, rows = torch.randn(10_000, 8), torch.tensor([1, 5])
+
+    found = counted(lambda: functional.embedding(rows, table), DEVICE).bytes
+
+    assert found == 2 * (2 * 8 * 4) + rows.nbytes
+
+
+# ---------------------------------------------------------------- the picture
+
+ROOFS = Roofs("a device", {"fp32": 1e12, "bf16": 4e12}, 1e11)
+
+
+def point_of(flops: float, bytes_: float, seconds: float, name: str = "fp32") -> Point:
+    return Point("a task", Count(flops, bytes_), seconds, name)
+
+
+def test_the_roof_is_the_lower_one_of_memory_and_arithmetic() -> None:
+    assert ROOFS.ridge("fp32") == 10.0
+    assert ROOFS.over(1.0, "fp32") == 1e11
+    assert ROOFS.over(10.0, "fp32") == 1e12
+    assert ROOFS.over(1000.0, "bf16") == 4e12
+
+
+@pytest.mark.parametrize("intensity", [1e-3, 0.5, 30.0, 1e5])
+def test_the_update_lies_at_its_intensity_and_throughput_within_the_picture(intensity: float) -> None:
+    pytest.importorskip("matplotlib")
+    point = point_of(intensity * 1e9, 1e9, 0.1)
+
+    (axes,) = drawn(ROOFS, point).axes
+    (update,) = (line for line in axes.lines if line.get_label() == "update")
+
+    assert (update.get_xdata()[0], update.get_ydata()[0]) == (point.intensity, point.throughput / 1e12)
+    assert axes.get_xlim()[0] < intensity < axes.get_xlim()[1]
+    assert axes.get_ylim()[0] < point.throughput / 1e12 < axes.get_ylim()[1]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert "FLOP per byte" in axes.get_xlabel()
+    assert "TFLOP/s" in axes.get_ylabel()
+
+
+@pytest.mark.parametrize(("peak", "unit"), [(9e11, "GFLOP/s"), (1e12, "TFLOP/s")])
+def test_the_unit_is_that_of_the_highest_roof(peak: float, unit: str) -> None:
+    pytest.importorskip("matplotlib")
+    (axes,) = drawn(Roofs("a device", {"fp32": peak}, 1e10), None).axes
+
+    assert axes.get_ylabel() == f"throughput, {unit}"
+    assert max(max(line.get_ydata()) for line in axes.lines) == pytest.approx(peak / {"G": 1e9, "T": 1e12}[unit[0]])
+
+
+def test_the_sentence_names_the_roof_that_holds() -> None:
+    assert "50% of the roof over it, memory at 100 GB/s" in judged(ROOFS, point_of(1e9, 1e9, 0.02))
+    assert "25% of the roof over it, fp32 products" in judged(ROOFS, point_of(1e11, 1e9, 0.4))
+    assert "caches hold much of it" in judged(ROOFS, point_of(1e9, 1e9, 0.001))
+
+
+# ---------------------------------------------------------------- the suite
+
+
+def wanted(folder: Path, *words: str, **options: str) -> Wanted:
+    settings = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=0")
+    request = Request((*settings, f"output_root={folder / 'outputs'}"), TASK)
+    return Wanted(request, words, {**machine.OPTIONS, **options}, folder, "here-", 10.0, lambda _: None)
+
+
+def test_the_suite_is_in_the_table() -> None:
+    assert SUITES["machine"][0] == "machine"
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        (("matmull",), {}, "did you mean matmul"),
+        ((), {"rounds": "0"}, "must be a whole number above 0"),
+        ((), {"disk_mib": "much"}, "say disk_mib=64"),
+    ],
+)
+def test_slips_are_said_before_anything_is_measured(
+    tmp_path: Path, words: tuple[str, ...], options: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        machine.run(wanted(tmp_path, *words, **options))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little is measured that the forked processes are done in a moment."""
+    monkeypatch.setattr(machine, "LARGEST", 256)
+    monkeypatch.setattr(machine, "LEAST_ARRAY", machine.MIB)
+    monkeypatch.setattr(machine, "TIMES_CACHE", 0)
+
+
+@pytest.mark.usefixtures("small")
+def test_all_of_it_is_measured_drawn_and_kept(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = machine.run(wanted(tmp_path, rounds="3", disk_mib="1"))
+
+    assert {table.title.split()[0] for table in report.tables} == {"products", "memory", "disk"}
+    assert "of the roof over it" in report.headline or "caches hold" in report.headline
+    assert (tmp_path / "here-roofline.png").read_bytes().startswith(b"\x89PNG")
+    kept = json.loads((tmp_path / "here-machine.json").read_text())
+    update = kept["update"]
+    assert update["flops"] == 2 * (2 * 16 * 8 * 8), "of one linear layer, whose input needs no gradient"
+    assert math.isfinite(update["seconds"])
+    assert update["roofs"].keys() >= {"fp32"}
+    assert any(line.startswith("not measured here") for line in screen(report))
+
+
+def _dies(*_: Any) -> Any:
+    import os
+
+    os._exit(9)
+
+
+def test_a_part_whose_process_dies_is_skipped_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "MEASURED", {**machine.MEASURED, "matmul": _dies})
+    report = machine.run(wanted(tmp_path, "matmul", "disk", rounds="3", disk_mib="1"))
+
+    assert "its process was killed" in report.skipped["matmul"]
+    assert [table.title for table in report.tables] == ["disk"]
