@@ -158,5 +158,5 @@ def _in_words(rate: float) -> str:
 
 
 _INK, _PALE, _ACCENT = "0.25", "0.65", "#c1440e"
-_ROOM = 0.7  # of the axis: right of it the words beside the update stand on its left
+_ROOM = 0.76  # of the axis: right of it the words beside the update stand on its left
 _APART = 1.45  # of two labels, on an axis of about four powers of ten
