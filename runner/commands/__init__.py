@@ -12,6 +12,7 @@ COMMANDS = {
     "monitor": ("monitor", "watch GPUs, CPU, RAM and who uses them, live or of a run"),
     "profile": ("profile", "show what an update is made of: operators, modules, memory, waits"),
     "advise": ("advise", "find what would make a run faster, and try it before saying so"),
+    "benchmark": ("benchmark", "measure what techniques gain on this machine, each against the baseline in turns"),
     "doctor": ("doctor", "try what training needs on this machine, and say what to change"),
     "export": ("export", "write the model of a run as safetensors, torch.export program and ONNX, each checked"),
     "import": ("import_", "make a safetensors file of somebody's .pt, without running what it holds"),

@@ -31,8 +31,22 @@ suites
   prefix=             before the names of these files
   --json              print all that was measured as JSON
 
+of the ladder; people add techniques of their own in CONFIG_DIR/benchmark/technique/NAME.yaml
+  NAME ...            only these techniques, each alone; the columns of others stay as they are
+  all                 everything, and pictures of it
+  init, reset, clean  begin the table of results, empty it, remove it with its pictures
+  plots               draw the results
+  techniques=all      or [bf16,compile]: which, in the order in which they are put on top of each other
+  modes=all           isolated, cumulative, leave_one_out, best: each alone; each on top of those before it; all but
+                      one; the best combination, measured anew
+  steps=50            updates of each in the table; rounds=60: most blocks of each
+  batch=N             global_batch_size, the samples of an update
+
 of the training, as for accel-run train: task=, --task FILE, hardware=, global_batch_size=, ...
 """
+
+
+OWN = {"suite": "ladder", "budget_s": "300", "folder": "benchmarks", "prefix": ""}  # of every suite
 
 
 def run(words: list[str]) -> int:
@@ -52,14 +66,9 @@ def _wanted(words: list[str]) -> tuple[Any, Any, bool]:
     """Return the module of the suite, what it is to do, and whether as JSON. Raises ConfigError."""
     from runner.measure.suite import Wanted
 
-    own = {"suite": "ladder", "budget_s": "300", "folder": "benchmarks", "prefix": ""}
     given = {key: value for key, has, value in (word.partition("=") for word in words) if has}
-    name = given.get("suite", own["suite"])
-    if name not in SUITES:
-        what = f"must be one of {', '.join(SUITES)}"
-        raise ConfigError(Problem(what, f"suite={name}", did_you_mean(name, SUITES)))
-    suite = import_module(f"runner.measure.suites.{SUITES[name][0]}")
-    own |= suite.OPTIONS
+    suite = suite_of(given.get("suite", OWN["suite"]))
+    own = OWN | suite.OPTIONS
     rest = [word for word in words if word != "--json" and word.partition("=")[0] not in own]
     own |= {key: value for key, value in given.items() if key in own}
     try:
@@ -82,6 +91,14 @@ def _wanted(words: list[str]) -> tuple[Any, Any, bool]:
         budget_s,
     )
     return suite, replace(wanted, say=_say), "--json" in words
+
+
+def suite_of(name: str) -> Any:
+    """Return the module of a suite. Raises ConfigError where there is none of that name."""
+    if name not in SUITES:
+        what = f"must be one of {', '.join(SUITES)}"
+        raise ConfigError(Problem(what, f"suite={name}", did_you_mean(name, SUITES)))
+    return import_module(f"runner.measure.suites.{SUITES[name][0]}")
 
 
 def _say(text: str) -> None:

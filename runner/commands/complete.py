@@ -225,6 +225,20 @@ def _advise(line: _Line) -> list[str]:
     return [*([] if line.lone else ["last", *_runs(line)]), *own, *_settings_or_flags(line)]
 
 
+def _benchmark(line: _Line) -> list[str]:
+    from runner.commands.benchmark import OWN, suite_of
+    from runner.measure.suites import SUITES
+
+    if line.last.startswith("suite="):
+        return [f"suite={name}" for name in SUITES]
+    if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
+        return _settings_or_flags(line, "--json")
+    suite = suite_of(line.overrides.get("suite", OWN["suite"]))
+    words = suite.words(line.config_dir) if hasattr(suite, "words") else []
+    own = [f"{key}=" for key in (*OWN, *suite.OPTIONS) if key not in line.overrides]
+    return [*(word for word in words if word not in line.lone), *own, *_settings_or_flags(line)]
+
+
 def _doctor(line: _Line) -> list[str]:
     if line.last.startswith("-"):
         return ["--quick", "--json", "--help"]
@@ -393,6 +407,7 @@ _COMMANDS: Mapping[str, Callable[[_Line], list[str]]] = {
     "status": _status,
     "monitor": _monitor,
     "advise": _advise,
+    "benchmark": _benchmark,
     "doctor": _doctor,
     "new": _new,
     "import_": _import,

@@ -17,8 +17,10 @@ import sys
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,12 @@ from runner.engine.train import Phase, TrainingRun
 from runner.measure.counting import counted
 from runner.measure.probe import probe
 from runner.observe.memory import host_peak_gib
+from runner.observe.nvml import Gpu, Nvml, open_nvml, slowed_by
 from runner.plan.plan import PhasePlan
 
 FOREVER = 10**12  # updates: a cell is asked for more until it is ended
 FIRST_UPDATES = 8  # losses and gradient norms of these are told, to be compared with those of the baseline
+TIMED_UPDATES = 200  # of a block, its last ones, are timed one by one: more would say nothing new
 
 Answer = dict[str, Any]
 
@@ -127,6 +131,50 @@ class MeasuredPhase(Phase):
         self.run_.parts.task.begin_update(Progress(self.name, update, self.whole, epoch))
 
 
+class Clock:
+    """Marks the ends of updates: by the host's clock, since a CPU has nothing under way when an update is over."""
+
+    def tick(self) -> Any:
+        """Return a mark; nobody waits."""
+        return time.perf_counter()
+
+    def between_ms(self, earlier: Any, later: Any) -> float:
+        """Return the milliseconds between two marks."""
+        return 1e3 * float(later - earlier)
+
+    def joules(self) -> float | None:
+        """Return what the device has taken so far, by its own counter; None where it has none."""
+        return None
+
+    def slowed(self) -> list[str]:
+        """Return what holds the device's clocks down, in words."""
+        return []
+
+
+class DeviceClock(Clock):
+    """The same on the stream of a GPU: the marks are read once the device has passed them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.nvml: Nvml = open_nvml()
+        self.gpu: Gpu | None = self.nvml.find(str(torch.cuda.get_device_properties(device).uuid))
+
+    def tick(self) -> Any:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def between_ms(self, earlier: Any, later: Any) -> float:
+        return float(earlier.elapsed_time(later))
+
+    def joules(self) -> float | None:
+        return self.nvml.read(self.gpu, ["energy_j"])["energy_j"] if self.gpu else None
+
+    def slowed(self) -> list[str]:
+        found = self.nvml.read(self.gpu, ["throttle_reasons"])["throttle_reasons"] if self.gpu else None
+        return list(slowed_by(found))
+
+
 class Cell:
     """A training run that is asked for updates."""
 
@@ -155,14 +203,22 @@ class Cell:
             return {"error": [{"what": words_of(error)}], "exit_code": int(Exit.SOFTWARE)}
 
     def begin(
-        self, overrides: list[str], task_file: str | None, config_dir: str | None, phase: str | None, evaluates: bool
+        self,
+        overrides: list[str],
+        task_file: str | None,
+        config_dir: str | None,
+        compiled: str,
+        phase: str | None,
+        evaluates: bool,
     ) -> Answer:
         """Build the run and its phase; tell what it is made of.
 
+        compiled   folder in which compiled code is kept: what another cell has compiled is not found
         phase      whose updates are made; None: the first that trains. Fits before it are made, other phases are not:
                    its updates cost the same whatever the weights are
         evaluates  whether evaluations on the way are made, as often as in the whole phase
         """
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         files = [Path(path) if path else None for path in (task_file, config_dir)]
         self.run = self.stack.enter_context(open_run(Request(tuple(overrides), *files)))
         planned = self._prepared(phase)
@@ -170,6 +226,7 @@ class Cell:
         self.stack.enter_context(self.phase)
         self.is_open = True
         self.updates = self.phase.updates()
+        self.clock = DeviceClock(self.run.parts.world.device) if self._is_on_gpu() else Clock()
         plan, parts, order = self.run.plan, self.run.parts, self.phase.order
         weights, device = list(parts.bare.parameters()), parts.world.device
         return {
@@ -195,7 +252,7 @@ class Cell:
         }
 
     def make(self, updates: int, unpaid: int = 0) -> Answer:
-        """Make so many updates; tell the seconds, and what of them was spent on what.
+        """Make so many updates; tell the seconds, what of them was spent on what, and what the last of them took each.
 
         unpaid  updates before them that are not timed: their batches may have become ready while the cell was stopped
         """
@@ -203,13 +260,22 @@ class Cell:
         for _ in range(unpaid):
             next(self.updates)
         world.synchronize()
-        before = watch.spent()
+        before, joules = watch.spent(), self.clock.joules()
         began = time.perf_counter()
+        ticks = deque([self.clock.tick()], maxlen=TIMED_UPDATES + 1)
         for _ in range(updates):
             next(self.updates)
+            ticks.append(self.clock.tick())
         world.synchronize()
-        seconds = time.perf_counter() - began
-        return {"updates": updates, "seconds": seconds, "parts_s": between(before, watch.spent())}
+        seconds, after = time.perf_counter() - began, self.clock.joules()
+        return {
+            "updates": updates,
+            "seconds": seconds,
+            "parts_s": between(before, watch.spent()),
+            "updates_ms": [round(self.clock.between_ms(*pair), 4) for pair in pairwise(ticks)],
+            "joules": None if joules is None or after is None else after - joules,
+            "slowed": self.clock.slowed(),
+        }
 
     def report(self) -> Answer:
         """Tell what was seen and used since the run was opened."""
@@ -274,6 +340,9 @@ class Cell:
     def count(self) -> Answer:
         """Tell what the next update is made of: floating-point operations and bytes."""
         return dataclasses.asdict(counted(lambda: next(self.updates), self.run.parts.world.device))
+
+    def _is_on_gpu(self) -> bool:
+        return bool(self.run.parts.world.device.type == "cuda")
 
     def _prepared(self, wanted: str | None) -> PhasePlan:
         """Return the phase that is wanted, once the fits before it are made."""

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ class Limits:
     budget_s      seconds for all, start-ups included
     rounds        fewest and most blocks of each cell
     block_s       seconds of a block of the baseline, about
+    least         fewest updates of a block, where they do not take too long
     start_s       that a cell may take to its first update
     together      False: one after the other in each round, never two of them alive
     evaluates     evaluations on the way are made, and belong to what is measured
@@ -69,6 +71,7 @@ class Limits:
     budget_s: float = 120.0
     rounds: tuple[int, int] = (6, 60)
     block_s: float = 0.4
+    least: int = 1
     start_s: float = 300.0
     together: bool = True
     evaluates: bool = False
@@ -82,6 +85,9 @@ class Measured:
 
     blocks_ms       milliseconds per update, by round; only rounds in which it took part are there
     parts_s         seconds of these blocks by part, as the stopwatch of the cell tells them
+    updates_ms      milliseconds of each of the last updates of a block, by round
+    block_j         joules per update, by round, where the device counts them
+    slowed          what held the device's clocks down -> in how many blocks
     start_s         seconds from nothing to a built run; first_update_s and warm_up_s come after them
     updates         of a block: about the same time for every cell, so that short ones are timed as well as long ones
     unpaid          updates before each block whose data may have become ready while the cell was stopped: not timed
@@ -93,6 +99,9 @@ class Measured:
     cell: Cell
     blocks_ms: dict[int, float] = field(default_factory=dict)
     parts_s: dict[str, float] = field(default_factory=dict)
+    updates_ms: dict[int, list[float]] = field(default_factory=dict)
+    block_j: dict[int, float] = field(default_factory=dict)
+    slowed: Counter[str] = field(default_factory=Counter)
     start_s: float = 0.0
     first_update_s: float = 0.0
     warm_up_s: float = 0.0
@@ -160,6 +169,7 @@ class Trials:
     mode     interleaved, or restarted for each block
     notes    what a reader must know to trust the figures
     needs_s  seconds of budget in which every cell would be started; 0 where every one was
+    others   cores that other processes kept busy before each round, when every cell stood still
     """
 
     cells: list[Measured]
@@ -167,6 +177,7 @@ class Trials:
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     needs_s: float = 0.0
+    others: list[float] = field(default_factory=list)
 
     @property
     def baseline(self) -> Measured:
@@ -229,6 +240,7 @@ class Arena:
         self.number = 0  # of processes started
         self.error = AccelRunError("nothing was started")  # the last one
         self.processes: dict[str, _Process] = {}
+        self.compiled: dict[str, Path] = {}  # cell -> folder of its compiled code, which its restarts find
         self._nurseries: dict[tuple[tuple[str, str], ...], _Nursery] = {}
 
     def __enter__(self) -> Arena:
@@ -253,10 +265,7 @@ class Arena:
                 process.end()
             self.processes.clear()
         trials.seconds = time.monotonic() - began
-        spread = _spread(list(trials.baseline.blocks_ms.values()))
-        if spread > RESTLESS:
-            what = f"half of the baseline's blocks lie {spread:.0%} apart"
-            trials.notes.append(f"the machine is restless: {what}; other processes run, or it throttles")
+        trials.notes += _disturbances(trials)
         return trials
 
     @contextmanager
@@ -274,6 +283,10 @@ class Arena:
             yield process.ask, measured
         finally:
             process.end()
+
+    def prepare(self, cell: Cell) -> None:
+        """What a cell imports is imported: that takes seconds, once, and no cell begins with it."""
+        self._nursery(cell.environment)
 
     def _nursery(self, environment: Mapping[str, str]) -> _Nursery:
         key = tuple(sorted(environment.items()))
@@ -296,18 +309,20 @@ class Arena:
                     "overrides": list(merge_overrides(merge_overrides(self.request.overrides, cell.overrides), own)),
                     "task_file": _text(self.request.task_file),
                     "config_dir": _text(self.request.config_dir),
+                    "compiled": str(self.compiled.setdefault(cell.name, self.folder / f"compiled-{self.number}")),
                     "phase": self.limits.phase,
                     "evaluates": self.limits.evaluates,
                 },
                 self.limits.start_s,
             )
-            measured.start_s = time.monotonic() - began
-            measured.first_update_s = process.make(1, self.limits.start_s)
+            start_s, first_update_s = time.monotonic() - began, process.make(1, self.limits.start_s)
             began, num, made = time.monotonic(), 1, 0
             while time.monotonic() - began < self.limits.block_s:
                 process.make(num, self.limits.start_s)
                 num, made = min(2 * num, WARM_UPDATES), made + num
-            measured.warm_up_s, measured.warm_up_updates = time.monotonic() - began, made
+            if not measured.start_s:  # what is opened again finds what it has compiled
+                measured.start_s, measured.first_update_s = start_s, first_update_s
+                measured.warm_up_s, measured.warm_up_updates = time.monotonic() - began, made
             ahead = measured.opened["ahead"]
             measured.unpaid = ahead + 1 if ahead else 0
             measured.updates = measured.updates or _updates_of_a_block(process, measured, self.limits, self.block_s)
@@ -320,6 +335,8 @@ class Arena:
     def _opened(self, cells: Sequence[Cell], deadline: float, say: Callable[[str], None]) -> Trials:
         """Start the baseline, and those of the others for which there is time and memory; all of them are stopped."""
         baseline = Measured(cells[0])
+        self.prepare(cells[0])
+        began = time.monotonic()
         first = self._start(baseline)
         if first is None:
             raise self.error
@@ -329,7 +346,7 @@ class Arena:
             trials.notes.append("the memory does not hold all cells at once: each is started again for each block")
         self.processes[baseline.cell.name] = first
         first.pause()
-        longest = time.monotonic() - (deadline - self.limits.budget_s)
+        longest = time.monotonic() - began
         turns = [baseline.turn_s + (0.0 if together else longest)]
         for cell in cells[1:]:
             measured = Measured(cell)
@@ -363,6 +380,7 @@ class Arena:
         order = random.Random(self.limits.seed)
         least, most = self.limits.rounds
         for number in range(most):
+            trials.others.append(psutil.cpu_count() * psutil.cpu_percent(STILL_S) / 100)  # all cells are stopped
             playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
             if len(playing) < 2 and number >= least:
                 return
@@ -394,12 +412,14 @@ class Arena:
                 return
         try:
             process.go_on()
-            made = process.ask(
-                {"do": "make", "updates": measured.updates, "unpaid": measured.unpaid}, self.limits.start_s
-            )
+            made = process.block(measured.updates, self.limits.start_s, measured.unpaid)
             measured.blocks_ms[number] = 1e3 * made["seconds"] / measured.updates
             for part, seconds in made["parts_s"].items():
                 measured.parts_s[part] = measured.parts_s.get(part, 0.0) + seconds
+            measured.updates_ms[number] = made["updates_ms"]
+            measured.slowed.update(made["slowed"])
+            if made["joules"] is not None:
+                measured.block_j[number] = made["joules"] / measured.updates
             if trials.mode == "restarted":
                 measured.report = process.ask({"do": "report"}, ANSWER_S)
         except AccelRunError as error:
@@ -514,7 +534,11 @@ class _Process(_Line):
 
     def make(self, updates: int, timeout_s: float) -> float:
         """Let it make so many updates; return the seconds they took."""
-        return float(self.ask({"do": "make", "updates": updates}, timeout_s)["seconds"])
+        return float(self.block(updates, timeout_s)["seconds"])
+
+    def block(self, updates: int, timeout_s: float, unpaid: int = 0) -> dict[str, Any]:
+        """Let it make so many updates; return what they took, without the `unpaid` ones before them."""
+        return self.ask({"do": "make", "updates": updates, "unpaid": unpaid}, timeout_s)
 
     def ask(self, order: Mapping[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
         """Return the answer to an order. Raises AccelRunError with what ended the cell, or that it took too long."""
@@ -586,7 +610,8 @@ def _updates_of_a_block(process: _Process, measured: Measured, limits: Limits, l
         num = min(LONGEST_BLOCK, max(2 * num, int(num * limits.block_s / max(seconds, 1e-6) / 2)))
         seconds = process.make(num, limits.start_s)
     update_s = seconds / num
-    num = max(1, round(limits.block_s / update_s), AHEAD * measured.unpaid)
+    least = limits.least if limits.least * update_s <= longest_s else 1
+    num = max(least, round(limits.block_s / update_s), AHEAD * measured.unpaid)
     periods: dict[str, int] = {name: period for name, period in measured.opened["periods"].items() if period}
     if not limits.evaluates:
         periods.pop("evaluation", None)
@@ -641,6 +666,20 @@ def _text(path: Path | None) -> str | None:
     return str(path) if path else None
 
 
+def _disturbances(trials: Trials) -> Iterator[str]:
+    """Yield what disturbed the measurement: a spread of the baseline, other processes, clocks that were held down."""
+    spread = _spread(list(trials.baseline.blocks_ms.values()))
+    if spread > RESTLESS:
+        what = f"half of the baseline's blocks lie {spread:.0%} apart"
+        yield f"the machine is restless: {what}; other processes run, or it throttles"
+    busy = statistics.fmean(trials.others) if trials.others else 0.0
+    if busy > BUSY_CORES:
+        yield f"the machine is busy: other processes keep {busy:.1f} of {psutil.cpu_count()} cores at work"
+    blocks = sum(len(cell.blocks_ms) for cell in trials.cells)
+    for reason, times in sum((cell.slowed for cell in trials.cells), Counter[str]()).most_common():
+        yield f"the device throttles: {reason}, in {times} of {blocks} blocks"
+
+
 def as_json(trials: Trials) -> dict[str, Any]:
     """Return all that was measured, JSON-able."""
     rows = []
@@ -648,7 +687,7 @@ def as_json(trials: Trials) -> dict[str, Any]:
         ratio, numerics = trials.ratio(cell), trials.numerics(cell)
         rows.append(
             {
-                **dataclasses.asdict(cell),
+                **{key: value for key, value in dataclasses.asdict(cell).items() if key != "updates_ms"},
                 "median_ms": None if not cell.blocks_ms else cell.median_ms,
                 "ratio": None if ratio is None else dataclasses.asdict(ratio) | {"verdict": ratio.verdict},
                 "numerics": None if numerics is None else dataclasses.asdict(numerics) | {"differ": numerics.differ},
@@ -673,10 +712,12 @@ ROOM = 1.2  # of what the baseline has taken: others may take more
 CONTEXT_GIB = 0.6  # of a process on a GPU, besides what torch has reserved
 CLEARLY_SLOWER = 0.95
 RESTLESS = 0.15
+STILL_S = 0.05  # before each round, in which nothing of ours runs
+BUSY_CORES = 0.25
 ROUNDING = 1e-3  # relative difference of losses that order of summation makes at most
 GRADIENT_FACTOR = 5  # a norm is more sensitive than a mean
 # What may change losses by more than rounding, and by how much: other formats, other random draws in dropout.
 TOLERANCES: Mapping[str, float] = {
     "precision": 0.03, "micro_batch_size": 0.05, "attention": 0.02, "compile": 0.02, "memory": 0.01, "device": 0.05,
-    "backend.threads": 0.01,
+    "backend.threads": 0.01, "optimizer": 0.02,
 }  # fmt: skip

@@ -17,11 +17,12 @@ def build(
     sleep_ms: float = 4.0,
     sample_ms: float = 0.0,
     scale: float = 1.0,
+    gradient: float = 1.0,
     items: int = 0,
     dies_at: int = 0,
     raises_at: int = 0,
 ) -> Task:
-    return Measured(sleep_ms, sample_ms, scale, items, dies_at, raises_at)
+    return Measured(sleep_ms, sample_ms, scale, gradient, items, dies_at, raises_at)
 
 
 class Rows:
@@ -40,9 +41,17 @@ class Rows:
 
 class Measured(Task):
     def __init__(
-        self, sleep_ms: float, sample_ms: float, scale: float, items: int, dies_at: int, raises_at: int
+        self,
+        sleep_ms: float,
+        sample_ms: float,
+        scale: float,
+        gradient: float,
+        items: int,
+        dies_at: int,
+        raises_at: int,
     ) -> None:
         self.sleep_ms, self.sample_ms, self.scale, self.items = sleep_ms, sample_ms, scale, items
+        self.gradient = gradient  # times what it should be, of the same loss
         self.dies_at, self.raises_at = dies_at, raises_at
         self.calls = 0
         self.model = nn.Linear(8, 8)
@@ -62,4 +71,5 @@ class Measured(Task):
         out = model(batch)
         for row in out.detach().flatten()[: self.items]:
             row.item()  # waits
-        return self.scale * ((out - batch).square().sum() + out.abs().sum()), len(batch)
+        loss = self.scale * ((out - batch).square().sum() + out.abs().sum())
+        return self.gradient * loss + (1 - self.gradient) * loss.detach(), len(batch)

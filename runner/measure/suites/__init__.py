@@ -1,11 +1,13 @@
 """One file per suite of `accel-run benchmark`, and the table of them.
 
 A suite is a module with `OPTIONS`, its own key=value words and what they are when nobody says, and `run`, which takes
-a Wanted and returns a Report.
+a Wanted and returns a Report. One that knows words besides has `words`, which takes the user's folder of configuration
+and returns them.
 """
 
 # suite -> (module in runner.measure.suites, what it answers)
 SUITES: dict[str, tuple[str, str]] = {
+    "ladder": ("ladder", "techniques alone, on top of each other, all but one, and the best of them"),
     "machine": ("machine", "what the machine can do at most, and how near an update comes"),
     "batch": ("batch", "which micro-batch: samples per second by size"),
     "loader": ("loader", "which loader: workers, prefetch, pinned memory and cache, with what is waited for data"),

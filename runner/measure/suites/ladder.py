@@ -1,0 +1,511 @@
+"""`suite=ladder`: what each technique gains alone, on top of those before it, and when it alone is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.base.configuration import Configuration, Request, compose, merge_overrides
+from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
+from runner.launch.apart import apart
+from runner.measure import pictures
+from runner.measure.contest import LEAST_S, ROUNDS, finite, limits_of, peak_gib, place_of, some_of
+from runner.measure.results import Results
+from runner.measure.statistics import Ratio
+from runner.measure.suite import Report, Table, Value, Wanted
+from runner.measure.technique import BASELINE, Technique, chosen, stacked, techniques
+from runner.measure.trial import Arena, Cell, Measured, Numerics, Trials
+from runner.plan.inventory import take_inventory
+from runner.plan.plan import make_plan
+
+MODES = ("isolated", "cumulative", "leave_one_out", "best")
+# modes: all of them; where techniques are named by words, isolated
+OPTIONS = {"techniques": "all", "modes": "", "steps": "50", "batch": "", "rounds": "60"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of one cell of the ladder.
+
+    members    techniques that are on the baseline, those that another one replaced left out
+    ratio      times as fast as the baseline; None where it could not be measured: `why_not` says why
+    own        times as fast as the same without the technique that the row is of
+    start_s    seconds until the run is built; compile_s: what its first updates take longer, and with it compilation
+    pays_at    updates after which a later beginning is made up for; None where it begins no later, or gains nothing
+    peak_gib   of the GPU where there is one, else of the process
+    attention  kernels that really ran; empty where none was seen: a compiled model is not watched
+    updates_ms of the updates in the CSV
+    """
+
+    name: str
+    mode: str
+    members: tuple[str, ...]
+    update_ms: float = math.nan
+    ratio: Ratio | None = None
+    own: Ratio | None = None
+    numerics: Numerics | None = None
+    start_s: float = math.nan
+    compile_s: float = math.nan
+    pays_at: int | None = None
+    peak_gib: float | None = None
+    optimizer_mib: float | None = None
+    attention: str = ""
+    update_j: float | None = None
+    device: str = ""
+    why_not: str = ""
+    updates_ms: tuple[float, ...] = ()
+
+    @property
+    def is_wrong(self) -> bool:
+        """True where it computes something else than the baseline, however fast."""
+        return self.numerics is not None and self.numerics.differ
+
+    @property
+    def is_better(self) -> bool:
+        """True where it is clearly faster and computes the same."""
+        return self.ratio is not None and self.ratio.verdict == "better" and not self.is_wrong
+
+    @property
+    def verdict(self) -> str:
+        """Return what can be said of its speed, and whether it counts."""
+        if self.ratio is None:
+            return ""
+        return f"{self.ratio.verdict}, but wrong" if self.is_wrong else self.ratio.verdict
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured, checked."""
+
+    request: Request
+    configuration: Configuration
+    base: Technique
+    members: tuple[Technique, ...]
+    modes: tuple[str, ...]
+    steps: int
+    rounds: int
+
+    def cell(self, name: str, members: Iterable[Technique]) -> Cell:
+        """Return the cell of these techniques, one on top of the other."""
+        return Cell(name, stacked(members, self.base, self.configuration))
+
+    def in_it(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
+        """Return those whose settings are all left when they are put on top of each other."""
+        words = set(stacked(members, self.base, self.configuration))
+        return tuple(technique for technique in members if words.issuperset(technique.overrides))
+
+
+def words(config_dir: Path | None) -> list[str]:
+    """Return the words that the suite knows."""
+    return ["all", *ACTIONS, *techniques(config_dir)]
+
+
+def run(wanted: Wanted) -> Report:
+    """Measure the ladder, or do with its results what the word says. Raises AccelRunError."""
+    results = Results(wanted.folder, wanted.prefix)
+    if set(wanted.words) & ACTIONS.keys():
+        if len(wanted.words) > 1:
+            what = f"must stand alone, but stands with {' '.join(wanted.words[1:])}"
+            raise ConfigError(Problem(what, wanted.words[0], "say one after the other"))
+        action = ACTIONS[wanted.words[0]]
+        return action(results, wanted)
+    asked, kept = _asked(wanted), _columns_of(results)  # both may be wrong, and then nothing is measured
+    ladder = Ladder(asked, wanted)
+    ladder.climb()
+    columns = {row.name: row.updates_ms for row in ladder.rows if row.updates_ms}
+    if wanted.words and not {BASELINE, "all"} & set(wanted.words) and BASELINE in kept:
+        del columns[BASELINE]  # techniques that are not measured now were measured with that one
+    task = asked.configuration.choices["task"].name
+    results.put(columns, {row.name: as_json(row) | {"task": task} for row in ladder.rows if row.name in columns})
+    drawn = pictures.draw(results, task) if "all" in wanted.words else []
+    return dataclasses.replace(ladder.report(), files=(results.csv, results.json, *drawn))
+
+
+class Ladder:
+    """Measures stage by stage: what a stage finds decides what the next one tries."""
+
+    def __init__(self, asked: Asked, wanted: Wanted) -> None:
+        self.asked, self.wanted = asked, wanted
+        self.arena: Arena
+        self.rows: list[Row] = []
+        self.skipped: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.deadline = time.monotonic() + wanted.budget_s
+
+    def climb(self) -> None:
+        """Make all stages that are asked for."""
+        self.skipped |= _impossible(self.asked)
+        members = tuple(technique for technique in self.asked.members if technique.name not in self.skipped)
+        if not members:
+            why = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
+            raise ConfigError(Problem(f"nothing of it can be measured here: {why}", "techniques"))
+        with place_of(dataclasses.replace(self.wanted, request=self.asked.request)) as place:
+            self.arena = place.arena
+            self.arena.prepare(Cell(BASELINE))
+            self.notes += place.notes
+            if "isolated" in self.asked.modes:
+                self._alone(members)
+                members = tuple(technique for technique in members if technique.name not in self.skipped)
+                members = self._without_rivals(members)
+            if {"cumulative", "leave_one_out"} & set(self.asked.modes) and members:
+                self._stack(members)
+            if "best" in self.asked.modes and len(members) > 1:
+                self._best(members)
+
+    def row(self, name: str) -> Row | None:
+        """Return what is known of the cell of that name; None where it was not tried."""
+        return next((row for row in self.rows if row.name == name), None)
+
+    def report(self) -> Report:
+        """Return what a person reads."""
+        tables = [_speeds(self.rows), _costs(self.rows)]
+        rows = [{"cell": row.name, **as_json(row)} for row in self.rows]
+        notes = tuple(dict.fromkeys(self.notes))
+        data = {"rows": rows, "skipped": self.skipped, "notes": notes}
+        return Report(self._headline(), tables, notes, self.skipped, data)
+
+    def _headline(self) -> str:
+        best = self.row("best") or max(
+            (row for row in self.rows if row.is_better), key=lambda row: row.ratio.middle if row.ratio else 0.0,
+            default=None,
+        )  # fmt: skip
+        if best is None or not best.is_better:
+            return "nothing is clearly faster than the baseline and computes the same"
+        return f"fastest: {' + '.join(best.members)}, {best.ratio} more updates in the same time than the baseline"
+
+    def _alone(self, members: Sequence[Technique]) -> None:
+        """Measure each technique alone against the baseline; one that cannot be is skipped."""
+        self.wanted.say(f"measures each alone: {', '.join(_names(members))}")
+        share = len(members) / self._num_cells(len(members))
+        trials = self._measured("isolated", [self.asked.cell(each.name, [each]) for each in members], share)
+        for technique in members:
+            self._add(trials, technique.name, "isolated", (technique.name,))
+
+    def _stack(self, members: Sequence[Technique]) -> None:
+        """Measure the techniques on top of each other, and all of them without one, in the same rounds."""
+        asked, modes = self.asked, self.asked.modes
+        steps = {f"up to {last.name}": members[: place + 1] for place, last in enumerate(members)}
+        whole = f"up to {members[-1].name}"
+        if "cumulative" not in modes:
+            steps = {whole: members}
+        there = asked.in_it(members)
+        without = {f"all but {each.name}": tuple(other for other in members if other != each) for each in there}
+        if "leave_one_out" not in modes or len(there) < 2:
+            without = {}
+        cells: dict[tuple[str, ...], Cell] = {}
+        names: dict[str, str] = {}  # cells that are the same are measured once
+        for name, those in (steps | without).items():
+            cell = asked.cell(name, those)
+            names[name] = cells.setdefault(cell.overrides, cell).name
+        self.wanted.say(f"measures them on top of each other, and without one of them: {', '.join(steps | without)}")
+        left = len(cells) + 2 * ("best" in modes)
+        trials = self._measured("stack", list(cells.values()), len(cells) / left)
+        before = trials.baseline
+        for name, those in steps.items():
+            self._add(trials, name, "cumulative", _names(asked.in_it(those)), names[name], against=before)
+            before = trials.of(names[name])
+        for name, those in without.items():
+            row = self._add(trials, name, "leave_one_out", _names(asked.in_it(those)), names[name])
+            own = trials.ratio(trials.of(names[whole]), trials.of(names[name])) if row.ratio else None
+            self.rows[-1] = dataclasses.replace(row, own=own)
+
+    def _best(self, members: Sequence[Technique]) -> None:
+        """Measure anew what looks best: the fastest of many is partly the luckiest."""
+        tried: dict[tuple[str, ...], tuple[Technique, ...]] = {}
+        for those in self._candidates(members):
+            if those:
+                tried.setdefault(stacked(those, self.asked.base, self.asked.configuration), those)
+        if not tried:
+            return
+        names = {f"candidate {number}": those for number, those in enumerate(tried.values(), 1)}
+        self.wanted.say("measures the best combination anew")
+        trials = self._measured("best", [self.asked.cell(name, those) for name, those in names.items()], 1.0)
+        found = [_row(trials, name, "best", _names(those), self.asked.steps) for name, those in names.items()]
+        better = [row for row in found if row.is_better]
+        if better:
+            best = max(better, key=lambda row: row.ratio.middle if row.ratio else 0.0)
+            self.rows.append(dataclasses.replace(best, name="best"))
+        else:
+            self.notes.append("measured anew, no combination was clearly faster than the baseline")
+
+    def _candidates(self, members: Sequence[Technique]) -> list[tuple[Technique, ...]]:
+        """Return combinations that may be the fastest."""
+        alone = tuple(each for each in members if (row := self.row(each.name)) and row.is_better)
+        seen = [row for row in self.rows if row.is_better]
+        fastest = max(seen, key=lambda row: row.ratio.middle if row.ratio else 0.0, default=None)
+        harmful = {
+            row.name.removeprefix("all but ")
+            for row in self.rows
+            if row.mode == "leave_one_out" and row.own is not None and row.own.verdict == "worse"
+        }
+        of_row = tuple(each for each in members if fastest and each.name in fastest.members)
+        useful = tuple(each for each in members if each.name not in harmful) if harmful else ()
+        return [alone, of_row, useful]
+
+    def _without_rivals(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
+        """Return those to be put on top of each other: of those that exclude each other, the fastest; none is wrong."""
+        kept: list[Technique] = []
+        for technique in members:
+            row = self.row(technique.name)
+            if row is None or row.is_wrong:
+                self.notes.append(f"{technique.name} computes something else, and is in no combination")
+                continue
+            rival = next((each for each in kept if len(self.asked.in_it((each, technique))) < 2), None)
+            if rival is None:
+                kept.append(technique)
+                continue
+            faster = max(rival, technique, key=lambda each: _gain(self.row(each.name)))
+            kept[kept.index(rival)] = faster
+            self.notes.append(f"{rival.name} and {technique.name} exclude each other; {faster.name} was faster")
+        return tuple(sorted(kept, key=list(members).index))
+
+    def _measured(self, stage: str, cells: Sequence[Cell], share: float) -> Trials:
+        """Measure cells against the baseline in this share of the time that is left."""
+        least = min(ROUNDS[0], self.asked.rounds)
+        limits = dataclasses.replace(
+            limits_of(max(LEAST_S, share * (self.deadline - time.monotonic()))),
+            rounds=(least, self.asked.rounds),
+            least=math.ceil(self.asked.steps / least),
+        )
+        trials = self.arena.measure([Cell(BASELINE, self.asked.base.overrides), *cells], limits, self.wanted.say)
+        if trials.needs_s:
+            needed = 10 * math.ceil(self.wanted.budget_s * trials.needs_s / limits.budget_s / 10)
+            self.notes.append(
+                f"{stage}: the time was over before every cell was tried; about budget_s={needed} tries all"
+            )
+        self.notes += [f"{stage}: {note}" for note in trials.notes]
+        if self.row(BASELINE) is None:
+            self.rows.append(_row(trials, BASELINE, BASELINE, (), self.asked.steps))
+        return trials
+
+    def _add(
+        self, trials: Trials, name: str, mode: str, members: tuple[str, ...], cell: str = "",
+        *, against: Measured | None = None,
+    ) -> Row:  # fmt: skip
+        """Keep what was measured of a cell."""
+        row = _row(trials, cell or name, mode, members, self.asked.steps)
+        own = trials.ratio(trials.of(cell or name), against) if against is not None and row.ratio else None
+        row = dataclasses.replace(row, name=name, own=own)
+        self.rows.append(row)
+        if row.why_not:
+            self.skipped[name] = row.why_not
+        return row
+
+    def _num_cells(self, num: int) -> int:
+        """Return how many cells there are in all modes, about."""
+        modes = self.asked.modes
+        return sum(num for mode in MODES[:3] if mode in modes) + 2 * ("best" in modes)
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+def _asked(wanted: Wanted) -> Asked:
+    """Return what is to be measured. Raises ConfigError with all that is wrong with the words."""
+    options, problems = wanted.options, list[Problem]()
+    numbers = {}
+    for key in ("steps", "rounds", "batch"):
+        text = options[key]
+        if key == "batch" and not text:
+            continue
+        numbers[key] = int(text) if text.isdecimal() and len(text) < 10 else 0
+        if numbers[key] < 1:
+            problems.append(Problem("must be a whole number above 0", f"{key}={text}", f"say {key}=50"))
+    words = [word for word in wanted.words if word != "all"]
+    if problems:
+        raise ConfigError(problems)
+    known = techniques(wanted.request.config_dir)
+    modes = options["modes"] or ("isolated" if words else "all")
+    names = words or (list(known) if options["techniques"] == "all" else _listed(options["techniques"]))
+    members = chosen(names, known)
+    if not members:
+        raise ConfigError(Problem("must name a technique to be compared with the baseline", "techniques"))
+    request = wanted.request
+    if "batch" in numbers:
+        words_given = merge_overrides(request.overrides, [f"global_batch_size={numbers['batch']}"])
+        request = dataclasses.replace(request, overrides=words_given)
+    configuration = compose(request)
+    return Asked(
+        request,
+        configuration,
+        known[BASELINE],
+        tuple(members),
+        MODES if modes == "all" else some_of({"modes": modes}, "modes", MODES),
+        numbers["steps"],
+        numbers["rounds"],
+    )
+
+
+def _listed(text: str) -> list[str]:
+    """Return the words of `[a,b]` or `a,b`."""
+    return [word.strip() for word in text.strip("[]").split(",") if word.strip()]
+
+
+def _impossible(asked: Asked) -> dict[str, str]:
+    """Return technique -> why it cannot be planned here. Raises where the baseline itself cannot."""
+    reasons = {each.name: why for each in asked.members if (why := each.why_not(asked.configuration))}
+    cells = [asked.cell(each.name, [each]) for each in asked.members if each.name not in reasons]
+    cells = [asked.cell(BASELINE, ()), *cells]
+    found = apart(_refusals, asked.request, [cell.overrides for cell in cells])
+    if found[0] is not None:
+        raise found[0]
+    return reasons | {
+        cell.name: f"{error.problems[0].where}: {error.problems[0].what}"
+        for cell, error in zip(cells, found, strict=True)
+        if error is not None
+    }
+
+
+def _refusals(request: Request, cells: Sequence[tuple[str, ...]]) -> list[AccelRunError | None]:
+    """Return for each cell the error of its plan, None where it can be planned."""
+    inventory = take_inventory()
+    found: list[AccelRunError | None] = []
+    for words in cells:
+        try:
+            changed = dataclasses.replace(request, overrides=merge_overrides(request.overrides, words))
+            make_plan(compose(changed), inventory)
+            found.append(None)
+        except AccelRunError as error:
+            found.append(error)
+    return found
+
+
+# ---------------------------------------------------------------- what is found
+
+
+def _row(trials: Trials, name: str, mode: str, members: tuple[str, ...], steps: int) -> Row:
+    """Return what the trials tell of the cell of that name."""
+    measured, base = trials.of(name), trials.baseline
+    if not measured.blocks_ms:
+        return Row(name, mode, members, why_not=measured.why_not or "it had no turn: the time was over")
+    report, is_base = measured.report, measured is base
+    later_s, gained_ms = trials.more_to_open_s(measured), base.median_ms - measured.median_ms
+    ratio = None if is_base else trials.ratio(measured)
+    is_faster = ratio is not None and ratio.verdict == "better"
+    sizes = report.get("optimizer_bytes")
+    calls = report.get("attention", [])
+    return Row(
+        name,
+        mode,
+        members,
+        update_ms=measured.median_ms,
+        ratio=ratio,
+        numerics=None if is_base else trials.numerics(measured),
+        start_s=measured.start_s,
+        compile_s=max(0.0, measured.opening_s - measured.start_s),
+        pays_at=math.ceil(1e3 * later_s / gained_ms) if is_faster and later_s and later_s > NOTICED_S else None,
+        peak_gib=peak_gib(measured),
+        optimizer_mib=sizes[1] / 2**20 if sizes else None,
+        attention=", ".join(sorted({kernel for _, kernel, _ in calls})),
+        update_j=sum(measured.block_j.values()) / len(measured.block_j) if measured.block_j else None,
+        device=measured.opened["device"],
+        why_not=measured.why_not,
+        updates_ms=_evenly([ms for number in sorted(measured.updates_ms) for ms in measured.updates_ms[number]], steps),
+    )
+
+
+def _evenly(values: Sequence[float], num: int) -> tuple[float, ...]:
+    """Return so many of the values, from beginning to end; all where there are fewer."""
+    if len(values) <= num:
+        return tuple(values)
+    return tuple(values[place * len(values) // num] for place in range(num))
+
+
+def _speeds(rows: Sequence[Row]) -> Table:
+    columns = (
+        "cell", "on the baseline", "update, ms", "against the baseline", "verdict", "by itself", "start, s",
+        "compile, s", "pays after, updates",
+    )  # fmt: skip
+    told: list[list[Value]] = []
+    for row in rows:
+        told.append(
+            [
+                row.name, " + ".join(row.members) or "nothing", _known(row.update_ms),
+                str(row.ratio) if row.ratio else "", row.verdict, str(row.own) if row.own else "",
+                _known(row.start_s), _known(row.compile_s), row.pays_at,
+            ]
+        )  # fmt: skip
+    return Table("speed", columns, told)
+
+
+def _costs(rows: Sequence[Row]) -> Table:
+    columns = (
+        "cell", "peak memory, GiB", "optimizer, MiB", "loss off, %", "gradient off, %", "computes", "attention",
+        "energy, J",
+    )  # fmt: skip
+    told: list[list[Value]] = []
+    for row in rows:
+        off = row.numerics
+        told.append(
+            [
+                row.name, row.peak_gib, row.optimizer_mib,
+                None if off is None else 100 * max(off.loss, off.later), None if off is None else 100 * off.grad_norm,
+                "" if off is None else "something else" if off.differ else "the same",
+                row.attention, row.update_j,
+            ]
+        )  # fmt: skip
+    return Table("an update: memory, numbers against the baseline, kernels", columns, told)
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _names(members: Iterable[Technique]) -> tuple[str, ...]:
+    return tuple(technique.name for technique in members)
+
+
+def _gain(row: Row | None) -> float:
+    return row.ratio.middle if row is not None and row.ratio is not None else 0.0
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """Return what is known of a cell, JSON-able, without the times that the CSV has."""
+    found = dataclasses.asdict(row)
+    del found["updates_ms"], found["name"]
+    found |= {"verdict": row.verdict, "is_wrong": row.is_wrong}
+    result: dict[str, Any] = finite(found)
+    return result
+
+
+# ---------------------------------------------------------------- the words
+
+
+def _columns_of(results: Results) -> Mapping[str, Sequence[float]]:
+    try:
+        return results.columns()
+    except InputMissing:
+        return {}
+
+
+def _init(results: Results, _: Wanted) -> Report:
+    results.init()
+    return Report("the table is there, without results", files=(results.csv,))
+
+
+def _reset(results: Results, _: Wanted) -> Report:
+    results.reset()
+    return Report("all results are gone; the table is empty", files=(results.csv,))
+
+
+def _clean(results: Results, _: Wanted) -> Report:
+    removed = results.clean()
+    return Report(f"removed: {', '.join(str(path) for path in removed)}" if removed else "there was nothing to remove")
+
+
+def _plots(results: Results, wanted: Wanted) -> Report:
+    """Draw what was measured, of the task that it was measured of."""
+    kept = [each["task"] for each in results.facts()["techniques"].values() if "task" in each]
+    task = kept[-1] if kept else compose(wanted.request).choices["task"].name
+    return Report("", files=tuple(pictures.draw(results, task)))
+
+
+ACTIONS: Mapping[str, Callable[[Results, Wanted], Report]] = {
+    "init": _init, "reset": _reset, "clean": _clean, "plots": _plots,
+}  # fmt: skip
+NOTICED_S = 0.1  # that a run may begin later without anybody noticing

@@ -1,0 +1,318 @@
+"""Laws of the ladder: what changes nothing is said to change nothing, what computes something else is never a gain."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.base.configuration import Request, compose
+from runner.base.errors import ConfigError, DataError, InputMissing
+from runner.measure import contest
+from runner.measure.results import Results
+from runner.measure.suite import Report, Wanted, screen
+from runner.measure.suites import ladder
+from runner.measure.suites.ladder import Row, run
+from runner.measure.technique import BASELINE, ORDER, Technique, chosen, stacked, techniques
+from tests.measure.suites import asked
+
+TASK = Path(__file__).parent / "task_to_measure.py"
+SETTINGS = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=8")
+STEPS = 12
+# name -> the file of a technique that somebody added
+PLANTED = {
+    "nothing": "overrides: [task.dies_at=0]",
+    "slow": "overrides: [task.sleep_ms=9.2]",
+    "quick": "overrides: [task.sleep_ms=6]",
+    "quick_and_wrong": "overrides: [task.sleep_ms=1, task.gradient=3.0]",
+    "impossible": "overrides: [nonsense=1]",
+    "of_sgd": "overrides: [optimizer.lr=0.1]\nneeds: {optimizer: sgd}",
+}
+
+
+@pytest.fixture(scope="module")
+def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "benchmark" / "technique").mkdir(parents=True)
+    for name, text in PLANTED.items():
+        (folder / "benchmark" / "technique" / f"{name}.yaml").write_text(f"# planted\n{text}\n")
+    return folder
+
+
+def wanted_in(folder: Path, config_dir: Path, *words: str, **options: str) -> Wanted:
+    wanted = asked("ladder", folder, TASK, *SETTINGS, **({"steps": str(STEPS), "rounds": "8"} | options))
+    return replace(wanted, words=words, request=replace(wanted.request, config_dir=config_dir), budget_s=120.0)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, config_dir: Path) -> tuple[Report, Path]:
+    """The whole ladder of what is planted, measured once."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contest, "BLOCK_S", 0.05)
+        return run(wanted_in(folder, config_dir, techniques=f"[{','.join(PLANTED)},tf32]")), folder
+
+
+@pytest.fixture(scope="module")
+def rows(measured: tuple[Report, Path]) -> dict[str, dict[str, object]]:
+    return {row["cell"]: row for row in measured[0].data["rows"]}
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def test_what_does_nothing_is_no_clear_change(rows: dict[str, dict[str, object]]) -> None:
+    assert rows["nothing"]["verdict"] == "no clear change"
+
+
+def test_what_sleeps_a_tenth_longer_is_slower(rows: dict[str, dict[str, object]]) -> None:
+    assert rows["slow"]["verdict"] == "worse"
+
+
+def test_what_is_faster_is_found(rows: dict[str, dict[str, object]]) -> None:
+    assert rows["quick"]["verdict"] == "better"
+    assert not rows["quick"]["is_wrong"]
+
+
+def test_what_changes_gradients_is_flagged_and_is_in_no_combination(rows: dict[str, dict[str, object]]) -> None:
+    assert rows["quick_and_wrong"]["verdict"] == "better, but wrong"
+    for row in rows.values():
+        assert row["mode"] == "isolated" or "quick_and_wrong" not in row["members"]  # type: ignore[operator]
+
+
+def test_what_cannot_be_measured_is_listed_with_the_reason(measured: tuple[Report, Path]) -> None:
+    skipped = measured[0].skipped
+
+    assert skipped["impossible"].startswith("nonsense=1: unknown key")
+    assert skipped["of_sgd"] == "needs optimizer=sgd, but the training has optimizer=adamw"
+    assert "needs a GPU" in skipped["tf32"]
+    assert all(reason in "\n".join(screen(measured[0])) for reason in skipped.values())
+
+
+def test_of_those_that_exclude_each_other_the_fastest_is_combined(
+    measured: tuple[Report, Path], rows: dict[str, dict[str, object]]
+) -> None:
+    """Both set task.sleep_ms."""
+    assert "slow and quick exclude each other; quick was faster" in measured[0].notes
+    assert not any(name.endswith(" slow") for name in rows)
+
+
+def test_each_is_put_on_top_of_those_before_and_left_out_of_all(rows: dict[str, dict[str, object]]) -> None:
+    assert rows["up to nothing"]["members"] == ["nothing"]
+    assert rows["up to quick"]["members"] == ["nothing", "quick"]
+    assert rows["all but quick"]["members"] == ["nothing"]
+    own = rows["all but quick"]["own"]
+    assert isinstance(own, dict)
+    assert own["middle"] > 1.05, "all are faster than all but that one"
+
+
+def test_the_best_combination_is_measured_anew(
+    measured: tuple[Report, Path], rows: dict[str, dict[str, object]]
+) -> None:
+    assert "quick" in rows["best"]["members"]  # type: ignore[operator]
+    assert rows["best"]["verdict"] == "better"
+    assert "quick" in measured[0].headline
+
+
+def test_start_and_compilation_are_told_apart_and_memory_and_kernels_are_told(
+    rows: dict[str, dict[str, object]],
+) -> None:
+    for name in (BASELINE, "quick"):
+        row = rows[name]
+        assert isinstance(row["start_s"], float)
+        assert row["start_s"] > 0
+        assert isinstance(row["compile_s"], float)
+        assert isinstance(row["peak_gib"], float)
+        assert row["optimizer_mib"] == pytest.approx(2 * (8 * 8 + 8) * 4 / 2**20, rel=0.1)
+        assert row["device"] == "cpu"
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_the_table_has_a_column_per_cell_and_a_row_per_step(measured: tuple[Report, Path]) -> None:
+    report, folder = measured
+    columns = Results(folder).columns()
+
+    assert set(columns) == {row["cell"] for row in report.data["rows"] if row["update_ms"]}
+    assert {len(column) for column in columns.values()} == {STEPS}
+    assert statistics.median(columns["quick"]) < statistics.median(columns[BASELINE])
+
+
+def test_what_is_kept_of_a_column_is_what_was_said_of_it(measured: tuple[Report, Path]) -> None:
+    report, folder = measured
+    facts = Results(folder).facts()["techniques"]
+
+    assert facts["quick"]["task"] == "task_to_measure"
+    assert facts["quick"]["verdict"] == "better"
+    assert facts["quick_and_wrong"]["is_wrong"]
+    json.dumps(dict(report.data), allow_nan=False)
+
+
+def test_a_technique_measured_again_replaces_its_column_only(tmp_path: Path, config_dir: Path) -> None:
+    results = Results(tmp_path)
+    results.put({BASELINE: [1.0, 1.0], "bf16": [2.0], "nothing": [3.0]}, {})
+
+    run(wanted_in(tmp_path, config_dir, "nothing", steps="4", rounds="3"))
+
+    columns = results.columns()
+    assert (columns[BASELINE], columns["bf16"]) == ([1.0, 1.0], [2.0])
+    assert len(columns["nothing"]) == 4
+    assert columns["nothing"] != [3.0]
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        (("bf61",), {}, "must be a technique"),
+        ((), {"techniques": "[nothing,bf61]"}, "must be a technique"),
+        ((), {"steps": "0"}, "must be a whole number above 0"),
+        ((), {"steps": "many"}, "must be a whole number above 0"),
+        ((), {"rounds": "-1"}, "must be a whole number above 0"),
+        ((), {"batch": "0"}, "must be a whole number above 0"),
+        ((), {"modes": "alone"}, "alone is none of them"),
+        (("baseline",), {}, "must name a technique"),
+        (("reset", "nothing"), {}, "must stand alone"),
+        (("impossible",), {}, "nonsense"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_clear_error(
+    tmp_path: Path, config_dir: Path, words: tuple[str, ...], options: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(wanted_in(tmp_path, config_dir, *words, **options))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_table_is_said_before_anything_is_measured(tmp_path: Path, config_dir: Path) -> None:
+    (tmp_path / "results.csv").write_text("step,nothing\n1,fast\n")
+
+    with pytest.raises(DataError, match="must be milliseconds"):
+        run(wanted_in(tmp_path, config_dir, "nothing"))
+
+    assert (tmp_path / "results.csv").read_text() == "step,nothing\n1,fast\n"
+
+
+def test_the_table_is_begun_emptied_and_removed(tmp_path: Path, config_dir: Path) -> None:
+    results = Results(tmp_path)
+
+    run(wanted_in(tmp_path, config_dir, "init"))
+    assert results.columns() == {}
+    results.put({"bf16": [2.0]}, {})
+    run(wanted_in(tmp_path, config_dir, "reset"))
+    assert results.columns() == {}
+    run(wanted_in(tmp_path, config_dir, "clean"))
+    with pytest.raises(InputMissing):
+        results.columns()
+
+
+def test_results_are_drawn_where_there_are_some(
+    measured: tuple[Report, Path], tmp_path: Path, config_dir: Path
+) -> None:
+    drawn = run(wanted_in(measured[1], config_dir, "plots")).files
+
+    assert {"steps.png", "speedup.png"} <= {file.name for file in drawn}
+    assert all(file.stat().st_size > 1000 for file in drawn)
+    with pytest.raises(InputMissing, match="no results yet"):
+        run(wanted_in(tmp_path, config_dir, "plots"))
+
+
+def test_a_batch_is_the_samples_of_an_update(tmp_path: Path, config_dir: Path) -> None:
+    wanted = wanted_in(tmp_path, config_dir, "nothing", batch="8")
+
+    assert ladder._asked(wanted).configuration.settings.global_batch_size == 8
+
+
+# ---------------------------------------------------------------- techniques
+
+
+def test_every_shipped_technique_can_be_read_and_composes() -> None:
+    known = techniques(None)
+
+    assert tuple(known) == ORDER
+    for technique in chosen(known, known):
+        configuration = compose(Request())
+        compose(Request(stacked([technique], known[BASELINE], configuration)))
+
+
+def test_the_baseline_is_without_every_technique() -> None:
+    known = techniques(None)
+    plain = compose(Request(known[BASELINE].overrides)).flat()
+
+    for technique in chosen(known, known):
+        changed = compose(Request(stacked([technique], known[BASELINE], compose(Request())))).flat()
+        assert any(plain.get(word.partition("=")[0]) != changed[word.partition("=")[0]] for word in technique.overrides)
+
+
+def test_a_file_of_mine_stands_in_the_place_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "benchmark" / "technique").mkdir(parents=True)
+    (tmp_path / "benchmark" / "technique" / "bf16.yaml").write_text("overrides: [precision=bf16, compile=regional]")
+
+    assert techniques(tmp_path)["bf16"].overrides == ("precision=bf16", "compile=regional")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["precision=bf16", "overrides: precision=bf16", "overrides: [bf16]", "override: []", "overrides: []\nneeds: x"],
+)
+def test_a_file_that_is_no_technique_is_a_clear_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "benchmark" / "technique").mkdir(parents=True)
+    (tmp_path / "benchmark" / "technique" / "mine.yaml").write_text(text)
+
+    with pytest.raises(ConfigError, match=r"mine\.yaml"):
+        techniques(tmp_path)
+
+
+def test_another_optimizer_keeps_the_mathematics_of_the_one_before() -> None:
+    """Nobody compares a learning rate with another one by mistake."""
+    given = ("task=nmt", "optimizer.weight_decay=0.03", "optimizer.lr_scales={encoder: 0.5}")
+    configuration = compose(Request(given))
+    words = stacked(
+        [Technique("8bit", ("optimizer=adamw8bit",))],
+        Technique(BASELINE, ("optimizer.kernel=for-loop",)),
+        configuration,
+    )
+
+    used = compose(Request(("task=nmt", *words))).choices["optimizer"]
+
+    assert used.name == "adamw8bit"
+    before = configuration.choices["optimizer"].options
+    assert {key: used.options[key] for key in before if key in used.options} == {
+        key: value for key, value in before.items() if key in used.options
+    }
+    assert used.options["weight_decay"] == 0.03
+
+
+def test_a_later_technique_takes_the_place_of_what_an_earlier_one_has_set() -> None:
+    base, configuration = Technique(BASELINE, ("precision=fp32", "compile=off")), compose(Request())
+    members = [
+        Technique("bf16", ("precision=bf16",)),
+        Technique("compile", ("compile=default",)),
+        Technique("fp16", ("precision=fp16",)),
+    ]
+
+    assert stacked(members, base, configuration) == ("compile=default", "precision=fp16")
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_numbers_that_are_not_known_are_null_in_json() -> None:
+    row = Row("bf16", "isolated", ("bf16",), why_not="no room")
+
+    assert ladder.as_json(row)["update_ms"] is None
+    assert math.isnan(row.update_ms)
+
+
+@pytest.mark.parametrize(
+    ("num", "kept"), [(3, (0.0, 2.0, 4.0)), (6, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)), (9, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0))]
+)
+def test_steps_are_taken_from_beginning_to_end(num: int, kept: tuple[float, ...]) -> None:
+    assert ladder._evenly([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], num) == kept
