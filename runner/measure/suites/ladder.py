@@ -14,8 +14,8 @@ from runner.base.configuration import Configuration, Request, compose, merge_ove
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
 from runner.launch.apart import apart
 from runner.measure import pictures
-from runner.measure.contest import LEAST_S, ROUNDS, finite, limits_of, peak_gib, place_of, some_of
-from runner.measure.results import Results
+from runner.measure.contest import LEAST_S, ROUNDS, limits_of, peak_gib, place_of, some_of
+from runner.measure.results import Results, finite
 from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.technique import BASELINE, Technique, chosen, stacked, techniques
