@@ -297,8 +297,8 @@ def _of_run(root: Path, options: Options, *, as_json: bool, in_its_folder: bool)
     others = {path: seen for path, seen in others.items() if len(seen)}
     summaries = {path: Summary.of(seen) for path, seen in others.items()}
     if as_json:
-        machines = {f"rank{_rank(path)}": found.to_json() for path, found in summaries.items()}
-        print(json.dumps(summary.to_json() | ({"machines": machines} if machines else {})))
+        beside = {f"rank{_rank(path)}": found.to_json() for path, found in summaries.items()}
+        print(json.dumps(summary.to_json() | ({"machines": beside} if beside else {})))
     say(f"{directory.name}: {directory.shown / 'gpu.csv'}")
     on_gpu = not str(read_object(directory.path / "plan.json").get("device", "")).startswith("cpu")
     _tell(summary, say, _reported(directory.events), of_run=True, on_gpu=on_gpu)
@@ -315,8 +315,7 @@ def _of_run(root: Path, options: Options, *, as_json: bool, in_its_folder: bool)
             faults += _draw(seen, partial(_write_plot, directory, lead), place, say, lead)
         _judge(faults, place)
     elif options.log_dir and (folder := _new_folder(options.log_dir, by_name=True)):
-        found = dict(zip(machines, [summary, *summaries.values()], strict=True))
-        _leave(folder, found, say, lambda: machines)
+        _leave(folder, dict(zip(machines, [summary, *summaries.values()], strict=True)), say, lambda: machines)
     return 0
 
 

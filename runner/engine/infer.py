@@ -17,7 +17,7 @@ from runner.base.errors import Exit, TaskFault
 from runner.base.phases import INFERENCE
 from runner.observe.events import Console
 from runner.observe.memory import host_peak_gib, restart_host_peak
-from runner.observe.monitor import MONITORS
+from runner.observe.monitor import MONITORS, gpus_of
 
 if TYPE_CHECKING:
     from runner.base.task import Content
@@ -47,9 +47,10 @@ def infer(request: Request) -> Exit:
         if parts.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(parts.world.device)
         restart_host_peak()
-        watch, seen_by = plan.choices["monitor"], [plan.device_uuid] if plan.device_uuid else None
+        watch = plan.choices["monitor"]
+        gpus = gpus_of([plan.device_uuid] if plan.device_uuid else [], parts.world.device.type)
         directory.inner("predictions")
-        monitor = make(MONITORS, watch.function, directory.predictions / "gpu.csv", seen_by, **watch.options)
+        monitor = make(MONITORS, watch.function, directory.predictions / "gpu.csv", gpus, **watch.options)
         monitor.enter_phase(INFERENCE)
         stack.enter_context(monitor)
         latencies: list[float] = []

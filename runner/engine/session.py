@@ -354,12 +354,13 @@ def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[Tr
 def _monitor_of(plan: Plan, world: World, path: Path) -> NoMonitor:
     """Return the monitor of this machine: it watches the GPUs of the ranks here, in their order."""
     from runner.base.choice import make
-    from runner.observe.monitor import MONITORS
+    from runner.observe.monitor import MONITORS, gpus_of
 
     first, choice = world.rank - world.local_rank, plan.choices["monitor"]
     uuids = [rank.uuid for rank in plan.ranks[first : first + world.num_local_ranks] if rank.uuid]
     root = os.getppid() if world.num_local_ranks > 1 else None  # who started the ranks here is an ancestor of all
-    monitor: NoMonitor = make(MONITORS, choice.function, path, uuids or None, root, **choice.options)
+    watched = gpus_of(uuids, world.device.type)
+    monitor: NoMonitor = make(MONITORS, choice.function, path, watched, root, **choice.options)
     return monitor
 
 

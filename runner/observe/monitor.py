@@ -109,7 +109,7 @@ class Monitor(NoMonitor):
     path_csv    a row per sample and GPU is added here (without a GPU, one of the CPU); an unknown value is an empty
                 cell. None: no file. About 250 bytes a row, 20 MB a day and GPU at one second
     interval_s  seconds between samples
-    uuids       the GPUs to watch, gpu0 first: pass torch's order. None: what CUDA_VISIBLE_DEVICES shows
+    uuids       the GPUs to watch, gpu0 first: pass torch's order. None: what CUDA_VISIBLE_DEVICES shows. Empty: none
     root        the process whose descendants are the run's own, itself included. None: this one
 
     A child that is forked while this watches does not watch, and its calls do nothing.
@@ -481,6 +481,15 @@ def as_line(sample: Readings, num_gpus: int = 1) -> str:
         if (percent := sample.get(name)) is not None:
             parts.append(f"{label}: {percent:.1f}%")
     return " | ".join(parts)
+
+
+def gpus_of(uuids: Sequence[str], device: str) -> list[str] | None:
+    """Return the GPUs that a run watches, as `Monitor` takes them: its own, so that it is not told of others' work.
+
+    device  the kind that it computes on. On `cuda` without a UUID its GPU cannot be told, and all that are shown are
+            watched; on anything else there is none
+    """
+    return list(uuids) or (None if device == "cuda" else [])
 
 
 def on(

@@ -298,6 +298,22 @@ def test_every_machine_of_a_run_is_told_and_drawn(server: ForkServer, run_of_a_p
     assert as_json["machines"]["rank8"]["whole"]["metrics"]["gpu1/util"]["mean"] == 30
 
 
+def test_every_machine_of_a_run_is_in_the_folder_that_was_asked_for(server: ForkServer, run_of_a_pair: Path) -> None:
+    run = run_of_a_pair / "outputs" / "first"
+    shutil.copy(run / "gpu.csv", run / "gpu-rank8.csv")
+    done = server.run("monitor run=first log_dir=mine", run_of_a_pair)
+    (made,) = (run_of_a_pair / "mine").iterdir()
+    each = {"monitor.json", "gpu0.png", "gpu1.png", "gpus.png", "machine.png"}
+
+    assert done.code == 0, done.err
+    assert {path.name for path in made.iterdir()} == {
+        *each, "monitor-rank8.json", *(f"rank8-{name}" for name in each if name.endswith(".png"))
+    }  # fmt: skip
+    assert json.loads((made / "monitor-rank8.json").read_text())["whole"]["samples"] == 20
+    assert "gpu.csv, " not in done.out, "the samples stay in the run"
+    assert not (run / "plots").exists()
+
+
 def test_the_first_rank_of_another_machine_tells_what_became_of_its_gpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

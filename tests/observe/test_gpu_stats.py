@@ -248,7 +248,7 @@ with GPUStats("logs", 0.02) as stats:
     while not stats.latest():
         time.sleep(0.01)
     state.write_text(state.read_text() + "0.energy=1734000\\n")
-    while stats.latest()["gpu0/energy_j"] < 1700:
+    while stats.latest().get("gpu0/energy_j", 0) < 1700:
         time.sleep(0.01)
 print(json.dumps(stats.get_summary()))
 """
