@@ -168,7 +168,7 @@ def settings_of(directory: RunDirectory) -> tuple[list[str], Path | None, Path |
     if not _are_words(words) or not isinstance(record.get("task"), str):
         words = _words_in(directory.overrides)
         planned = read_object(directory.path / "plan.json")
-        task_file = planned.get("task_file")
+        task_file, config_dir = planned.get("task_file"), planned.get("config_dir")
         if not _are_words(words) or "task_file" not in planned:
             raise InputMissing(
                 f"run {directory.name} does not tell how it was made: run.json is damaged, and overrides.yaml or "

@@ -51,7 +51,8 @@ monitor.json and plots. Through a pipe it prints a line per sample.
   --once              one sample as text, and nothing is written
   --json              a JSON object per sample on standard output, all words on standard error
   run=last|NAME|DIR   what a run has left, finished or not: figures, what they mean, and plots in its folder;
-                      with --json the summary as one object. output_root=DIR is where the runs lie
+                      with --json the summary as one object. output_root=DIR is where the runs lie; log_dir=DIR
+                      puts summary and plots of each of its machines into a new folder there
 
 examples
   accel-run monitor

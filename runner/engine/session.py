@@ -100,7 +100,7 @@ def _lead(job: Job, world: World) -> Ended:
             "state": "running",
             "task": plan.choices["task"].name,
             "task_file": plan.task_file,
-            "config_dir": str(request.config_dir) if request.config_dir else None,
+            "config_dir": plan.config_dir,
             "overrides": list(request.overrides),
             "command": shlex.join(["accel-run", *sys.argv[1:]]),
             "pid": os.getpid(),

@@ -79,6 +79,7 @@ class Plan:
     updates    optimizer steps, or None when they follow from `epochs` and the size of the data
     phases     all phases of the task, in order; `selected` names those that run
     own_keys   keys of the phases where the task declares some, as in the configuration
+    config_dir the user's folder of configuration, None where there is none
     """
 
     device: str
@@ -97,6 +98,7 @@ class Plan:
     notes: tuple[str, ...]
     phases: tuple[PhasePlan, ...]
     own_keys: Mapping[str, Any]
+    config_dir: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -231,6 +233,7 @@ def make_plan(
         notes=(*configuration.notes, *inventory.notes, *planner.notes),
         phases=phases,
         own_keys=planner.own_keys,
+        config_dir=str(configuration.request.config_dir) if configuration.request.config_dir else None,
     )
 
 

@@ -360,10 +360,10 @@ def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDi
 @pytest.mark.parametrize("record", ["", "{}", "[1]", '{"task": "gpt"', '{"task": "gpt", "overrides": 3}'])
 def test_a_damaged_record_is_no_other_task(tmp_path: Path, record: str) -> None:
     words = '- "task=classification"\n- "log_every=3"\n'
-    plan = '{"task_file": "/where/task.py"}'
+    plan = '{"task_file": "/where/task.py", "config_dir": "/where/conf"}'
 
     whole = settings_of(left_by(tmp_path / "whole", record, words, plan))
-    assert whole == (["task=classification", "log_every=3"], Path("/where/task.py"), None)
+    assert whole == (["task=classification", "log_every=3"], Path("/where/task.py"), Path("/where/conf"))
     for words_left, plan_left in ((words, ""), ("", plan), ('- "task=cl', plan), ("- 3\n", plan)):
         with pytest.raises(InputMissing, match="does not tell how it was made"):
             settings_of(left_by(tmp_path / "less", record, words_left, plan_left))

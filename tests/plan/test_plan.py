@@ -271,6 +271,7 @@ def test_what_a_profile_selects_and_cannot_be_is_replaced_and_it_is_said(
     profile = f"# @package _global_\ndefaults:\n  - override /{selected}\nhardware:\n  devices: []\n"
     (tmp_path / "hardware" / "mine.yaml").write_text(profile)
     made = make_plan(compose(Request(("hardware=mine",), config_dir=tmp_path)), machine(here))
+    assert made.config_dir == str(tmp_path) == Plan.from_json(made.to_json()).config_dir
     group, name = selected.split(": ")
     assert made.choices[group].name == instead
     assert made.notes == (f"{group}={name}: {why}; using {instead}",)
