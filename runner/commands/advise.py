@@ -152,7 +152,8 @@ def _of_run(given: Request, wanted: str) -> tuple[Request, Known, tuple[str, ...
         return request, Known(), (f"run {directory.name} has left no evidence: measured anew",)
     trained = [phase for phase in evidence.phases if phase.kind == "train"]
     longest = max(trained, key=lambda phase: phase.seconds or 0.0, default=None)
-    return request, Known(evidence, *monitored(directory.path), longest.name if longest else None), ()
+    notes = (f"run {directory.name} failed: what it measured until then is used",) if evidence.unfinished else ()
+    return request, Known(evidence, *monitored(directory.path), longest.name if longest else None), notes
 
 
 def settings_of(directory: RunDirectory) -> tuple[list[str], Path | None, Path | None]:

@@ -60,6 +60,7 @@ class Evidence:
     has_begin_update  whether the task has something of its own to do before each update
     num_device_waits  lines at which the host waits for the device: only a profile finds them
     monitor           name of the file in the run directory that has the summary of the monitor
+    unfinished        True where the process failed: what was measured until then
     """
 
     task: str | None = None
@@ -107,6 +108,7 @@ class Evidence:
     has_begin_update: bool | None = None
     num_device_waits: int | None = None
     monitor: str | None = None
+    unfinished: bool | None = None
     phases: tuple[PhaseEvidence, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

@@ -246,6 +246,11 @@ def _train(
         try:
             outcome = run.train(start)
             exit_code = int(outcome.exit_code)
+        except BaseException:
+            with suppress(Exception):  # the error itself must come through
+                made = dataclasses.replace(evidence_of(run, job.inventory), unfinished=True)
+                record["evidence"] = (better_known(before, made) if made.updates else before or made).to_json()
+            raise
         finally:
             pulse.now = (END, pulse.now[1])
             record["reached"] = run.reached

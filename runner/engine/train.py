@@ -252,6 +252,8 @@ class TrainingRun:
                 with phase:
                     stopped_by = phase.run()
             except BaseException as error:  # here and not deeper: torch reports a dead worker wherever we happen to be
+                with suppress(Exception):  # the error itself must come through
+                    phase.break_off()
                 shown = phase.explained(error)
                 if isinstance(shown, AccelRunError):
                     shown.place = {**phase.place, **shown.place}
@@ -979,7 +981,14 @@ class Phase:
 
     def _account(self) -> None:
         """The phase is over: what it took and what was seen is on the accounts of the run."""
-        parts_s = self._note_time(self.watch.finish)
+        self._settle(self._note_time(self.watch.finish))
+
+    def break_off(self) -> None:
+        """The phase has failed: what it took until then is on the accounts; nothing is waited for."""
+        self.record.updates = self.position.update
+        self._settle(self._note_time(self.watch.spent))
+
+    def _settle(self, parts_s: Seconds) -> None:
         self.clock.end(parts_s, self.num_made - ("first_update" in parts_s))
         self._add_ranks()
         tally, meter = self.run_.tally, self.meter

@@ -42,7 +42,8 @@ class Samples(torch.utils.data.Dataset):
         return [self[index] for index in indices]
 
 class Slow(Task):
-    def __init__(self, ms, ragged, rank):
+    def __init__(self, ms, ragged, rank, fails_at):
+        self.left = fails_at
         self.s, self.ragged, self.rank = {part: each / 1e3 for part, each in ms.items()}, ragged, rank
         self.model = nn.Linear(4, 3)
         if ms["saving"]:
@@ -58,6 +59,8 @@ class Slow(Task):
         return torch.stack([F.pad(x, (0, length - len(x))) for x, _ in samples]), torch.tensor([y for _, y in samples])
     def begin_update(self, progress): self.sleep("hooks")
     def loss(self, model, batch):
+        self.left -= 1
+        if not self.left: raise ValueError("as planned")
         self.sleep("forward")
         self.sleep("first")
         self.s["first"] = 0.0
@@ -69,9 +72,10 @@ class Slow(Task):
         return {"loss": (F.cross_entropy(model(x[:, :4]), y, reduction="sum"), len(y))}
 
 def build(*, data: float = 0, forward: float = 0, backward: float = 0, optimizer: float = 0, hooks: float = 0,
-          evaluation: float = 0, saving: float = 0, first: float = 0, ragged: bool = False, rank: int = -1) -> Task:
+          evaluation: float = 0, saving: float = 0, first: float = 0, ragged: bool = False, rank: int = -1,
+          fails_at: int = 0) -> Task:
     return Slow(dict(data=data, forward=forward, backward=backward, optimizer=optimizer, hooks=hooks,
-                     evaluation=evaluation, saving=saving, first=first), ragged, rank)
+                     evaluation=evaluation, saving=saving, first=first), ragged, rank, fails_at)
 """
 BASE = "train --task task.py run=r updates=12 global_batch_size=8 log_every=4 evaluate.every=0 monitor=off"
 LAG_S = 0.02  # of the late device, which is waited for at the end
@@ -185,6 +189,27 @@ def test_no_save_is_lost_between_a_run_and_its_continuation(server: ForkServer, 
     assert one.parts_s["saving"] >= 0.3
     assert phase.parts_s["saving"] == pytest.approx(one.parts_s["saving"] + other.parts_s["saving"])
     assert phase.seconds == pytest.approx(sum(phase.parts_s.values()), abs=0.04 + 2 * LAG_S)
+
+
+@pytest.mark.parametrize("rank", ["", "parallelism=ddp parallelism.world_size=2 device=cpu"], ids=["alone", "of two"])
+def test_a_failed_run_leaves_what_it_measured_until_then(server: ForkServer, folder: Path, rank: str) -> None:
+    ended = server.run(f"{BASE} task.forward=20 task.fails_at=7 checkpoint=off {rank}", folder)
+    assert ended.code not in (0, 75)
+    found = read_evidence(folder / "outputs/r")
+    assert found is not None
+    assert found.unfinished
+    assert found.updates == 5, "six were made, and the first is start-up"
+    assert found.parts_s["forward"] >= 5 * 0.02
+    assert found.seconds == pytest.approx(sum(found.parts_s.values()))
+    (phase,) = found.phases
+    assert phase.updates == 6
+
+
+def test_a_run_that_fails_at_once_leaves_the_evidence_that_was_there(server: ForkServer, folder: Path) -> None:
+    before = evidence_of(server, folder, "")
+    more = "updates=24 resume_allow=[updates,task.fails_at]"
+    assert server.run(f"{BASE} task.fails_at=1 {more}", folder).code not in (0, 75)
+    assert read_evidence(folder / "outputs/r") == before
 
 
 def test_a_stopped_run_leaves_what_it_knows_and_the_next_one_counts_on(server: ForkServer, folder: Path) -> None:

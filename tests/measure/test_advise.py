@@ -14,7 +14,7 @@ from runner.commands.advise import run, screen, settings_of
 from runner.durable.directory import RunDirectory
 from runner.engine.evidence import Evidence, PhaseEvidence
 from runner.engine.session import Job
-from runner.measure.advise import Advice, Tried, as_json, checks, filled, outcome
+from runner.measure.advise import Advice, Known, Tried, as_json, checks, filled, outcome
 from runner.measure.criteria import criteria, rule_of_thumb
 from runner.measure.facts import Facts, monitored
 from runner.measure.hardware_profile import write_profile
@@ -355,6 +355,28 @@ def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDi
     for name, text in (("run.json", record), ("overrides.yaml", words), ("plan.json", plan)):
         (folder / name).write_text(text)
     return RunDirectory.join(folder)
+
+
+def test_what_a_failed_run_measured_is_used_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Known] = []
+
+    def noted(_request: Request, known: Known, *_: object) -> Advice:
+        seen.append(known)
+        return advice(WORKERS)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runner.measure.advise.advise", noted)
+    (tmp_path / "outputs").mkdir()
+    content = {"task": "gpt", "overrides": [], "evidence": replace(RUN, unfinished=True).to_json()}
+    left_by(tmp_path / "outputs" / "first", json.dumps(content))
+
+    assert run(["run=first"]) == 0
+
+    assert "note: run first failed: what it measured until then is used" in capsys.readouterr().out
+    assert seen[0].evidence is not None
+    assert seen[0].evidence.updates == RUN.updates
 
 
 @pytest.mark.parametrize("record", ["", "{}", "[1]", '{"task": "gpt"', '{"task": "gpt", "overrides": 3}'])
