@@ -123,7 +123,10 @@ class Measured:
     @property
     def left_out(self) -> str:
         """Return in words which steps no scale shows; empty where all are shown."""
-        words = [f"{_short(name)} step {number}: {_ms(value)} ms" for name, number, value in self.beyond]
+        words = [
+            f"{_name(_without_middle(name, _NAME_WIDTH))} step {number}: {_ms(value)} ms"
+            for name, number, value in self.beyond
+        ]
         return f"beyond the scale (compilation, or the machine was busy): {shortened(words)}" if words else ""
 
     @property
@@ -193,8 +196,9 @@ def steps(measured: Measured) -> Any:
         highest = max(highest, *(value for value in column if value <= limit))
     top = 1.08 * highest
     below: Counter[int] = Counter()  # marks of the same step are one below the other
+    apart = min(0.03, 0.3 / (len(drawn) + 1)) * top
     for name, step, _ in measured.beyond:
-        axes.plot(step, top * (1 - 0.03 * below[step]), "^", color=drawn[name].get_color(), clip_on=False, zorder=4)
+        axes.plot(step, top - apart * below[step], "^", color=drawn[name].get_color(), clip_on=False, zorder=4)
         below[step] += 1
     axes.set_ylim(0, top)
     _dress(axes, "step", "time of a step (ms)")
@@ -297,6 +301,7 @@ def beside_published(measured: Measured, published: Published | None) -> Any | N
     if not ours:
         return None
     ours[BASELINE] = _OF_BASELINE
+    has_stack = any(measured.on_top(name) for name in theirs)
     figure = new_figure(10.0, 2.6 + 0.62 * len(theirs))
     axes = figure.subplots()
     drawn: dict[str, Any] = {}
@@ -306,7 +311,7 @@ def beside_published(measured: Measured, published: Published | None) -> Any | N
         drawn["published: on top of those above"], texts[row - 0.2] = bar, f"{ratio.middle:.2f}"
         texts[row + 0.2] = "not measured here"
         if name in ours:
-            is_alone = name != BASELINE and measured.on_top(name) is None
+            is_alone = measured.on_top(name) is None and not (name == BASELINE and has_stack)
             (bar,) = axes.barh(row + 0.2, ours[name].middle, 0.36, color=_ALONE if is_alone else _OURS)
             words = "alone" if is_alone else "on top of those before it"
             drawn[f"measured here: {words}"], texts[row + 0.2] = bar, _value(ours[name])
@@ -392,17 +397,18 @@ def _label(name: str, measured: Measured) -> str:
 
 def _wrapped(name: str) -> str:
     """Return the name in lines that leave room for the picture."""
-    return "\n".join(textwrap.wrap(_name(name), _NAME_WIDTH, max_lines=3, placeholder=" ..."))
+    return "\n".join(textwrap.wrap(_name(_without_middle(name, 2 * _NAME_WIDTH)), _NAME_WIDTH))
+
+
+def _without_middle(name: str, most: int) -> str:
+    """Return the name in at most so many letters: long ones often begin alike, and often end alike."""
+    return name if len(name) <= most else f"{name[: most // 2 - 5]} ... {name[-(most // 2) :]}"
 
 
 def _name(text: str) -> str:
     """Return the text as matplotlib shows it whole: "$" begins no formula, "_" hides no entry of a legend."""
     shown = text.replace("$", r"\$")
     return f"\N{HAIR SPACE}{shown}" if shown.startswith("_") else shown
-
-
-def _short(name: str) -> str:
-    return _name(name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH - 4]} ...")
 
 
 def _lines(text: str) -> int:

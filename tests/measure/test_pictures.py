@@ -186,6 +186,15 @@ def test_lines_of_twenty_techniques_look_different(crowd: Results) -> None:
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) == 20
 
 
+def test_long_names_are_told_apart(crowd: Results) -> None:
+    drawn = figures(crowd, "gpt")
+
+    for name in ("heatmap.png", "speedup.png"):
+        assert len(set(labels(drawn[name].axes[0]))) == 20
+    words = [text.rpartition("\n")[0] or text for text in legend_of(drawn["steps.png"])]
+    assert len(set(words)) == 20
+
+
 # ---------------------------------------------------------------- heat map
 
 
