@@ -173,7 +173,8 @@ class Measured:
         of_it = (
             name
             for name, each in self.facts.items()
-            if each.get("mode") == "cumulative" and list(each.get("members") or ())[-1:] == [technique]
+            if each.get("mode") == "cumulative" and isinstance(members := each.get("members"), list)
+            if members[-1:] == [technique]
         )
         return next(of_it, None)
 
