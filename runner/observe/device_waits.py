@@ -6,12 +6,15 @@ what would lie on a GPU: parameters, the batch, and all that is computed from th
 
 from __future__ import annotations
 
+import ast
+import linecache
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +251,12 @@ class _Calls(TorchFunctionMode):
 
     def _is_to_host(self, *targets: Any) -> bool:
         """Tell whether one is the host by its name or a tensor there; a device that is a variable could be either."""
-        return any((isinstance(target, str) and target == "cpu") or self.waits.is_on_host(target) for target in targets)
+        return any(
+            (isinstance(target, str) and target == "cpu")
+            or self.waits.is_on_host(target)
+            or (isinstance(target, torch.device) and target.type == "cpu" and _names_the_host())
+            for target in targets
+        )
 
 
 def _may_return_early(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -294,6 +302,27 @@ def _of_backward() -> str:
 def _is_between(file: str) -> bool:
     """Tell whether a file only carries the call on: torch, this file, the standard library."""
     return file == __file__ or file.startswith((_TORCH, "<")) or "/contextlib.py" in file or "/warnings.py" in file
+
+
+def _names_the_host() -> bool:
+    """Tell whether the call that is being run is written with `torch.device("cpu")` among its arguments."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and _is_between(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    first, last, begin, end = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    lines = [line.encode() for line in linecache.getlines(frame.f_code.co_filename, frame.f_globals)[first - 1 : last]]
+    if not lines or None in (begin, end):
+        return False
+    lines[-1] = lines[-1][:end]  # before the beginning: both may be in one line
+    lines[0] = lines[0][begin:]
+    try:
+        call = ast.parse(b"".join(lines), mode="eval").body
+    except SyntaxError:
+        return False
+    given = [*call.args, *(word.value for word in call.keywords)] if isinstance(call, ast.Call) else []
+    return any(ast.unparse(each) in ("torch.device('cpu')", "device('cpu')") for each in given)
 
 
 def _shown(file: str) -> str:

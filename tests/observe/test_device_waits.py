@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from runner.observe.device_waits import RealWaits, Wait, WouldWait
 
 MODEL = nn.Linear(3, 3)
+HERE = torch.device("cpu")  # where a task was told to compute
 
 
 @contextmanager
@@ -44,7 +45,9 @@ def found(call: Callable[[Tensor], Any]) -> list[Wait]:
         ("item", lambda x: bool(x.any())),
         ("item", lambda x: x[x.argmax() % 2]), ("item", lambda x: f"{x.sum():.3f}"), ("tolist", lambda x: x.tolist()),
         ("copy_ to the host", lambda x: torch.empty(2, 3).copy_(x)), ("to", lambda x: x.to(torch.zeros(1))),
-        ("cpu", lambda x: x.cpu()), ("to", lambda x: x.to("cpu")), ("numpy", lambda x: (x + 1).numpy()),
+        ("cpu", lambda x: x.cpu()), ("to", lambda x: x.to("cpu")),
+        ("to", lambda x: x.to(torch.device("cpu"))), ("to", lambda x: (x + 1).to(device=torch.device("cpu")).sum()),
+        ("numpy", lambda x: (x + 1).numpy()),
         ("nonzero", lambda x: x.nonzero()), ("nonzero", lambda x: torch.where(x > 1)),
         ("indexing by a mask", lambda x: x[x > 1]), ("masked_select", lambda x: x.masked_select(x > 1)),
         ("unique", lambda x: x.unique()), ("equal", lambda x: torch.equal(x, x)),
@@ -68,6 +71,7 @@ def test_a_call_that_would_wait_is_found(what: str, call: Callable[[Tensor], Any
         lambda x: torch.empty(2, 3).copy_(x, non_blocking=True).tolist(), lambda x: x.copy_(torch.ones(2, 3)),
         lambda x: torch.ones(2).copy_(torch.zeros(2)), lambda x: torch.ones(3, device=x.device).copy_(x[0]),
         lambda x: torch.rand(()).item(), lambda x: torch.tensor([1, 2]).tolist(),
+        lambda x: x.to(x.device), lambda x: x.to(MODEL.weight.device), lambda x: x.to(device=HERE),
         lambda x: torch.arange(3)[torch.ones(3) > 0],
         lambda x: MODEL(x).sum().backward(), lambda x: x.masked_fill(x > 1, 0.0),
         lambda x: x.clone().__setitem__(x > 1, 0.0),
