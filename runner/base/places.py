@@ -25,3 +25,8 @@ def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises where there is none
     return (Path(base) if base else Path("" if home == "~" else home).absolute() / ".cache") / "accel-run"
+
+
+def as_path(text: str) -> Path:
+    """Return the path that a setting names; ~ is the home folder, as a shell leaves it where it follows =."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises where there is none

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from runner.base.places import as_path
 from runner.base.values import Count, DeviceName, NonNegative, Place, Positive, PositiveInt
 
 
@@ -90,5 +90,5 @@ class Settings:
 
     @property
     def root(self) -> Path:
-        """Return the folder that holds the runs; ~ is the home folder, as a shell leaves it where it follows =."""
-        return Path(os.path.expanduser(self.output_root))  # noqa: PTH111 - Path.expanduser raises where there is none
+        """Return the folder that holds the runs."""
+        return as_path(self.output_root)

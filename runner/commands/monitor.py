@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from runner.base.errors import (
     CannotCreate,
@@ -27,8 +27,9 @@ from runner.base.errors import (
     StorageError,
     readable,
 )
+from runner.base.places import as_path
 from runner.base.secret import fit_to_show
-from runner.base.values import Place, Positive, Range
+from runner.base.values import Interval, Place, Positive
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
@@ -68,7 +69,7 @@ class Options:
     """What is typed as key=value."""
 
     seconds: Positive | None = None
-    interval_s: Annotated[float, Range("a number from 0.01 to 3600", low=0.01, high=3600.0)] = 1.0
+    interval_s: Interval = 1.0
     log_dir: Place | None = "gpu_logs"
     run: str | None = None
     output_root: Place = "outputs"
@@ -77,7 +78,7 @@ class Options:
 def run(words: list[str]) -> int:
     """Watch, or show what was watched."""
     options, given, flags = _read(words)
-    root = Path(os.path.expanduser(options.output_root))  # noqa: PTH111 - Path.expanduser raises where there is none
+    root = as_path(options.output_root)
     if options.run is not None:
         return _of_run(root, options, as_json="--json" in flags, in_its_folder="log_dir" not in given)
     if "--once" in flags:
@@ -468,7 +469,7 @@ def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
     """
     from runner.durable import files
 
-    parent = Path(os.path.expanduser(log_dir))  # noqa: PTH111 - as above
+    parent = as_path(log_dir)
     moment = time.strftime("%Y%m%d-%H%M%S")
     try:
         files.make_directory(parent.absolute())

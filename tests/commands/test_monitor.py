@@ -388,7 +388,7 @@ SLIPS = {
     "--seconds=3": "accel-run: --seconds=3: unknown option\n           say seconds=3\n",
     "--onc": "accel-run: --onc: unknown option\n           did you mean --once?\n",
     "secs=3": "accel-run: secs=3: unknown key\n           did you mean seconds?\n",
-    "interval_s=0": "accel-run: interval_s=0: must be a number from 0.01 to 3600, but is 0\n",
+    "interval_s=0": "accel-run: interval_s=0: must be a number of seconds from 0.01 to 3600, but is 0\n",
     "seconds=abc": 'accel-run: seconds=abc: must be a number above 0 or null, but is "abc"\n',
     "--once seconds=3": "accel-run: seconds: has no effect with --once, which takes one sample and writes nothing\n",
     "run=": "accel-run: run=: names no run\n           say run=last, or the name of a run\n",
