@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from runner.base.configuration import Request, facts_of_profiles
+from runner.base.configuration import Request, facts_of_profiles, merge_overrides
 from runner.base.errors import ConfigError
 from runner.doctor import arithmetic
 from runner.measure.counting import Count, counted
 from runner.measure.roofline import Point, Roofs, drawn, judged
 from runner.measure.suite import Wanted, screen
 from runner.measure.suites import SUITES, machine
-from runner.measure.suites.machine import Asked, Peaks, Rate, Turn, best, in_turns
+from runner.measure.suites.machine import Asked, Found, Peaks, Rate, Turn, best, in_turns
+from runner.measure.trial import Asked as Asking
+from runner.measure.trial import Cell, Limits, Measured
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 
 TASK = Path(__file__).parent / "task_to_measure.py"
@@ -387,6 +390,46 @@ def test_all_of_it_is_measured_drawn_and_kept(tmp_path: Path) -> None:
     assert math.isfinite(update["seconds"])
     assert update["roofs"].keys() >= {"fp32"}
     assert any(line.startswith("not measured here") for line in screen(report))
+
+
+class PlantedArena:
+    """Cells whose updates take two seconds and are made of a million operations; what is asked of them is noted."""
+
+    asked: list[tuple[str, ...]] = []  # noqa: RUF012 - emptied by who looks at it
+
+    def __init__(self, request: Request) -> None:
+        self.words = request.overrides
+
+    def __enter__(self) -> PlantedArena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @contextmanager
+    def alone(self, cell: Cell, limits: Limits) -> Iterator[tuple[Asking, Measured]]:
+        words = merge_overrides(self.words, cell.overrides)
+        values = {"precision": "fp32", "compile": "default" if "compile=default" in words else "off"}
+        opened = {"values": values, "device": "cpu", "device_name": "a CPU", "threads": 1}
+
+        def ask(order: Mapping[str, Any]) -> dict[str, Any]:
+            self.asked.append((order["do"], values["compile"]))
+            return {"flops": 1e6, "bytes": 1e5} if order["do"] == "count" else {"seconds": 2.0 * order["updates"]}
+
+        yield ask, Measured(cell, updates=3, opened=opened)
+
+
+@pytest.mark.parametrize(("compiled", "timed_as"), [("compile=off", "off"), ("compile=default", "default")])
+def test_an_update_is_timed_as_it_is_and_counted_as_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, compiled: str, timed_as: str
+) -> None:
+    monkeypatch.setattr(machine, "Arena", PlantedArena)
+    PlantedArena.asked.clear()
+
+    point, _ = machine._update(Request((compiled,)), 0.0, Found(), "a task")
+
+    assert (point.seconds, point.throughput, point.intensity) == (2.0, 5e5, 10.0)
+    assert set(PlantedArena.asked) == {("make", timed_as), ("count", "off")}
 
 
 def _dies(*_: Any) -> Any:

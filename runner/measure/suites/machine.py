@@ -445,6 +445,8 @@ def _roofline(wanted: Wanted, configuration: Configuration, found: Found) -> tup
     if device == "cpu" and found.threads != opened["threads"]:
         what = f"the roofs are of {found.threads} threads, the update of {opened['threads']} (backend.threads)"
         found.notes.append(what)
+    if configuration.choices["parallelism"].name != "single":
+        found.notes.append("the update on the roofline is made by one process, all samples of it")
     has_flops = point.count.flops > 0
     if not has_flops:
         found.skipped["the update on the roofline"] = "it computes no product, convolution or attention to be counted"
