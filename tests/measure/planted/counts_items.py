@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from rows import Rows
 from torch import Tensor, nn
 
 from runner import Task
@@ -17,20 +17,6 @@ def build(*, mended: bool = False) -> Task:
     return Counted(mended)
 
 
-class Rows:
-    def __init__(self) -> None:
-        self.rows = torch.randn(8192, WIDTH, generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.rows[index]
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor]:
-        return (self.rows[torch.tensor(indices)],)
-
-
 class Counted(Task):
     def __init__(self, mended: bool) -> None:
         self.mended = mended
@@ -40,7 +26,7 @@ class Counted(Task):
     def dataset(self, split: str) -> Any:
         if split != "train":
             raise NotImplementedError
-        return Rows()
+        return Rows(8192, WIDTH)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, int]:
         (rows,) = batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from rows import Rows
 from torch import Tensor, nn
 
 from runner import Task
@@ -16,20 +16,6 @@ def build(*, width: int = 64, depth: int = 2) -> Task:
     return Layers(width, depth)
 
 
-class Rows:
-    def __init__(self, width: int) -> None:
-        self.rows = torch.randn(4096, width, generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.rows[index]
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor]:
-        return (self.rows[torch.tensor(indices)],)
-
-
 class Layers(Task):
     def __init__(self, width: int, depth: int) -> None:
         self.width = width
@@ -39,7 +25,7 @@ class Layers(Task):
     def dataset(self, split: str) -> Any:
         if split != "train":
             raise NotImplementedError
-        return Rows(self.width)
+        return Rows(4096, self.width)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, int]:
         (rows,) = batch
