@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,45 +127,31 @@ if dist.get_rank() == 0:
 
 def on_two_ranks(function: Callable[[Any], Any]) -> Any:
     """Return what `function(world)` returned on rank 0 of two forked ranks."""
-    import runner.engine.train  # noqa: F401 - imported once, before the fork
-    from runner.base.ranks import Member
-    from runner.distributed.join import joined
-    from runner.launch.local import as_error, run_ranks
+    from runner.measure.ranks import on_ranks
 
-    def main(member: Member) -> tuple[int, Any]:
-        torch.set_num_threads(1)
-        with joined(member, torch.device("cpu")) as world:
-            return 0, function(world)
-
-    ending = run_ranks(main, 2)
-    if ending.cause is not None:
-        raise as_error(ending)
-    return ending.results[0]
+    return on_ranks(function, 2)
 
 
 def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
     """Open a run on this rank, in silence and in a folder of its own."""
     from runner.base.configuration import Request
-    from runner.engine.session import open_phase
+    from runner.measure.ranks import opened
 
     folder = world.from_first(stack.enter_context(tempfile.TemporaryDirectory()))
     file = Path(folder) / "task_of_script.py"
     if task and world.is_first:
         file.write_text(task)
     dist.barrier()
-    silence = stack.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115 - the stack is the context
-    stack.enter_context(redirect_stdout(silence))
     settings = (f"output_root={folder}", "run=m", "evaluate.every=0", "evaluate.samples=32", "monitor=off",
                 "parallelism=ddp", "device=cpu", f"global_batch_size={BATCH}", *words)  # fmt: skip
-    return stack.enter_context(open_phase(Request(settings, file if task else None), world))
+    return opened(world, stack, Request(settings, file if task else None))
 
 
 def ms_per_update(updates: Iterator[Any], number: int) -> float:
     """Make some updates; return their mean milliseconds."""
-    began = time.perf_counter()
-    for _ in range(number):
-        next(updates)
-    return 1e3 * (time.perf_counter() - began) / number
+    from runner.measure.ranks import ms_per_update as timed
+
+    return timed(updates, number)
 
 
 # ---------------------------------------------------------------- step

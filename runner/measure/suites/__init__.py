@@ -12,5 +12,6 @@ SUITES: dict[str, tuple[str, str]] = {
     "batch": ("batch", "which micro-batch: samples per second by size"),
     "loader": ("loader", "which loader: workers, prefetch, pinned memory and cache, with what is waited for data"),
     "before_after": ("before_after", "plain settings against what the runner chooses: time, memory, inference"),
+    "parallelism": ("parallelism", "one rank, equal shares, measured shares, pipeline; also beside a slow rank"),
     "devices": ("devices", "CPU against GPU, or threads: by phase and size, with the batch from which which is faster"),
 }

@@ -1,0 +1,63 @@
+"""Laws of `accel-run benchmark suite=parallelism`: shares help beside a slow rank, and what cannot be is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import ConfigError
+from runner.measure.suite import Report
+from runner.measure.suites import parallelism
+from runner.measure.suites.parallelism import run
+from tests.measure.suites import asked
+
+TASK = Path(__file__).parent / "task_of_sizes.py"
+SETTINGS = ("global_batch_size=32",)
+
+
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, **options: str) -> Report:
+    monkeypatch.setattr(parallelism, "MOST_ROUNDS", 3)
+    return run(asked("parallelism", tmp_path, TASK, *SETTINGS, *words, **options))
+
+
+def test_two_ranks_and_measured_shares_gain_what_was_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample sleeps for 1 ms, so ranks do not take cores from each other, and on the slow rank for 3 ms.
+
+    Equal shares of 16 take 48 ms an update beside the slow rank, the best ones of 24 and 8 take 24 ms.
+    """
+    found = report(
+        tmp_path, monkeypatch, "task.sample_ms=1", forms="single,equal,shares,pipeline", slow="3", updates="10"
+    )
+
+    ratios = found.data["ratios"]
+    assert ratios["equal"]["verdict"] == "better"
+    assert 1.3 < ratios["equal"]["middle"] < 2.1
+    assert ratios["shares, one slow"]["verdict"] == "better"
+    assert 1.3 < ratios["shares, one slow"]["middle"] < 2.4
+    assert "equal against single: +" in found.headline
+    assert "shares, one slow against equal, one slow: +" in found.headline
+    assert "layers" in found.skipped["pipeline"]
+    assert "pipeline, one slow" in found.skipped
+    assert set(json.loads(found.files[0].read_text())["ratios"]) == {"equal", "shares", "shares, one slow"}
+
+
+def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = report(tmp_path, monkeypatch, "task.sample_ms=1", forms="equal", slow="1", updates="5")
+
+    assert [row[0] for row in found.tables[0].rows] == ["equal"]
+    assert found.headline.startswith("nothing can be compared")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        ("ranks", "1", "whole numbers from 2 on"), ("ranks", "two", "whole numbers"), ("updates", "0", "whole numbers"),
+        ("slow", "0.5", "from 1 to 100"), ("slow", "nan", "from 1 to 100"),
+        ("forms", "fsdp2", "must be some of single"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(tmp_path: Path, key: str, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}={text}.*{words}"):
+        run(asked("parallelism", tmp_path, TASK, **{key: text}))
