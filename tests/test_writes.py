@@ -62,6 +62,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/base/picture.py", "png", ".savefig"): "into memory",
     ("runner/engine/infer.py", "_as_bytes", "numpy.save"): "into memory",
     ("runner/cli.py", "_drop_output", "os.open"): "/dev/null",
+    ("runner/measure/ranks.py", "opened", ".open"): "/dev/null",
     ("runner/cli.py", "_leave", "os.write"): "standard error, in a signal handler",
     ("runner/durable/signals.py", "_leave", "os.write"): "standard error, in a signal handler",
     ("runner/engine/watchdog.py", "_tell", "os.write"): "standard error, where another thread may hold its lock",
