@@ -240,7 +240,7 @@ class Arena:
         self.number = 0  # of processes started
         self.error = AccelRunError("nothing was started")  # the last one
         self.processes: dict[str, _Process] = {}
-        self.compiled: dict[str, Path] = {}  # cell -> folder of its compiled code, which its restarts find
+        self.compiled: dict[tuple[str, ...], Path] = {}  # cell -> folder of its compiled code, which its restarts find
         self._nurseries: dict[tuple[tuple[str, str], ...], _Nursery] = {}
 
     def __enter__(self) -> Arena:
@@ -294,6 +294,10 @@ class Arena:
             self._nurseries[key] = self._stack.enter_context(_Nursery(self.folder, environment, self.cores))
         return self._nurseries[key]
 
+    def _compiled_of(self, cell: Cell) -> Path:
+        """Return the folder of the cell's compiled code, the same one whenever it is started again."""
+        return self.compiled.setdefault((cell.name, *cell.overrides), self.folder / f"compiled-{self.number}")
+
     def _start(self, measured: Measured) -> _Process | None:
         """Start the process of a cell and let it make its first updates; None where it cannot, with why_not said."""
         self.number += 1
@@ -309,7 +313,7 @@ class Arena:
                     "overrides": list(merge_overrides(merge_overrides(self.request.overrides, cell.overrides), own)),
                     "task_file": _text(self.request.task_file),
                     "config_dir": _text(self.request.config_dir),
-                    "compiled": str(self.compiled.setdefault(cell.name, self.folder / f"compiled-{self.number}")),
+                    "compiled": str(self._compiled_of(cell)),
                     "phase": self.limits.phase,
                     "evaluates": self.limits.evaluates,
                 },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,18 @@ import pytest
 
 from runner.base.configuration import Request
 from runner.base.errors import AccelRunError
-from runner.measure.trial import LEAST_ROUNDS, UNTRIED, Arena, Cell, Limits, Trials, as_json
+from runner.measure.cell import TIMED_UPDATES
+from runner.measure.trial import (
+    LEAST_ROUNDS,
+    UNTRIED,
+    Arena,
+    Cell,
+    Limits,
+    Measured,
+    Trials,
+    _disturbances,
+    as_json,
+)
 
 TASK = Path(__file__).parent / "task_to_measure.py"
 LIMITS = Limits(budget_s=60, rounds=(3, 4), block_s=0.05)
@@ -100,6 +112,35 @@ def test_a_trial_leaves_no_process_and_no_file(trials: Trials, arena: Arena) -> 
     left = list(arena.folder.rglob("*.safetensors"))
     assert left == []
     assert not Path("outputs").exists() or not list(Path("outputs").glob("trial*"))
+
+
+def test_the_updates_of_a_block_take_as_long_as_the_block(trials: Trials) -> None:
+    """Each is timed by itself; together they are what the block says."""
+    for cell in (trials.baseline, trials.of("quick")):
+        for number, updates_ms in cell.updates_ms.items():
+            assert len(updates_ms) == min(cell.updates, TIMED_UPDATES)
+            if len(updates_ms) == cell.updates:
+                assert sum(updates_ms) == pytest.approx(cell.blocks_ms[number] * cell.updates, rel=0.02)
+
+
+def test_what_disturbs_the_measurement_is_said() -> None:
+    calm = Measured(Cell("as it is"), blocks_ms=dict.fromkeys(range(8), 1.0))
+    throttled = Measured(Cell("hot"), blocks_ms=dict.fromkeys(range(8), 1.0), slowed=Counter({"heat": 3}))
+    uneven = Measured(Cell("as it is"), blocks_ms=dict(enumerate([1.0, 2.0] * 4)))
+
+    assert list(_disturbances(Trials([calm], "interleaved", others=[0.0, 0.1]))) == []
+    assert "other processes keep 1.0 of" in next(_disturbances(Trials([calm], "interleaved", others=[0.9, 1.1])))
+    assert "heat, in 3 of 16 blocks" in next(_disturbances(Trials([calm, throttled], "interleaved")))
+    assert "restless" in next(_disturbances(Trials([uneven], "interleaved")))
+
+
+def test_every_cell_compiles_anew_and_its_restarts_do_not(arena: Arena) -> None:
+    names = [Cell("as it is"), Cell("quick", ("task.sleep_ms=0",))]
+    arena.measure(names, Limits(budget_s=60, rounds=(3, 3), block_s=0.03, together=False), lambda _: None)
+
+    folders = [arena._compiled_of(cell) for cell in (*names, *names)]
+    assert len(set(folders)) == 2
+    assert all(folder.parent == arena.folder for folder in folders)
 
 
 def test_results_can_be_written_as_json(trials: Trials) -> None:
