@@ -163,7 +163,8 @@ class Ladder:
 
     def report(self) -> Report:
         """Return what a person reads."""
-        tables = [_speeds(self.rows), _costs(self.rows)]
+        there = [row for row in self.rows if row.update_ms > 0]
+        tables = [_speeds(there), _costs(there)]
         rows = [{"cell": row.name, **as_json(row)} for row in self.rows]
         notes = tuple(dict.fromkeys(self.notes))
         data = {"rows": rows, "skipped": self.skipped, "notes": notes}
@@ -181,7 +182,7 @@ class Ladder:
     def _alone(self, members: Sequence[Technique]) -> None:
         """Measure each technique alone against the baseline; one that cannot be is skipped."""
         self.wanted.say(f"measures each alone: {', '.join(_names(members))}")
-        share = len(members) / self._num_cells(len(members))
+        share = SHARE_ALONE if set(self.asked.modes) != {"isolated"} else 1.0
         trials = self._measured("isolated", [self.asked.cell(each.name, [each]) for each in members], share)
         for technique in members:
             self._add(trials, technique.name, "isolated", (technique.name,))
@@ -203,8 +204,8 @@ class Ladder:
             cell = asked.cell(name, those)
             names[name] = cells.setdefault(cell.overrides, cell).name
         self.wanted.say(f"measures them on top of each other, and without one of them: {', '.join(steps | without)}")
-        left = len(cells) + 2 * ("best" in modes)
-        trials = self._measured("stack", list(cells.values()), len(cells) / left)
+        share = SHARE_OF_STACK if "best" in modes else 1.0
+        trials = self._measured("stack", list(cells.values()), share)
         before = trials.baseline
         for name, those in steps.items():
             self._add(trials, name, "cumulative", _names(asked.in_it(those)), names[name], against=before)
@@ -279,6 +280,9 @@ class Ladder:
                 f"{stage}: the time was over before every cell was tried; about budget_s={needed} tries all"
             )
         self.notes += [f"{stage}: {note}" for note in trials.notes]
+        if not trials.baseline.blocks_ms and self.row(BASELINE) is None:
+            what = "must be longer: the time was over before the first block"
+            raise ConfigError(Problem(what, f"budget_s={self.wanted.budget_s:g}", "or name fewer techniques="))
         if self.row(BASELINE) is None:
             self.rows.append(_row(trials, BASELINE, BASELINE, (), self.asked.steps))
         return trials
@@ -295,11 +299,6 @@ class Ladder:
         if row.why_not:
             self.skipped[name] = row.why_not
         return row
-
-    def _num_cells(self, num: int) -> int:
-        """Return how many cells there are in all modes, about."""
-        modes = self.asked.modes
-        return sum(num for mode in MODES[:3] if mode in modes) + 2 * ("best" in modes)
 
 
 # ---------------------------------------------------------------- what is asked
@@ -508,4 +507,6 @@ def _plots(results: Results, wanted: Wanted) -> Report:
 ACTIONS: Mapping[str, Callable[[Results, Wanted], Report]] = {
     "init": _init, "reset": _reset, "clean": _clean, "plots": _plots,
 }  # fmt: skip
+SHARE_ALONE = 0.5  # of the time, for each technique alone: what the others try stands on it
+SHARE_OF_STACK = 0.75  # of the time that is left then
 NOTICED_S = 0.1  # that a run may begin later without anybody noticing
