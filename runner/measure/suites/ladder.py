@@ -268,10 +268,12 @@ class Ladder:
     def _measured(self, stage: str, cells: Sequence[Cell], share: float) -> Trials:
         """Measure cells against the baseline in this share of the time that is left."""
         least = min(ROUNDS[0], self.asked.rounds)
+        budget_s = max(LEAST_S, share * (self.deadline - time.monotonic()))
         limits = dataclasses.replace(
-            limits_of(max(LEAST_S, share * (self.deadline - time.monotonic()))),
+            limits_of(budget_s),
             rounds=(least, self.asked.rounds),
             least=math.ceil(self.asked.steps / least),
+            start_s=max(LEAST_START_S, SHARE_OF_START * budget_s),
         )
         trials = self.arena.measure([Cell(BASELINE, self.asked.base.overrides), *cells], limits, self.wanted.say)
         if trials.needs_s:
@@ -509,4 +511,6 @@ ACTIONS: Mapping[str, Callable[[Results, Wanted], Report]] = {
 }  # fmt: skip
 SHARE_ALONE = 0.5  # of the time, for each technique alone: what the others try stands on it
 SHARE_OF_STACK = 0.75  # of the time that is left then
+SHARE_OF_START = 0.3  # of a stage, that one cell may take to begin: compilation must not take the others' time
+LEAST_START_S = 20.0
 NOTICED_S = 0.1  # that a run may begin later without anybody noticing
