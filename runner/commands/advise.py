@@ -16,7 +16,7 @@ from runner.commands.arguments import read
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
-    from runner.measure.advise import Advice, Entry, Known, Tried
+    from runner.measure.advise import Advice, Entry, Known
 
 HELP = """usage: accel-run advise [run=last|NAME|DIR] [key=value ...] [budget_s=120] [apply=true] [--json]
 
@@ -41,7 +41,7 @@ examples
 
 def run(words: list[str]) -> int:
     """Print the advice."""
-    from runner.measure.advise import advise, as_json
+    from runner.measure.advise import advise, as_json, profile_of
     from runner.measure.hardware_profile import check_profile, write_profile
 
     wish = _wish(words)
@@ -55,7 +55,8 @@ def run(words: list[str]) -> int:
     written, refused = None, None
     if wish.applies and chosen is not None:
         try:
-            written = write_profile(advice, chosen, wish.request, wish.profile or f"{advice.task}_advised")
+            name = wish.profile or f"{advice.task}_advised"
+            written = write_profile(profile_of(advice, chosen), wish.request, name)
         except AccelRunError as error:
             refused = error
     if wish.as_json:
@@ -206,12 +207,12 @@ def screen(advice: Advice) -> list[str]:
     if not advice.advised:
         lines.append(f"{'' if advice.entries else 'advice: nothing; '}no setting that was tried is clearly faster")
     if advice.together is not None and advice.together.ratio is not None:
-        lines += ["", f"  together: {advice.together.candidate.name}   tried: {_gain(advice.together)}"]
+        lines += ["", f"  together: {advice.together.candidate.name}   tried: {advice.together.told}"]
     others = [each for each in advice.tried if each not in advice.advised]
     if others:
         lines += ["", "tried, and not advised"]
         width = max(len(each.candidate.name) for each in others)
-        lines += [f"  {each.candidate.name:<{width}}  {_why_not(each)}" for each in others]
+        lines += [f"  {each.candidate.name:<{width}}  {each.reason}" for each in others]
     lines += ["", *_criteria(advice)]
     lines += ["", "what people look at first"]
     for check in advice.checks:
@@ -223,28 +224,10 @@ def screen(advice: Advice) -> list[str]:
 
 def _told(entry: Entry) -> str:
     if entry.tried is not None:
-        return f"{entry.what}   tried: {_gain(entry.tried)}"
+        return f"{entry.what}   tried: {entry.tried.told}"
     more = 100 * ((entry.gain or 1.0) - 1)
     predicted = f"   predicted: at most {more:+.0f} %" if more > 0.5 else ""
     return f"for you to do: {entry.what}{predicted}"
-
-
-def _gain(tried: Tried) -> str:
-    return f"{tried.ratio}{f'; {tried.opening}' if tried.opening else ''}"
-
-
-def _why_not(tried: Tried) -> str:
-    if tried.why_not:
-        return tried.why_not
-    if tried.ratio is None:
-        return "not tried"
-    if tried.numerics is not None and tried.numerics.differ:
-        return f"computes something else: {tried.numerics} ({tried.ratio})"
-    if not tried.pays:
-        return f"faster, but the {tried.updates:,} updates are too few for it: {_gain(tried)}"
-    if tried.ratio.verdict == "better":
-        return f"better, but another setting is better still: {tried.ratio}"
-    return f"{tried.ratio.verdict}: {tried.ratio}"
 
 
 def _criteria(advice: Advice) -> list[str]:

@@ -14,6 +14,7 @@ from runner.engine.evidence import Evidence
 from runner.launch.apart import apart
 from runner.measure.criteria import Criterion, criteria, rule_of_thumb
 from runner.measure.facts import Facts, device_of
+from runner.measure.hardware_profile import Profile
 from runner.measure.rules import Candidate, Finding, findings
 from runner.measure.statistics import Ratio
 from runner.measure.trial import LEAST_ROUNDS, UNTRIED, Arena, Asked, Cell, Limits, Measured, Numerics, Trials
@@ -70,6 +71,26 @@ class Tried:
     def gain(self) -> float:
         """How many times as fast it is; 0 where nobody knows."""
         return self.ratio.middle if self.ratio else 0.0
+
+    @property
+    def told(self) -> str:
+        """Words for what was gained, and for what it takes to begin."""
+        return f"{self.ratio}{f'; {self.opening}' if self.opening else ''}"
+
+    @property
+    def reason(self) -> str:
+        """Words for why it is not advised."""
+        if self.why_not:
+            return self.why_not
+        if self.ratio is None:
+            return "not tried"
+        if self.numerics is not None and self.numerics.differ:
+            return f"computes something else: {self.numerics} ({self.ratio})"
+        if not self.pays:
+            return f"faster, but the {self.updates:,} updates are too few for it: {self.told}"
+        if self.ratio.verdict == "better":
+            return f"better, but another setting is better still: {self.ratio}"
+        return f"{self.ratio.verdict}: {self.ratio}"
 
 
 @dataclass(frozen=True)
@@ -147,6 +168,20 @@ class Advice:
         return max([*every, *self.advised], key=lambda tried: tried.gain, default=None)
 
 
+def profile_of(advice: Advice, chosen: Tried) -> Profile:
+    """Return what was chosen as a profile: what it was tried on, and what each setting gained."""
+    lines = [f"Task {advice.task} on {advice.device_name}: an update took {advice.update_ms:.4g} ms without it."]
+    if chosen.ratio:
+        lines.append(
+            f"{chosen.candidate.name}: {chosen.ratio}, {chosen.ratio.num} blocks in turns with the run as it was"
+        )
+    if chosen.rule == "together":
+        lines += [f"{each.candidate.name} alone: {each.ratio}" for each in advice.advised]
+    seen = {each.rule for each in advice.advised}
+    lines += [finding.evidence for finding in advice.findings if finding.rule in seen]
+    return Profile(chosen.candidate.overrides, f"advised for {advice.task}", "advise", tuple(lines))
+
+
 @dataclass(frozen=True)
 class Check:
     """A reading against the range in which it is expected; `fine` is None where it is not known."""
@@ -181,7 +216,7 @@ def advise(request: Request, run: Known, budget_s: float, say: Say) -> Advice:
     with Arena(request, cores) as arena:
         say("measures the training as it is")
         with arena.alone(Cell("as it is"), dataclasses.replace(limits, evaluates=True)) as (ask, opened):
-            now, probe = _look(ask, opened, plan)
+            now, probe = look(ask, opened, plan)
         there, here = run.evidence.device_name if run.evidence else None, plan.device_name
         if there is not None and there != here:
             notes.append(f"the run was made on {there}, and this is {here}: all is measured anew")
@@ -247,7 +282,7 @@ def of_one_rank(request: Request, plan: Plan, inventory: Inventory) -> tuple[Req
 # ---------------------------------------------------------------- what is known
 
 
-def _look(ask: Asked, opened: Measured, plan: Plan) -> tuple[Evidence, dict[str, Any]]:
+def look(ask: Asked, opened: Measured, plan: Plan) -> tuple[Evidence, dict[str, Any]]:
     """Measure the updates for a few seconds; return what they were made of, and what the code looks like."""
     made, num, seconds, parts_s = 0, 1, 0.0, dict[str, float]()
     while seconds < LOOK_S and (made < LEAST or seconds < LOOK_S / 4):
@@ -451,29 +486,12 @@ def _percent(value: float | None) -> str:
 def as_json(advice: Advice) -> dict[str, Any]:
     """Return all of it, JSON-able; what is not known is null."""
 
-    def tried(each: Tried) -> dict[str, Any]:
-        ratio = each.ratio
-        return {
-            "rule": each.rule,
-            "overrides": list(each.candidate.overrides),
-            "advised": each.is_advised,
-            "speedup": _number(ratio.middle) if ratio else None,
-            "low": _number(ratio.low) if ratio else None,
-            "high": _number(ratio.high) if ratio else None,
-            "rounds": ratio.num if ratio else 0,
-            "verdict": ratio.verdict if ratio else "not tried",
-            "numerics_differ": each.numerics.differ if each.numerics else None,
-            "why_not": each.why_not or None,
-            "later_s": each.later_s,
-            "pays_at": each.pays_at,
-        }
-
     def entry(each: Entry) -> dict[str, Any]:
         return {
             "rule": each.finding.rule,
             "what": each.what,
             "evidence": each.finding.evidence,
-            "tried": tried(each.tried) if each.tried else None,
+            "tried": tried_as_json(each.tried) if each.tried else None,
             "gain": each.gain,
         }
 
@@ -492,8 +510,8 @@ def as_json(advice: Advice) -> dict[str, Any]:
             }
             for finding in advice.findings
         ],
-        "tried": [tried(each) for each in advice.tried],
-        "together": tried(advice.together) if advice.together else None,
+        "tried": [tried_as_json(each) for each in advice.tried],
+        "together": tried_as_json(advice.together) if advice.together else None,
         "criteria": [
             {"name": row.name, "value": row.value, "rule": row.rule, "verdict": row.verdict} for row in advice.criteria
         ],
@@ -503,6 +521,25 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "notes": list(advice.notes),
         "mode": advice.mode or None,
         "seconds": advice.seconds,
+    }
+
+
+def tried_as_json(each: Tried) -> dict[str, Any]:
+    """Return a trial, JSON-able; what is not known is null."""
+    ratio = each.ratio
+    return {
+        "rule": each.rule,
+        "overrides": list(each.candidate.overrides),
+        "advised": each.is_advised,
+        "speedup": _number(ratio.middle) if ratio else None,
+        "low": _number(ratio.low) if ratio else None,
+        "high": _number(ratio.high) if ratio else None,
+        "rounds": ratio.num if ratio else 0,
+        "verdict": ratio.verdict if ratio else "not tried",
+        "numerics_differ": each.numerics.differ if each.numerics else None,
+        "why_not": each.why_not or None,
+        "later_s": each.later_s,
+        "pays_at": each.pays_at,
     }
 
 

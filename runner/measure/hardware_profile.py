@@ -1,28 +1,43 @@
-"""Advice as a hardware profile: the settings that were tried, with the evidence in comments, for `+hardware=NAME`."""
+"""Settings that were measured as a hardware profile for `+hardware=NAME`, with the evidence in comments."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runner.base.configuration import GROUPS, Request, compose, selected_by_profile
+from runner.base.configuration import GROUPS, Request, compose, merge_overrides, selected_by_profile
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.places import shipped
 from runner.base.secret import fit_to_show
 from runner.durable import files
 from runner.durable.directory import check_name
-from runner.measure.advise import Advice, Tried
 
-MARK = "# Written by accel-run advise"
+MARK = "# Written by accel-run"
 
 
-def write_profile(advice: Advice, chosen: Tried, request: Request, name: str) -> tuple[Path, str]:
-    """A profile of that name selects what was tried; returns its file, and the command that takes it.
+@dataclass(frozen=True)
+class Profile:
+    """Settings, and what they rest on.
+
+    words     key=value, as they are typed; none: nothing is better than what was there
+    title     one line that says what it is
+    by        the command that found them
+    evidence  lines of text: where they were tried, and what each gained
+    """
+
+    words: tuple[str, ...]
+    title: str
+    by: str
+    evidence: tuple[str, ...]
+
+
+def write_profile(profile: Profile, request: Request, name: str) -> tuple[Path, str]:
+    """A profile of that name holds the settings; returns its file, and the command that takes it.
 
     It lies in the folder of --config-dir, else in ./conf. Raises ConfigError where a file of somebody else's has the
     name, or where the profile would not have its effect.
@@ -32,10 +47,10 @@ def write_profile(advice: Advice, chosen: Tried, request: Request, name: str) ->
     for place in (folder, folder / "hardware"):
         files.make_directory(place)
     before = file.read_bytes() if file.exists() else None
-    files.atomic_write(file, profile_text(advice, chosen, _selected_before(request)))
-    taken = _with_profile(request, chosen, name, folder)
+    files.atomic_write(file, profile_text(profile, _of_the_one_before(request)))
+    taken = _with_profile(request, profile, name, folder)
     try:
-        _must_have_effect(taken, chosen, file)
+        _must_have_effect(taken, profile, file)
     except AccelRunError:
         if before is None:
             files.remove(file)
@@ -55,7 +70,7 @@ def check_profile(request: Request, name: str) -> Path:
     folder = request.config_dir or Path.cwd() / "conf"
     file = folder / "hardware" / f"{name}.yaml"
     if file.exists() and MARK not in file.read_text(encoding="utf-8", errors="replace"):
-        what = f"must be a new name, but {file} is there and was not written by accel-run advise"
+        what = f"must be a new name, but {file} is there and was not written by accel-run"
         raise ConfigError(Problem(what, f"profile={name}", "choose another name"))
     there = next(place for place in (file.parent, *file.parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -64,20 +79,21 @@ def check_profile(request: Request, name: str) -> Path:
     return file
 
 
-def profile_text(advice: Advice, chosen: Tried, selected: dict[str, str]) -> str:
+def profile_text(profile: Profile, before: tuple[str, ...] = ()) -> str:
     """Return the profile.
 
-    selected  group -> option of the profile that was in use: the new one takes its place
+    before  settings of the profile that was in use: the new one takes its place
     """
-    options, keys = dict(selected), dict[str, Any]()
-    for word in chosen.candidate.overrides:
+    options, keys = dict[str, str](), dict[str, Any]()
+    for word in merge_overrides(before, profile.words):
         key, _, value = word.partition("=")
         if key in GROUPS:
             options[key] = value
         else:
             group, _, inner = key.rpartition(".")
             (keys.setdefault(group, {}) if group else keys)[inner] = _literal(value)
-    lines = ["# @package _global_", f"{MARK} on {datetime.now(UTC):%Y-%m-%d}.", *_evidence(advice, chosen)]
+    written = f"{MARK} {profile.by} on {datetime.now(UTC):%Y-%m-%d}."
+    lines = ["# @package _global_", written, *(f"# {fit_to_show(line)}" for line in profile.evidence)]
     if options:
         lines += [
             "defaults:",
@@ -89,46 +105,34 @@ def profile_text(advice: Advice, chosen: Tried, selected: dict[str, str]) -> str
             lines += [f"{key}:", *(f"  {inner}: {json.dumps(item)}" for inner, item in value.items())]
         else:
             lines.append(f"{key}: {json.dumps(value)}")
-    lines += [
-        "",
-        "hardware:",
-        f"  title: {json.dumps(f'advised for {advice.task}')}",
-        "  devices: []",
-        "",
-    ]
+    lines += ["", "hardware:", f"  title: {json.dumps(profile.title)}", "  devices: []", ""]
     return "\n".join(line for number, line in enumerate(lines) if line or (number and lines[number - 1]))
 
 
-def _evidence(advice: Advice, chosen: Tried) -> list[str]:
-    """Return comments: what it was tried on, and what each setting gained."""
-    lines = [f"Task {advice.task} on {advice.device_name}: an update took {advice.update_ms:.4g} ms without it."]
-    if chosen.ratio:
-        lines.append(
-            f"{chosen.candidate.name}: {chosen.ratio}, {chosen.ratio.num} blocks in turns with the run as it was"
-        )
-    if chosen.rule == "together":
-        lines += [f"{each.candidate.name} alone: {each.ratio}" for each in advice.advised]
-    seen = {each.rule for each in advice.advised}
-    lines += [finding.evidence for finding in advice.findings if finding.rule in seen]
-    return [f"# {fit_to_show(line)}" for line in " \n".join(lines).splitlines()]
+def _of_the_one_before(request: Request) -> tuple[str, ...]:
+    """Return as words what the profile in use selects and sets."""
+    composed = compose(request)
+    selected = selected_by_profile(composed.profile, request.config_dir)
+    own = {key for key, source in composed.sources.items() if source == f"profile {composed.profile}"} - {*GROUPS}
+    values = composed.flat()
+    return (
+        *(f"{group}={option}" for group, option in selected.items()),
+        *(f"{key}={json.dumps(values[key])}" for key in sorted(own & values.keys())),
+    )
 
 
-def _selected_before(request: Request) -> dict[str, str]:
-    return selected_by_profile(compose(request).profile, request.config_dir)
-
-
-def _with_profile(request: Request, chosen: Tried, name: str, folder: Path) -> Request:
+def _with_profile(request: Request, profile: Profile, name: str, folder: Path) -> Request:
     """Return the request that takes the profile: without the words that would stand against it."""
-    set_by_it = [word.partition("=")[0] for word in chosen.candidate.overrides]
+    set_by_it = [word.partition("=")[0] for word in profile.words]
     words = [word for word in request.overrides if _key(word) not in (*set_by_it, "hardware")]
     own = None if folder == shipped("conf") else folder
     return replace(request, overrides=(*words, f"hardware={name}"), config_dir=own)
 
 
-def _must_have_effect(request: Request, chosen: Tried, file: Path) -> None:
+def _must_have_effect(request: Request, profile: Profile, file: Path) -> None:
     """Raise ConfigError where a value of the profile is not what the composed configuration has."""
     found = compose(request).flat()
-    for word in chosen.candidate.overrides:
+    for word in profile.words:
         key, _, value = word.partition("=")
         if str(found.get(key)).lower() != str(_literal(value)).lower():
             what = f"would be {found.get(key)} all the same: something else sets it"

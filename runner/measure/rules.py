@@ -76,7 +76,7 @@ def data_wait(facts: Facts) -> Finding | None:
     if share is None or share < WAIT:
         return None
     loader, workers = facts.values.get("dataloader"), facts.values.get("dataloader.num_workers")
-    counts = _counts(cores, reads_wait=facts.probe.get("sample_busy", 1.0) < BUSY)
+    counts = worker_counts(cores, reads_wait=facts.probe.get("sample_busy", 1.0) < BUSY)
     candidates: list[tuple[str, ...]]
     if loader == "thread":
         candidates, who = (
@@ -93,7 +93,7 @@ def data_wait(facts: Facts) -> Finding | None:
         candidates = [(f"dataloader.num_workers={n}",) for n in counts if n > workers]
         candidates.append((f"dataloader.prefetch_factor={2 * int(facts.values.get('dataloader.prefetch_factor', 2))}",))
         who = f"{workers} workers read" if workers > 1 else "1 worker reads"
-    cached = _cache(facts)
+    cached = cache(facts)
     return Finding(
         "data wait",
         f"{share:.0%} of the time of updates was waiting for data; {who}, {_cores(cores)}{cached[1]}",
@@ -415,7 +415,7 @@ def place(line: Mapping[str, Any]) -> str:
     return f"{shown}:{line['line']}"
 
 
-def _counts(cores: int, *, reads_wait: bool) -> list[int]:
+def worker_counts(cores: int, *, reads_wait: bool) -> list[int]:
     """Return numbers of data workers worth trying, the most promising first.
 
     reads_wait  who reads waits for a disk or a network most of the time: more workers than cores can do so
@@ -425,7 +425,7 @@ def _counts(cores: int, *, reads_wait: bool) -> list[int]:
     return sorted(wanted, key=lambda num: (abs(math.log2(num / likely)), -num))
 
 
-def _cache(facts: Facts) -> tuple[list[tuple[str, ...]], str]:
+def cache(facts: Facts) -> tuple[list[tuple[str, ...]], str]:
     """Return the override that keeps samples in memory, where they are the same each time and fit, and words for it."""
     probe, num, epochs = facts.probe, facts.evidence.num_samples, facts.evidence.epochs
     if epochs is not None and epochs <= 1:  # each sample is read once: kept ones are never asked for

@@ -14,7 +14,7 @@ from runner.commands.advise import run, screen, settings_of
 from runner.durable.directory import RunDirectory
 from runner.engine.evidence import Evidence, PhaseEvidence
 from runner.engine.session import Job
-from runner.measure.advise import Advice, Known, Tried, as_json, checks, filled, outcome
+from runner.measure.advise import Advice, Known, Tried, as_json, checks, filled, outcome, profile_of
 from runner.measure.criteria import criteria, rule_of_thumb
 from runner.measure.facts import Facts, monitored
 from runner.measure.hardware_profile import write_profile
@@ -270,7 +270,7 @@ def test_a_profile_composes_and_has_its_effect(tmp_path: Path, monkeypatch: pyte
     chosen = tried("together", "precision=bf16 dataloader.num_workers=2 micro_batch_size=8 checkpoint.every=10min", 1.5)
     request = Request(("task=gpt", "precision=fp32", "seed=3"))
 
-    file, command = write_profile(advice(WORKERS, together=chosen), chosen, request, "mine")
+    file, command = write_profile(profile_of(advice(WORKERS, together=chosen), chosen), request, "mine")
 
     assert file == tmp_path / "conf" / "hardware" / "mine.yaml"
     assert command == "accel-run train --config-dir conf task=gpt seed=3 +hardware=mine"
@@ -285,7 +285,7 @@ def test_a_profile_composes_and_has_its_effect(tmp_path: Path, monkeypatch: pyte
 def test_a_profile_keeps_what_the_one_before_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
-    write_profile(advice(WORKERS), WORKERS, Request(("hardware=t4",)), "mine")
+    write_profile(profile_of(advice(WORKERS), WORKERS), Request(("hardware=t4",)), "mine")
 
     composed = compose(Request(("hardware=mine",), config_dir=tmp_path / "conf")).flat()
     assert (composed["precision"], composed["attention"], composed["dataloader.num_workers"]) == (
@@ -299,13 +299,13 @@ def test_a_file_of_somebody_else_is_left_alone_and_one_of_ours_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file, _ = write_profile(advice(WORKERS), WORKERS, Request(), "mine")
-    write_profile(advice(THREADS), THREADS, Request(), "mine")
+    file, _ = write_profile(profile_of(advice(WORKERS), WORKERS), Request(), "mine")
+    write_profile(profile_of(advice(THREADS), THREADS), Request(), "mine")
     assert "backend" in file.read_text()
     file.write_text("# @package _global_\n")
 
     with pytest.raises(ConfigError, match="must be a new name"):
-        write_profile(advice(WORKERS), WORKERS, Request(), "mine")
+        write_profile(profile_of(advice(WORKERS), WORKERS), Request(), "mine")
 
     assert file.read_text() == "# @package _global_\n"
 
@@ -319,7 +319,7 @@ def test_a_profile_that_would_have_no_effect_is_not_left_behind(
     chosen = tried("logs too often", "log_every=50", 1.3)
 
     with pytest.raises(ConfigError, match="something else sets it"):
-        write_profile(advice(chosen), chosen, Request((), task), "mine")
+        write_profile(profile_of(advice(chosen), chosen), Request((), task), "mine")
 
     assert not (tmp_path / "conf" / "hardware" / "mine.yaml").exists()
 
