@@ -4,7 +4,7 @@ set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 
-modes=(train inference both plan explain status monitor profile advise benchmark doctor export import new completion)
+modes=(train inference both plan explain status monitor profile advise benchmark tune doctor export import new completion)
 declare -A meaning=(
     [train]="train a task; the same command with the same run=NAME resumes"
     [inference]="predict with the newest checkpoint of a run (short: infer)"
@@ -16,6 +16,7 @@ declare -A meaning=(
     [profile]="show what an update is made of: operators, modules, memory, waits"
     [advise]="find what would make a run faster, and try it before saying so"
     [benchmark]="measure what techniques gain on this machine, each against the baseline in turns"
+    [tune]="find the settings that are fastest here, and write them as a hardware profile"
     [doctor]="try what training needs on this machine, and say what to change"
     [export]="write the model of a run as safetensors, torch.export program and ONNX, each checked"
     [import]="make a safetensors file of somebody's .pt, without running what it holds"

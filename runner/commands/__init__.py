@@ -13,6 +13,7 @@ COMMANDS = {
     "profile": ("profile", "show what an update is made of: operators, modules, memory, waits"),
     "advise": ("advise", "find what would make a run faster, and try it before saying so"),
     "benchmark": ("benchmark", "measure what techniques gain on this machine, each against the baseline in turns"),
+    "tune": ("tune", "find the settings that are fastest here, and write them as a hardware profile"),
     "doctor": ("doctor", "try what training needs on this machine, and say what to change"),
     "export": ("export", "write the model of a run as safetensors, torch.export program and ONNX, each checked"),
     "import": ("import_", "make a safetensors file of somebody's .pt, without running what it holds"),

@@ -239,6 +239,14 @@ def _benchmark(line: _Line) -> list[str]:
     return [*(word for word in words if word not in line.lone), *own, *_settings_or_flags(line)]
 
 
+def _tune(line: _Line) -> list[str]:
+    from runner.commands.tune import OWN
+
+    if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
+        return _settings_or_flags(line, "--json")
+    return [*(f"{key}=" for key in OWN if key not in line.overrides), *_settings_or_flags(line)]
+
+
 def _doctor(line: _Line) -> list[str]:
     if line.last.startswith("-"):
         return ["--quick", "--json", "--help"]
@@ -407,6 +415,7 @@ _COMMANDS: Mapping[str, Callable[[_Line], list[str]]] = {
     "status": _status,
     "monitor": _monitor,
     "advise": _advise,
+    "tune": _tune,
     "benchmark": _benchmark,
     "doctor": _doctor,
     "new": _new,

@@ -73,6 +73,11 @@ class Tried:
         return self.ratio.middle if self.ratio else 0.0
 
     @property
+    def rounds_otherwise(self) -> bool:
+        """True where its first loss is not the baseline's to the last digit."""
+        return self.numerics is not None and self.numerics.loss > 0
+
+    @property
     def told(self) -> str:
         """Words for what was gained, and for what it takes to begin."""
         return f"{self.ratio}{f'; {self.opening}' if self.opening else ''}"

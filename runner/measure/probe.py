@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.axes.dataloader import Fetcher
@@ -40,6 +41,7 @@ def probe(run: TrainingRun, phase: Phase, updates: Iterator[int]) -> Answer:
     found: Answer = {
         "source": str(source),
         "has_begin_update": type(run.parts.task).begin_update is not Task.begin_update,
+        "has_batch_norm": any(isinstance(module, _BatchNorm) for module in run.parts.bare.modules()),
     }
     found |= _samples(phase.loader.fetcher, source)
     found |= _shapes(phase)

@@ -1,0 +1,563 @@
+"""Tune: the mechanics with which updates are fastest here, found by halving and proven in fresh rounds.
+
+One axis after the other: its candidates take turns with the best that is known so far, the better half of them again
+and for longer, and the last one is adopted where it is clearly faster (successive halving: Jamieson and Talwalkar,
+Non-stochastic Best Arm Identification, AISTATS 2016). What all axes came to is then measured anew against the settings
+as they are: a winner looks better than it is in the rounds in which it was chosen, so those decide nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from runner.base.configuration import Configuration, Request, compose, function_of, merge_overrides, options_of
+from runner.base.errors import AccelRunError
+from runner.launch.apart import apart
+from runner.measure.advise import Tried, look, of_one_rank, outcome, planned, tried_as_json
+from runner.measure.facts import Facts, device_of
+from runner.measure.hardware_profile import Profile
+from runner.measure.rules import BUSY, Candidate, cache, worker_counts
+from runner.measure.statistics import NEGLIGIBLE
+from runner.measure.trial import UNTRIED, Arena, Cell, Limits, Trials
+from runner.plan.inventory import Inventory
+from runner.plan.plan import make_plan
+
+Words = tuple[str, ...]
+Say = Callable[[str], None]
+Measure = Callable[[Sequence[Cell], Limits], Trials]
+AS_IT_IS = "as it is"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What an axis has to try, and what it leaves: an axis or a setting -> why."""
+
+    candidates: tuple[Candidate, ...] = ()
+    left: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Settings that exclude each other.
+
+    offer   what is tried beside the settings found so far
+    weight  of its share of the time
+    alone   one of its cells may fill the memory: never two of them alive
+    """
+
+    name: str
+    offer: Callable[[Words], Offer]
+    weight: float = 1.0
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    tried    every candidate with its last trial, against the best that was known before its axis
+    left     axis or setting -> why it was not tried
+    adopted  the winners of the axes
+    proof    these together against the settings as they are, in fresh rounds; None where there were none
+    needs_s  seconds of budget in which every candidate would be tried; 0 where every one was
+    """
+
+    tried: tuple[Tried, ...] = ()
+    left: Mapping[str, str] = field(default_factory=dict)
+    adopted: tuple[Tried, ...] = ()
+    proof: Tried | None = None
+    notes: tuple[str, ...] = ()
+    needs_s: float = 0.0
+
+    @property
+    def words(self) -> Words:
+        """The settings that are clearly faster than those as they are; none where the proof failed."""
+        return self.proof.candidate.overrides if self.proof is not None and self.proof.is_advised else ()
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A search, and what it was made on.
+
+    update_ms  of the settings as they are
+    phase      of the task, whose updates were measured
+    """
+
+    task: str
+    device_name: str
+    phase: str
+    update_ms: float
+    found: Found
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+def tune(request: Request, budget_s: float, say: Say) -> Tuned:
+    """Return the mechanics with which the training of the request is fastest here.
+
+    What the words of the request say stays as it is said.
+    Raises AccelRunError where the training itself cannot be measured.
+    """
+    began = time.monotonic()
+    plan, inventory = apart(planned, compose(request))
+    one_rank, cores, notes = of_one_rank(request, plan, inventory)
+    with Arena(one_rank, cores) as arena:
+        say("measures the training as it is")
+        with arena.alone(Cell(AS_IT_IS), Limits(budget_s)) as (ask, opened):
+            now, probe = look(ask, opened, plan)
+            attends = bool(ask({"do": "report"})["attention"])
+        facts = Facts(
+            evidence=now,
+            values=opened.opened["values"],
+            cpu=dataclasses.replace(inventory.cpu, logical_cores=cores) if cores else inventory.cpu,
+            gpus=inventory.usable,
+            gpu=device_of(inventory, now.device),
+            probe=probe,
+        )
+        phase = opened.opened["phase"]
+        place = Place(one_rank, compose(request), inventory, facts, phase, attends)
+        axes = [
+            Axis(name, place.offers(name), weight, fills and facts.gpu is not None)
+            for name, (_, weight, fills) in AXES.items()
+        ]
+        opening_s = opened.start_s + opened.first_update_s + opened.warm_up_s
+        found = search(
+            axes,
+            lambda cells, limits: arena.measure(cells, limits, lambda _: None),
+            began + budget_s - time.monotonic(),
+            opening_s,
+            say,
+        )
+    trained = [each.name for each in plan.selected if each.kind == "train"]
+    if len(trained) > 1:
+        notes.append(f"measured in phase {phase}; {', '.join(name for name in trained if name != phase)} was not")
+    return Tuned(
+        plan.choices["task"].name,
+        opened.opened["device_name"],
+        phase,
+        facts.update_ms() or math.nan,
+        found,
+        (*notes, *dict.fromkeys(found.notes)),
+        time.monotonic() - began,
+    )
+
+
+# ---------------------------------------------------------------- the search
+
+
+def search(
+    axes: Sequence[Axis],
+    measure: Measure,
+    budget_s: float,
+    opening_s: float,
+    say: Say = print,
+    clock: Callable[[], float] = time.monotonic,
+) -> Found:
+    """Return the best settings of the axes, proven against the settings as they are.
+
+    opening_s  seconds that a process takes until its updates take what they take from then on
+    """
+    hunt = _Hunt(measure, clock, say, opening_s)
+    deadline = clock() + budget_s
+    until = deadline - max(PROOF_SHARE * budget_s, hunt.least_s)
+    for number, axis in enumerate(axes):
+        offer = axis.offer(hunt.words)
+        hunt.left |= offer.left
+        if offer.candidates:
+            left_s = until - clock()
+            share_s = left_s * axis.weight / sum(other.weight for other in axes[number:])
+            hunt.halve(axis, offer.candidates, min(left_s, max(share_s, hunt.needs_s(len(offer.candidates)))))
+    weights = sum(axis.weight for axis in axes)
+    needs_s = max(MORE * budget_s, hunt.lacks_s * weights / (1 - PROOF_SHARE)) if hunt.lacks_s else 0.0
+    proof = hunt.prove(deadline - clock()) if hunt.adopted else None
+    return Found(tuple(hunt.tried), hunt.left, tuple(hunt.adopted), proof, tuple(hunt.notes), needs_s)
+
+
+class _Hunt:
+    """What is known on the way."""
+
+    def __init__(self, measure: Measure, clock: Callable[[], float], say: Say, opening_s: float) -> None:
+        self.measure, self.clock, self.say, self.opening_s = measure, clock, say, opening_s
+        self.words: Words = ()
+        self.tried: list[Tried] = []
+        self.adopted: list[Tried] = []
+        self.left: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.lacks_s = 0.0  # most seconds that an axis of weight 1 would have needed; 0 where none lacked time
+        self.fills = False  # what was adopted may fill the memory
+
+    @property
+    def least_s(self) -> float:
+        """Seconds in which two cells can be compared: one half for their start, the other for rounds."""
+        return 4 * self.opening_s
+
+    def needs_s(self, num: int) -> float:
+        """Return seconds in which so many candidates are halved: half of the time of each rung is for its starts."""
+        return 2 * self.opening_s * sum(playing + 1 for playing in _halves(num))
+
+    def halve(self, axis: Axis, candidates: Sequence[Candidate], seconds: float) -> None:
+        """Let the candidates take turns, the better half again, until one is left; adopt it where it is better."""
+        until, playing, rounds = self.clock() + seconds, list(candidates), SCREENING
+        seen: dict[str, Tried] = {}
+        while playing:
+            is_last = len(playing) == 1
+            share = (len(playing) + 1) / sum(num + 1 for num in _halves(len(playing)))
+            rung_s = share * (until - self.clock())
+            if rung_s < self.least_s:
+                self.lacks_s = max(self.lacks_s, self.needs_s(len(playing)) / axis.weight)
+                seen |= {each.name: Tried(axis.name, each, None, why_not=UNTRIED) for each in playing}
+                break
+            self.say(f"{axis.name}: {len(playing)} to try, for at most {rung_s:.0f} s")
+            turns = PROVING if is_last else (rounds, rounds)
+            limits = Limits(rung_s, turns, start_s=rung_s, together=not axis.alone)
+            cells = [Cell(AS_IT_IS, self.words)]
+            cells += [Cell(each.name, merge_overrides(self.words, each.overrides)) for each in playing]
+            try:
+                trials = self.measure(cells, limits)
+            except AccelRunError as error:
+                seen |= {each.name: Tried(axis.name, each, None, why_not=_reason(error)) for each in playing}
+                break
+            self.notes += trials.notes
+            self.lacks_s = max(self.lacks_s, trials.needs_s / share / axis.weight)
+            seen |= {each.name: outcome(trials, axis.name, each) for each in playing}
+            if is_last:
+                self._adopt(axis, seen[playing[0].name], trials)
+                break
+            hopes = [each for each in playing if _may_be_better(seen[each.name])]
+            hopes.sort(key=lambda each: -seen[each.name].gain)
+            playing, rounds = hopes[: max(1, len(playing) // 2)], 2 * rounds
+        self.tried += seen.values()
+
+    def prove(self, seconds: float) -> Tried:
+        """Return what was adopted against the settings as they are, in rounds that chose nothing."""
+        self.say(f"measures what was found against the settings as they are, for at most {seconds:.0f} s")
+        found = Candidate(self.words)
+        limits = Limits(seconds, PROVING, start_s=max(seconds, self.least_s), together=not self.fills, seed=1)
+        try:
+            trials = self.measure([Cell(AS_IT_IS), Cell(found.name, found.overrides)], limits)
+        except AccelRunError as error:
+            return Tried(PROOF, found, None, why_not=_reason(error))
+        self.notes += trials.notes
+        return outcome(trials, PROOF, found)
+
+    def _adopt(self, axis: Axis, best: Tried, trials: Trials) -> None:
+        if not best.is_advised:
+            return
+        self.words = merge_overrides(self.words, best.candidate.overrides)
+        self.adopted.append(best)
+        self.fills = self.fills or axis.alone
+        opening_s = trials.of(best.candidate.name).opening_s
+        self.opening_s = max(self.opening_s, opening_s) if math.isfinite(opening_s) else self.opening_s
+        self.say(f"{axis.name}: {best.candidate.name} is faster, {best.told}")
+
+
+def _reason(error: AccelRunError) -> str:
+    return " ".join(str(error).split())
+
+
+def _halves(num: int) -> list[int]:
+    """Return how many candidates take part in each rung, `num` in the first and one in the last."""
+    return [num] if num == 1 else [num, *_halves(max(1, num // 2))]
+
+
+def _may_be_better(tried: Tried) -> bool:
+    """Tell whether more rounds could show that it is clearly faster."""
+    computes_the_same = tried.numerics is None or not tried.numerics.differ
+    could_be = tried.ratio is not None and tried.ratio.high > 1 + NEGLIGIBLE
+    return could_be and computes_the_same and tried.pays and not tried.why_not
+
+
+# ---------------------------------------------------------------- what can be tried here
+
+
+@dataclass(frozen=True)
+class Place:
+    """The training that is tuned, and where.
+
+    asked    the configuration as it was asked for, whose words are not touched
+    phase    whose updates are measured
+    attends  the model calls torch's attention
+    """
+
+    request: Request
+    asked: Configuration
+    inventory: Inventory
+    facts: Facts
+    phase: str
+    attends: bool
+
+    def offers(self, name: str) -> Callable[[Words], Offer]:
+        """Return what the axis of that name offers beside settings already found."""
+        propose = AXES[name][0]
+
+        def offer(words: Words) -> Offer:
+            before = self.values(words)
+            proposed = propose(Ground(self, before))
+            if isinstance(proposed, str):
+                return Offer(left={name: proposed})
+            left, candidates = dict[str, str](), []
+            for candidate in map(Candidate, proposed):
+                why_not = self._why_not(candidate, words, before)
+                if why_not:
+                    left[candidate.name] = why_not
+                else:
+                    candidates.append(candidate)
+            return Offer(tuple(candidates[:MOST]), left)
+
+        return offer
+
+    def values(self, words: Words) -> Mapping[str, Any]:
+        """Return every key that the plan decides with these words. Raises ConfigError where they cannot be."""
+        overrides = merge_overrides(self.request.overrides, words)
+        return make_plan(compose(dataclasses.replace(self.request, overrides=overrides)), self.inventory).values()
+
+    def _why_not(self, candidate: Candidate, words: Words, before: Mapping[str, Any]) -> str:
+        """Return why it is not to be tried; empty where it is."""
+        of_a_file = self.asked.request.task_file is not None  # what such a task sets, no profile can change
+        for word in candidate.overrides:
+            key, _, value = word.partition("=")
+            for said, source in self.asked.sources.items():
+                touched = said == key or (said.startswith(f"{key}.") and str(before.get(key)) != value)
+                if touched and (source == "command line" or (of_a_file and source.startswith("task "))):
+                    return f"{said} was said by the {source}: it stays"
+        try:
+            after = self.values(merge_overrides(words, candidate.overrides))
+        except AccelRunError as error:
+            return _reason(error)
+        changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
+        if not changed:
+            return "the plan makes the same of it here"
+        others = sorted(key for key in changed if not is_mechanics(key))
+        return f"would change {', '.join(others)}, which is not for speed alone" if others else ""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What proposals follow from: the place, and every key of the plan with what was found so far."""
+
+    place: Place
+    values: Mapping[str, Any]
+
+    @property
+    def facts(self) -> Facts:
+        """What was measured of the settings as they are."""
+        return self.place.facts
+
+    @property
+    def on_gpu(self) -> bool:
+        """True where a CUDA device trains."""
+        return self.facts.gpu is not None and self.facts.gpu.kind == "cuda"
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key, that of the measured phase where phases have their own; None: there is none."""
+        return self.values.get(key, self.values.get(f"phase.{self.place.phase}.{key}"))
+
+    def options(self, group: str) -> list[str]:
+        """Return the options of a group that are not in use; what `auto` stands for is."""
+        here = options_of(group, self.place.request.config_dir)
+        return [name for name in here if name not in ("auto", self.get(group))]
+
+    def choices(self, group: str) -> list[Words]:
+        """Return a proposal for each of these options."""
+        return [(f"{group}={name}",) for name in self.options(group)]
+
+    def literals(self, group: str, key: str) -> list[str]:
+        """Return the values that a key of the chosen option can have by its type, `auto` and the one in use aside."""
+        signature = function_of(group, str(self.get(group)))
+        known = get_args(signature.keys[key].type) if signature and key in signature.keys else ()
+        return [value for value in known if value not in ("auto", self.get(f"{group}.{key}"))]
+
+
+Proposed = Iterable[Words] | str
+
+
+def is_mechanics(key: str) -> bool:
+    """Tell whether a key of the plan decides how fast updates are made and not what they compute."""
+    own = key.split(".", 2)[2] if key.startswith("phase.") else key
+    return own in MECHANICS or own.partition(".")[0] in MECHANIC_GROUPS
+
+
+def _kept_samples(ground: Ground) -> Proposed:
+    """Samples are kept once they are read, where that changes nothing."""
+    if not cache(ground.facts)[0]:
+        return "samples are read once, are not known to be the same each time, or do not fit into memory"
+    return [
+        (f"dataloader.cache={where}",)
+        for where in ground.literals("dataloader", "cache")
+        if ground.on_gpu or where != "device"
+    ]
+
+
+def _readers(ground: Ground) -> Proposed:
+    """Worker processes in other numbers, or other options of the loader."""
+    if ground.get("dataloader.cache") != "none":
+        return "samples are kept: nobody reads"
+    share, workers = ground.facts.share("data"), ground.get("dataloader.num_workers")
+    if workers == 0 and share is not None and share < NEGLIGIBLE:
+        return f"updates wait for data {share:.1%} of the time"
+    counts = worker_counts(ground.facts.cpu.logical_cores, reads_wait=ground.facts.probe.get("sample_busy", 1.0) < BUSY)
+    proposed: list[Words] = []
+    for option in (ground.get("dataloader"), *ground.options("dataloader")):
+        signature, chosen = function_of("dataloader", option), (f"dataloader={option}",)
+        own: Words = () if option == ground.get("dataloader") else chosen
+        if signature is not None and "num_workers" in signature.keys:
+            others = [num for num in (*counts, 0) if own or num != workers]
+            proposed += [(*own, f"dataloader.num_workers={num}") for num in others]
+        elif own:
+            proposed.append(own)
+    return proposed
+
+
+def _read_ahead(ground: Ground) -> Proposed:
+    """More batches read ahead by those who read."""
+    key = "dataloader.prefetch_factor" if ground.get("dataloader.num_workers") else "dataloader.depth"
+    now = ground.get(key)
+    return "nobody reads ahead" if now is None else [(f"{key}={2 * now}",), (f"{key}={4 * now}",)]
+
+
+def _copies(ground: Ground) -> Proposed:
+    """Copies to the GPU from page-locked memory, on a stream of their own, or neither."""
+    if not ground.on_gpu:
+        return "there is no GPU to copy to"
+    pinned = str(not ground.get("dataloader.pin_memory")).lower()
+    return [*ground.choices("prefetch"), (f"dataloader.pin_memory={pinned}",)]
+
+
+def _threads(ground: Ground) -> Proposed:
+    """Fewer or more threads that compute."""
+    if not ground.facts.on_cpu():
+        return "the GPU computes"
+    cpu, now = ground.facts.cpu, ground.facts.evidence.num_threads
+    counts = {1, max(1, cpu.logical_cores // 2), min(cpu.physical_cores, cpu.logical_cores), cpu.logical_cores}
+    return [(f"backend.threads={num}",) for num in sorted(counts - {now}, reverse=True)]
+
+
+def _precision(ground: Ground) -> Proposed:
+    """Formats that the device computes in itself; where losses do not agree, none is adopted."""
+    if ground.facts.on_cpu():
+        native = {"fp32", "bf16"} if ground.facts.cpu.native_bf16 else {"fp32"}
+        found = [words for words in ground.choices("precision") if words[0].partition("=")[2] in native]
+        return found or "this CPU multiplies float32 alone"
+    return ground.choices("precision")
+
+
+def _passes(ground: Ground) -> Proposed:
+    """An update cut into more or fewer passes."""
+    evidence = ground.facts.evidence
+    micro, passes, whole = evidence.micro_batch_size, evidence.accumulation_steps, evidence.global_batch_size
+    if ground.facts.probe.get("has_batch_norm"):
+        return "batch norms take their statistics from a pass: another size computes something else"
+    if not micro or not passes or not whole:
+        return "the size of a pass is not known"
+    share = min(whole, micro * passes)
+    sizes = [share >> shift for shift in range(share.bit_length()) if share % (share >> shift) == 0]
+    near = sorted((size for size in sizes if size != micro), key=lambda size: (abs(math.log2(size / micro)), -size))
+    return [(f"micro_batch_size={size}",) for size in near]
+
+
+def _optimizer_kernels(ground: Ground) -> Proposed:
+    """Other kernels of the same optimizer: the rule of the update stays."""
+    return [(f"optimizer.kernel={name}",) for name in ground.literals("optimizer", "kernel")]
+
+
+def _attention(ground: Ground) -> Proposed:
+    """Other kernels of attention."""
+    is_seen = ground.place.attends or ground.facts.values.get("compile") != "off"
+    return ground.choices("attention") if is_seen else "the model calls no attention of torch"
+
+
+def _kernel_search(ground: Ground) -> Proposed:
+    """Whether cuDNN searches for kernels."""
+    if not ground.on_gpu:
+        return "cuDNN runs on GPUs alone"
+    if ground.get("backend") == DETERMINISTIC:
+        return "deterministic kernels were asked for: they stay"
+    return [words for words in ground.choices("backend") if words != (f"backend={DETERMINISTIC}",)]
+
+
+def _kept_activations(ground: Ground) -> Proposed:
+    """Activations are kept instead of computed again, where the memory holds them."""
+    return "every activation is kept already" if ground.get("memory") == "none" else ground.choices("memory")
+
+
+def _compiled(ground: Ground) -> Proposed:
+    """The model compiled in other ways, or not; what takes minutes to begin comes last."""
+    return sorted(ground.choices("compile"), key=lambda words: words == (f"compile={SLOWEST}",))
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def profile_of(tuned: Tuned) -> Profile:
+    """Return what was found as a profile; without settings where nothing is clearly faster."""
+    found = tuned.found
+    lines = [f"Task {tuned.task} on {tuned.device_name}: an update took {tuned.update_ms:.4g} ms without it."]
+    if found.proof is None:
+        lines.append("No setting: nothing that was tried is clearly faster.")
+    elif found.words:
+        lines.append(f"All of it: {found.proof.told}, {_rounds(found.proof)} after everything was chosen.")
+        lines += [f"{each.candidate.name}: {each.told}, {_rounds(each)}" for each in found.adopted]
+    else:
+        lines.append(f"No setting: {found.proof.candidate.name} failed in fresh rounds, {found.proof.reason}")
+    lines += [f"Tried: {each.candidate.name}: {each.reason}" for each in found.tried if each not in found.adopted]
+    return Profile(found.words, f"tuned for {tuned.task}", "tune", tuple(" ".join(line.split()) for line in lines))
+
+
+def _rounds(tried: Tried) -> str:
+    return f"{tried.ratio.num if tried.ratio else 0} blocks in turns"
+
+
+def as_json(tuned: Tuned) -> dict[str, Any]:
+    """Return all of it, JSON-able; what is not known is null."""
+    found = tuned.found
+    return {
+        "task": tuned.task,
+        "device": tuned.device_name,
+        "phase": tuned.phase,
+        "update_ms": tuned.update_ms if math.isfinite(tuned.update_ms) else None,
+        "settings": list(found.words),
+        "proof": tried_as_json(found.proof) if found.proof else None,
+        "adopted": [tried_as_json(each) for each in found.adopted],
+        "tried": [tried_as_json(each) for each in found.tried],
+        "left": dict(found.left),
+        "needs_s": found.needs_s or None,
+        "notes": list(tuned.notes),
+        "seconds": tuned.seconds,
+    }
+
+
+PROOF = "proof"
+PROOF_SHARE = 0.25  # of the budget, for measuring what was found against the settings as they are
+MORE = 1.5  # times the budget, at least, is said to be enough where it was not: rounds took long, and not the starts
+SCREENING = 3  # rounds of the first rung; twice as many in each further one
+PROVING = (10, 120)  # rounds, fewest and most, that adopt a setting
+MOST = 7  # candidates of an axis: as many rungs as there are starts worth making
+DETERMINISTIC, SLOWEST = "deterministic", "max-autotune"
+# What may change: the rest is the mathematics, and promises of another kind.
+MECHANIC_GROUPS = ("precision", "prefetch", "compile", "attention", "memory", "backend")
+MECHANICS = (
+    "micro_batch_size", "accumulation_steps", "optimizer.kernel", "dataloader", "dataloader.num_workers",
+    "dataloader.pin_memory", "dataloader.prefetch_factor", "dataloader.start_method", "dataloader.depth",
+    "dataloader.cache",
+)  # fmt: skip
+# name -> what it proposes, the weight of its share of the time, whether one of its cells may fill the memory.
+# Compiling comes last: it takes long to begin, and each axis after it would pay that again.
+AXES: Mapping[str, tuple[Callable[[Ground], Proposed], float, bool]] = {
+    "kept samples": (_kept_samples, 1.0, False),
+    "readers": (_readers, 2.0, False),
+    "read ahead": (_read_ahead, 1.0, False),
+    "copies": (_copies, 1.0, False),
+    "threads": (_threads, 1.0, False),
+    "precision": (_precision, 1.0, False),
+    "kept activations": (_kept_activations, 1.0, True),
+    "micro-batch": (_passes, 2.0, True),
+    "optimizer kernels": (_optimizer_kernels, 1.0, False),
+    "attention": (_attention, 1.0, False),
+    "kernel search": (_kernel_search, 1.0, False),
+    "compile": (_compiled, 3.0, False),
+}
