@@ -125,7 +125,7 @@ def tune(request: Request, budget_s: float, say: Say) -> Tuned:
             Axis(name, place.offers(name), weight, fills and facts.gpu is not None)
             for name, (_, weight, fills) in AXES.items()
         ]
-        opening_s = opened.start_s + opened.first_update_s + opened.warm_up_s
+        opening_s = opened.start_s + opened.first_update_s + opened.warm_up_s + 2 * Limits().block_s
         found = search(
             axes,
             lambda cells, limits: arena.measure(cells, limits, lambda _: None),
@@ -174,7 +174,7 @@ def search(
             hunt.halve(axis, offer.candidates, min(left_s, max(share_s, hunt.needs_s(len(offer.candidates)))))
     weights = sum(axis.weight for axis in axes)
     needs_s = max(MORE * budget_s, hunt.lacks_s * weights / (1 - PROOF_SHARE)) if hunt.lacks_s else 0.0
-    proof = hunt.prove(deadline - clock()) if hunt.adopted else None
+    proof = hunt.prove(max(deadline - clock(), hunt.least_s)) if hunt.adopted else None
     return Found(tuple(hunt.tried), hunt.left, tuple(hunt.adopted), proof, tuple(hunt.notes), needs_s)
 
 
@@ -205,13 +205,18 @@ class _Hunt:
         until, playing, rounds = self.clock() + seconds, list(candidates), SCREENING
         seen: dict[str, Tried] = {}
         while playing:
-            is_last = len(playing) == 1
-            share = (len(playing) + 1) / sum(num + 1 for num in _halves(len(playing)))
-            rung_s = share * (until - self.clock())
-            if rung_s < self.least_s:
+            if until - self.clock() < self.least_s:
                 self.lacks_s = max(self.lacks_s, self.needs_s(len(playing)) / axis.weight)
-                seen |= {each.name: Tried(axis.name, each, None, why_not=UNTRIED) for each in playing}
+                if seen:  # what leads is taken as it stands: the proof decides in any case
+                    self._adopt(axis, seen[playing[0].name])
+                seen = {each.name: Tried(axis.name, each, None, why_not=UNTRIED) for each in playing} | seen
                 break
+            while _share(len(playing)) * (until - self.clock()) < self.least_s:  # fewer, rather than none
+                seen.setdefault(playing[-1].name, Tried(axis.name, playing[-1], None, why_not=UNTRIED))
+                self.lacks_s = max(self.lacks_s, self.needs_s(len(playing)) / axis.weight)
+                playing.pop()
+            is_last, share = len(playing) == 1, _share(len(playing))
+            rung_s = share * (until - self.clock())
             self.say(f"{axis.name}: {len(playing)} to try, for at most {rung_s:.0f} s")
             turns = PROVING if is_last else (rounds, rounds)
             limits = Limits(rung_s, turns, start_s=rung_s, together=not axis.alone)
@@ -226,7 +231,7 @@ class _Hunt:
             self.lacks_s = max(self.lacks_s, trials.needs_s / share / axis.weight)
             seen |= {each.name: outcome(trials, axis.name, each) for each in playing}
             if is_last:
-                self._adopt(axis, seen[playing[0].name], trials)
+                self._adopt(axis, seen[playing[0].name])
                 break
             hopes = [each for each in playing if _may_be_better(seen[each.name])]
             hopes.sort(key=lambda each: -seen[each.name].gain)
@@ -245,14 +250,13 @@ class _Hunt:
         self.notes += trials.notes
         return outcome(trials, PROOF, found)
 
-    def _adopt(self, axis: Axis, best: Tried, trials: Trials) -> None:
+    def _adopt(self, axis: Axis, best: Tried) -> None:
         if not best.is_advised:
             return
         self.words = merge_overrides(self.words, best.candidate.overrides)
         self.adopted.append(best)
         self.fills = self.fills or axis.alone
-        opening_s = trials.of(best.candidate.name).opening_s
-        self.opening_s = max(self.opening_s, opening_s) if math.isfinite(opening_s) else self.opening_s
+        self.opening_s += max(0.0, best.later_s or 0.0)
         self.say(f"{axis.name}: {best.candidate.name} is faster, {best.told}")
 
 
@@ -263,6 +267,11 @@ def _reason(error: AccelRunError) -> str:
 def _halves(num: int) -> list[int]:
     """Return how many candidates take part in each rung, `num` in the first and one in the last."""
     return [num] if num == 1 else [num, *_halves(max(1, num // 2))]
+
+
+def _share(num: int) -> float:
+    """Return the share of the time of a halving that begins with so many, which is for its first rung."""
+    return (num + 1) / sum(playing + 1 for playing in _halves(num))
 
 
 def _may_be_better(tried: Tried) -> bool:

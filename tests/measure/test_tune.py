@@ -263,6 +263,22 @@ def test_the_budget_is_kept_and_what_would_be_enough_is_said(budget_s: float, op
         assert not [each for each in searched(enough, many, found.needs_s).tried if each.why_not == UNTRIED]
 
 
+def test_what_leads_when_the_time_is_over_is_proven_all_the_same() -> None:
+    """Proof is what decides, and not how often its rival was beaten."""
+    arena = FakeArena(speeds(a_3=0.5))
+    measure = arena.measure
+
+    def long(cells: Sequence[Cell], limits: Limits) -> Trials:
+        trials = measure(cells, limits)
+        arena.now += 0.9 * limits.budget_s if len(cells) > 2 else 0.0
+        return trials
+
+    arena.measure = long  # type: ignore[method-assign]
+    found = searched(arena, [axis("a", "1", "2", "3")], budget_s=40.0)
+
+    assert found.words == ("a=3",)
+
+
 def test_an_error_of_the_best_known_ends_nothing() -> None:
     arena = FakeArena(speeds(a_4=0.7, b_2=0.8))
     measure = arena.measure
