@@ -50,7 +50,7 @@ def offered(line: str) -> list[str]:
 
 # line -> exactly what is offered
 OFFERS = {
-    "accel-run t": "train",
+    "accel-run t": "train tune",
     "accel-run in": "inference",
     "accel-run i": "inference import",
     "accel-run com": "completion",
@@ -269,7 +269,7 @@ def test_zsh_completes(folder: Path) -> None:
     script = "compdef() { registered=$2 }\nsource ./completion.zsh\necho $registered\n"
     script += 'compadd() { while [[ $1 != -- ]]; do shift; done; shift; print -rn -- "${@:+$* }" }\n'
     lines = {
-        "accel-run t": "train",
+        "accel-run t": "train tune",
         "accel-run train precision=f": "precision=fp16 precision=fp32",
         "accel-run train optim": "optimizer= optimizer.",
         "accel-run train --task m": "mine/ my_task.py",
@@ -287,7 +287,7 @@ def test_zsh_completes(folder: Path) -> None:
 
 def test_fish_completes(folder: Path) -> None:
     lines = {
-        "accel-run t": "train",
+        "accel-run t": "train tune",
         "accel-run train precision=f": "precision=fp16 precision=fp32",
         "accel-run train ": None,
         "accel-run train optim": "optimizer= optimizer.",
