@@ -223,7 +223,7 @@ def in_shell(shell: str, script: str, folder: Path) -> str:
 
 # What readline makes of a line: words also end at = and :, and only the last piece is replaced.
 IN_BASH = {
-    "accel-run t": (["accel-run", "t"], "train"),
+    "accel-run t": (["accel-run", "t"], "train tune"),
     "accel-run ": (["accel-run", ""], " ".join(name for name, (_, summary) in COMMANDS.items() if summary)),
     "accel-run train optim": (["accel-run", "train", "optim"], "optimizer= optimizer."),
     "accel-run train precision=": (["accel-run", "train", "precision", "="], "auto bf16 fp16 fp32 tf32"),
