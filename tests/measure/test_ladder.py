@@ -18,6 +18,7 @@ from runner.measure.suite import Report, Wanted, screen
 from runner.measure.suites import ladder
 from runner.measure.suites.ladder import Row, run
 from runner.measure.technique import BASELINE, ORDER, Technique, chosen, stacked, techniques
+from runner.measure.trial import Arena, Cell, Trials
 from tests.measure.suites import asked
 
 TASK = Path(__file__).parent / "task_to_measure.py"
@@ -82,6 +83,25 @@ def test_what_changes_gradients_is_flagged_and_is_in_no_combination(rows: dict[s
     assert rows["quick_and_wrong"]["verdict"] == "better, but wrong"
     for row in rows.values():
         assert row["mode"] == "isolated" or "quick_and_wrong" not in row["members"]  # type: ignore[operator]
+
+
+def test_what_compiles_begins_last(config_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start takes the time of many others, which would be left without a turn."""
+    begun = []
+
+    class Begun(Exception):
+        pass
+
+    def measure(_: Arena, cells: list[Cell], *__: object) -> Trials:
+        begun.extend(cell.name for cell in cells)
+        raise Begun
+
+    monkeypatch.setattr(Arena, "prepare", lambda *_: None)
+    monkeypatch.setattr(Arena, "measure", measure)
+    with pytest.raises(Begun):
+        run(wanted_in(tmp_path, config_dir, techniques="[compile,nothing,bf16]"))
+
+    assert begun == [BASELINE, "nothing", "bf16", "compile"]
 
 
 def test_what_cannot_be_measured_is_listed_with_the_reason(measured: tuple[Report, Path]) -> None:
