@@ -30,16 +30,17 @@ class Grant:
         return None if nanos is None else nanos / 1e9
 
     def memory_bytes(self) -> int | None:
-        """Return the memory in use, without pages of files that the kernel gives up first; None where nobody counts.
+        """Return the memory in use, without pages of files, which the kernel gives up first; None where nobody counts.
 
-        Source: what `docker stats` subtracts, and the working set of Kubernetes.
+        Source: memory.stat in the kernel's documentation of cgroups, versions 1 and 2.
         """
         used = _text(self.folder / "memory.current") or _text(self.folder / "memory.usage_in_bytes")
         if not used.isdigit():
             return None
         stat = self.folder / "memory.stat"
-        pages = _entry(stat, "total_inactive_file")
-        return max(0, int(used) - (pages if pages is not None else _entry(stat, "inactive_file") or 0))
+        of_all = "total_" if _entry(stat, "total_inactive_file") is not None else ""  # version 1: with those below
+        pages = sum(_entry(stat, f"{of_all}{each}") or 0 for each in ("inactive_file", "active_file"))
+        return max(0, int(used) - pages)
 
 
 def cpu_grant(root: Path = Path("/")) -> Grant | None:

@@ -186,7 +186,7 @@ def better_known(before: Evidence | None, now: Evidence) -> Evidence:
         return now
     ours, theirs = vars(now), vars(before)
     is_same = all(ours[name] in (None, theirs[name]) for name in _HOW)
-    return replace(before, phases=now.phases or before.phases) if is_same else now
+    return replace(before, phases=now.phases or before.phases, unfinished=now.unfinished) if is_same else now
 
 
 def _of_phase(run: TrainingRun, name: str) -> PhaseEvidence:

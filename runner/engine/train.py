@@ -396,6 +396,7 @@ class Phase:
         self._seconds_before, self._parts_before = self.record.seconds, self.record.parts_s
         self._first: Bookmark | None = None  # what was spent until the first update of this process was made
         self._made_before = 0  # updates, by other processes
+        self._is_settled = False
         restart_host_peak()
         if parts.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(parts.world.device)
@@ -989,6 +990,9 @@ class Phase:
         self._settle(self._note_time(self.watch.spent))
 
     def _settle(self, parts_s: Seconds) -> None:
+        if self._is_settled:  # it came to its end, and failed after that
+            return
+        self._is_settled = True
         self.clock.end(parts_s, self.num_made - ("first_update" in parts_s))
         self._add_ranks()
         tally, meter = self.run_.tally, self.meter

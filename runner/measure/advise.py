@@ -339,6 +339,8 @@ def filled(known: Evidence | None, now: Evidence) -> Evidence:
     if known is None:
         return now
     there = {name: value for name, value in vars(known).items() if value is not None and value != {}}
+    if known.unfinished:
+        there.pop("epochs", None)  # it knows of those until it failed
     several = sum(phase.kind == "train" for phase in known.phases) > 1
     if not known.updates or not known.parts_s or several:
         there = {name: value for name, value in there.items() if name not in _OF_UPDATES}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ def hint(job: Job) -> str:
         seen = worth_a_line(facts) if facts else []
         if seen:
             root = job.configuration.settings.output_root
-            where = f"run={job.name}" if root == "outputs" else f"run={job.name} output_root={root}"
-            return fit_to_show(f"{seen[0].evidence}\ntry          accel-run advise {where}")
+            words = [f"run={job.name}"] if root == "outputs" else [f"run={job.name}", f"output_root={root}"]
+            return fit_to_show(f"{seen[0].evidence}\ntry          accel-run advise {shlex.join(words)}")
     return ""
 
 

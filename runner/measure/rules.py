@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.engine.saving import parse_every
+from runner.engine.saving import AT_RISK_S, COST, SHORTEST_S, parse_every
 from runner.measure.facts import Facts
 
 # Shares of the time of updates from which on a part is worth a look. They decide what is tried, not what is said.
@@ -24,6 +24,7 @@ ROOM_LEFT = 0.6  # share of the GPU's memory below which there is room for large
 SMALL_UPDATE_MS = 5.0  # below which a GPU may wait for its launches most of the time
 THROTTLED = 0.05  # share of the time
 CACHE_SHARE = 0.25  # of the machine's memory that kept samples may take
+LONGER_APART = 1.5  # times as far apart saves would be, to be worth a word
 SEVERAL = 3  # saves or evaluations: those at the end are no habit
 BUSY = 0.5  # share of the time of reading a sample in which the processor is needed
 MANY_SHAPES = 3  # the usual one, and two at the end of an epoch
@@ -188,9 +189,15 @@ def saves_too_often(facts: Facts) -> Finding | None:
         return None
     told = f", {saves} saves of {seconds / saves:.2g} s" if saves else ""
     evidence = f"{share:.0%} of the time was spent on saving (checkpoint.every={every}{told})"
-    if by_the_clock:
-        what = "say checkpoint.every=auto: it saves as often as costs 1 % of the time"
-        return Finding("checkpoints too often", evidence, by_hand=what, at_most=_without(share))
+    if by_the_clock and saves:
+        each_s, apart_s = seconds / saves, (seconds / saves) / share
+        auto_s = max(SHORTEST_S, min(each_s / COST, AT_RISK_S - each_s))
+        if auto_s < LONGER_APART * apart_s:  # it risks no more than ten minutes of work, however long a save takes
+            return None
+        what = f"say checkpoint.every=auto: it would save every {auto_s:.0f} s or so, and not every {apart_s:.0f} s"
+        return Finding(
+            "checkpoints too often", evidence, by_hand=what, at_most=1 / ((1 - share) * (1 + each_s / auto_s))
+        )
     candidates = (Candidate(("checkpoint.every=auto",)),)
     return Finding("checkpoints too often", evidence, candidates, at_most=_without(share))
 

@@ -62,7 +62,10 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, line: str) -> None:
 def test_what_is_in_use_is_read_where_the_tightest_limit_is(tmp_path: Path) -> None:
     root = system(tmp_path, proc__self__cgroup="0::/job/step\n")
     job, step = root / "sys/fs/cgroup/job", root / "sys/fs/cgroup/job/step"
-    stat = {"memory.stat": f"anon 5\ninactive_file {GIB}\n", "memory.current": f"{3 * GIB}\n"}
+    stat = {
+        "memory.stat": f"anon 5\ninactive_file {GIB // 2}\nactive_file {GIB // 2}\n",
+        "memory.current": f"{3 * GIB}\n",
+    }
     system(job, **{"cpu.max": "200000 100000\n", "cpu.stat": "usage_usec 1500000\nuser_usec 1\n"})
     system(job, **{"memory.max": f"{4 * GIB}\n"}, **stat)
     system(

@@ -53,6 +53,13 @@ def test_a_process_that_made_few_updates_does_not_replace_what_many_took(updates
     assert better_known(None, few) == few
 
 
+def test_whether_the_run_failed_is_told_by_its_newest_process() -> None:
+    many, few = replace(FULL, updates=100), replace(FULL, updates=3)
+
+    assert better_known(replace(many, unfinished=True), few).unfinished is None
+    assert better_known(many, replace(few, unfinished=True)).unfinished
+
+
 def test_what_was_trained_otherwise_or_about_as_long_is_replaced() -> None:
     many = replace(FULL, updates=100)
 

@@ -163,6 +163,11 @@ def test_of_several_phases_the_one_that_is_measured_counts() -> None:
     assert filled(replace(RUN, phases=phases[:1]), NOW).parts_s == RUN.parts_s
 
 
+def test_a_run_that_failed_does_not_tell_how_long_the_training_is() -> None:
+    assert filled(replace(RUN, epochs=0.4), replace(NOW, epochs=50.0)).epochs == 0.4
+    assert filled(replace(RUN, epochs=0.4, unfinished=True), replace(NOW, epochs=50.0)).epochs == 50.0
+
+
 def test_what_takes_longer_to_begin_is_advised_only_where_the_training_is_long_enough() -> None:
     short = replace(WORKERS, later_s=4.0, pays_at=900, updates=100)
     long = replace(short, updates=5000)

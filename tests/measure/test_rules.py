@@ -267,10 +267,18 @@ def test_saves_by_the_clock_are_judged_by_what_a_run_measured_of_them_and_by_no_
     (found,) = findings(facts({"saving": 5.0}, every, num_saves=10))
 
     assert "10 saves of 0.5 s" in found.evidence
-    assert found.at_most == pytest.approx(1 / (1 - 5.0 / (sum(PARTS.values()) - PARTS["saving"] + 5.0)))
+    share = 5.0 / (sum(PARTS.values()) - PARTS["saving"] + 5.0)
+    assert found.at_most == pytest.approx(1 / ((1 - share) * (1 + 0.5 / 60))), "auto would save every 60 s"
     assert not found.candidates
     assert "checkpoint.every=auto" in found.by_hand
     assert findings(facts({"saving": 5.0}, every)) == [], "how many there were is not known"
+
+
+def test_nobody_is_sent_to_saves_that_come_more_often() -> None:
+    """Under auto at most ten minutes of work are at risk, whatever a save costs."""
+    parts = {"forward": 10_800.0, "saving": 1_200.0}
+
+    assert findings(facts(parts, {"checkpoint.every": "30min"}, num_saves=6)) == []
 
 
 def test_saves_whose_times_are_already_chosen_are_left_alone() -> None:

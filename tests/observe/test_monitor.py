@@ -494,7 +494,7 @@ def test_who_uses_a_gpu_is_told_from_this_run(nvml_stub: NvmlStub) -> None:
 
 
 def in_a_container(root: Path, seconds: float, used: float) -> Path:
-    """Write a /proc and /sys of a cgroup that grants half a thread and 4 GiB, after this much CPU time and memory."""
+    """Write a /proc and /sys of a cgroup that grants half a thread and 4 MiB, after this much CPU time and memory."""
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "sys/fs/cgroup").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/cgroup").write_text("0::/\n")
