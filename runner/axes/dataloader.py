@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -451,6 +453,7 @@ def _settle_in(starter: int, worker: int) -> None:
     torch's workers look for their parent every 5 s, and one that starts while its parent dies finds another there.
     """
     die_with_parent(starter)
+    sys.excepthook = _print_what_is_news
     for number in _BLOCKED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
@@ -458,6 +461,12 @@ def _settle_in(starter: int, worker: int) -> None:
     if folder is not None:  # there it says where it is, when something hangs
         with suppress(OSError):
             answer_in(folder)
+
+
+def _print_what_is_news(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error of a thread of Python's own, but not that the other end of a line is gone: the run tells that."""
+    if not isinstance(error, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _line_of(told: Raised) -> str:
