@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
 from runner.base.secret import fit_to_show
-from runner.commands.arguments import read
+from runner.commands.arguments import budget, own_words, read
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
@@ -37,6 +37,9 @@ examples
   accel-run advise --task ./my_task.py global_batch_size=64
   accel-run advise task=gpt apply=true
 """
+
+
+OWN = {"budget_s": "120", "apply": "false", "profile": ""}
 
 
 def run(words: list[str]) -> int:
@@ -98,23 +101,12 @@ def _wish(words: list[str]) -> _Wish:
     """Return what the words ask for. Raises ConfigError, and InputMissing for a run that is not there."""
     from runner.measure.advise import Known
 
-    as_json = "--json" in words
-    own, problems = {"budget_s": "120", "apply": "false", "profile": ""}, []
-    rest = []
-    for word in words:
-        key, has_value, value = word.partition("=")
-        if key in own and has_value:
-            own[key] = value
-        elif word != "--json":
-            rest.append(word)
+    own, rest, as_json = own_words(words, OWN)
+    budget_s, problems = 0.0, list[Problem]()
     try:
-        budget_s = float(own["budget_s"])
-    except ValueError:
-        budget_s = 0.0
-    if not 0 < budget_s < float("inf"):
-        problems.append(
-            Problem("must be a number of seconds above 0", f"budget_s={own['budget_s']}", "say budget_s=120")
-        )
+        budget_s = budget(own["budget_s"], OWN["budget_s"])
+    except ConfigError as error:
+        problems += error.problems
     if own["apply"].lower() not in ("true", "false"):
         problems.append(Problem("must be true or false", f"apply={own['apply']}"))
     if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,32 @@ def read(words: list[str], *, positional: int = 0, multirun: bool = False) -> Ar
         sweep,
         tuple(lone),
     )
+
+
+def own_words(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str, str], list[str], bool]:
+    """Return the values of a command's own keys, the other words, and whether `--json` was among them.
+
+    usual  key -> its value where nobody says another
+    """
+    own, rest = dict(usual), []
+    for word in words:
+        key, has_value, value = word.partition("=")
+        if key in own and has_value:
+            own[key] = value
+        elif word != "--json":
+            rest.append(word)
+    return own, rest, "--json" in words
+
+
+def budget(given: str, usual: str) -> float:
+    """Return the seconds of `budget_s=`. Raises ConfigError where they are no number above 0."""
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(Problem("must be a number of seconds above 0", f"budget_s={given}", f"say budget_s={usual}"))
+    return seconds
 
 
 def _absolute(path: Path | None) -> Path | None:

@@ -13,7 +13,7 @@ from runner.base.configuration import compose
 from runner.base.errors import ConfigError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
-from runner.commands.arguments import read
+from runner.commands.arguments import budget, read
 from runner.measure.suites import SUITES
 
 _SUITES_SHOWN = "\n".join(f"  {name:<12}  {what}" for name, (_, what) in SUITES.items())
@@ -71,14 +71,7 @@ def _wanted(words: list[str]) -> tuple[Any, Any, bool]:
     own = OWN | suite.OPTIONS
     rest = [word for word in words if word != "--json" and word.partition("=")[0] not in own]
     own |= {key: value for key, value in given.items() if key in own}
-    try:
-        budget_s = float(own["budget_s"])
-    except ValueError:
-        budget_s = 0.0
-    if not 0 < budget_s < float("inf"):
-        raise ConfigError(
-            Problem("must be a number of seconds above 0", f"budget_s={own['budget_s']}", "say budget_s=300")
-        )
+    budget_s = budget(own["budget_s"], "300")
     arguments = read(rest, positional=len(rest))
     compose(arguments.request)  # slips in the settings are said before anything is measured
     options = {key: own[key] for key in suite.OPTIONS}

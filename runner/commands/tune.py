@@ -7,9 +7,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from runner.base.configuration import Request, compose
-from runner.base.errors import AccelRunError, ConfigError, Problem
+from runner.base.errors import AccelRunError
 from runner.base.secret import fit_to_show
-from runner.commands.arguments import read
+from runner.commands.arguments import budget, own_words, read
 
 if TYPE_CHECKING:
     from runner.measure.tune import Tuned
@@ -70,23 +70,11 @@ def _say(text: str) -> None:
 
 def _wish(words: list[str]) -> tuple[Request, float, str, bool]:
     """Return the training, the seconds, the name of the profile, and whether as JSON. Raises ConfigError."""
-    own, rest = dict(OWN), []
-    for word in words:
-        key, has_value, value = word.partition("=")
-        if key in own and has_value:
-            own[key] = value
-        elif word != "--json":
-            rest.append(word)
-    try:
-        budget_s = float(own["budget_s"])
-    except ValueError:
-        budget_s = 0.0
-    if not 0 < budget_s < float("inf"):
-        where = f"budget_s={own['budget_s']}"
-        raise ConfigError(Problem("must be a number of seconds above 0", where, f"say budget_s={OWN['budget_s']}"))
+    own, rest, is_json = own_words(words, OWN)
+    budget_s = budget(own["budget_s"], OWN["budget_s"])
     request = read(rest).request
     task = compose(request).choices["task"].name  # slips in the settings are said before anything is measured
-    return request, budget_s, own["profile"] or f"{task}_tuned", "--json" in words
+    return request, budget_s, own["profile"] or f"{task}_tuned", is_json
 
 
 def screen(tuned: Tuned) -> list[str]:
