@@ -580,7 +580,8 @@ class _Schema:
 
     functions      group -> the shipped option behind the chosen one
     task_settings  key -> value that the task's own file sets, for the options it was tuned with
-    folder_keys    key -> file of the user's config folder that sets it; `profile_keys` those of a hardware profile
+    folder_keys    key -> file of the user's config folder that sets it
+    profile_keys   key -> file of the hardware profile that sets it: after the task, before the command line
     said           keys and groups of the command line
     tuned          group -> option that the task's values are for
     phases         the task's phases, each with the options that it uses and its keys
@@ -651,7 +652,9 @@ def _schema(
     keys["inference.seed"] = Key("inference.seed", int, 0, "seed of the sampling")
     tuned = {group: str(task.settings.get(group) or option) for group, option in shipped_options().items()}
     of_files = {"": "config", **{group: option for group, option in choices.items() if group != "hardware"}}
-    schema = _Schema(keys, functions, {}, {}, _folder_keys(of_files, request.config_dir, keys), tuned)
+    profile, folder = str(choices["hardware"]), request.config_dir
+    schema = _Schema(keys, functions, {}, {}, _folder_keys(of_files, folder, keys), tuned)
+    schema = replace(schema, profile_keys=_profile_keys(profile, folder, keys))
     settings = {key: value for key, value in _flatten(task.settings, stop=keys) if key not in PHASE_GROUPS}
     for_auto = {key: value for key, value in settings.items() if _is_for_auto(key, value, schema, problems)}
     why_not = {key: _why_not_of_task(key, schema, choices) for key in settings if key not in for_auto}
@@ -660,7 +663,7 @@ def _schema(
     phases = tuple(_phase(declared, values, schema, said, problems, notes) for declared in task.phases)
     for phase in phases:
         keys.update({phase.declared.key(name): key for name, key in phase.keys.items()})
-    of_profile = _folder_keys({"hardware": choices["hardware"]}, request.config_dir, keys)
+    of_profile = _profile_keys(profile, folder, keys)  # those of phases are known only now
     return replace(schema, task_settings=used, for_auto=for_auto, phases=phases, profile_keys=of_profile, said=said)
 
 
@@ -744,8 +747,11 @@ def _is_for_auto(key: str, value: Any, schema: _Schema, problems: list[Problem])
 
 
 def _why_not_of_task(key: str, schema: _Schema, choices: Mapping[str, str]) -> str:
-    """Return why a task's value does not count: it was tuned for another option, or the user's folder sets it."""
+    """Return why a task's value does not count: it was tuned for another option, or a profile or the folder sets it."""
     group, _, name = key.partition(".")
+    file = schema.profile_keys.get(schema.known(key))
+    if file is not None:
+        return f"{file} sets it"
     if group not in AXES or not name:
         return ""
     file = schema.folder_keys.get(schema.known(key))
@@ -791,6 +797,13 @@ def _folder_keys(choices: Mapping[str, str], config_dir: Path | None, known: Con
         if file.is_file():
             found.update(dict.fromkeys(_file_keys(group, option, config_dir, known), file))
     return found
+
+
+def _profile_keys(profile: str, config_dir: Path | None, known: Container[str]) -> dict[str, Path]:
+    """Return the settings of a hardware profile, each with its file; facts of the hardware are none."""
+    file = _file_of("hardware", profile, config_dir)
+    keys = _file_keys("hardware", profile, config_dir, known) if file else []
+    return {key: file for key in keys if file and not key.startswith("hardware.")}
 
 
 def _of_size(
@@ -916,14 +929,16 @@ def _set_values(
         if key not in GROUPS:  # an option that it may not choose is said already
             _place(tree, key, value, f"SETTINGS[{key!r}]", schema, problems)
     _keep_one_length(tree, schema.task_settings)
+    _keep_one_length(tree, schema.profile_keys)
     for key, value, word in values:
         if not key.startswith("phase."):
             _place(tree, key, value, word, schema, problems)
     _keep_one_length(tree, said)
+    in_files = {*schema.folder_keys, *schema.profile_keys}
     for phase in schema.phases:
         known = {schema.known(key) for key in said}
         for name, value, _ in values_of(
-            phase.declared, phase.keys, phase.options, schema.functions, schema.tuned, tree, known, schema.folder_keys
+            phase.declared, phase.keys, phase.options, schema.functions, schema.tuned, tree, known, in_files
         ):
             tree[phase.declared.key(name)] = value
     for key, value, word in values:
@@ -1170,12 +1185,14 @@ def _sources(
             schema.tuned,
             defaults(schema.keys),
             {*(schema.known(key) for key, _, _ in values), *groups},
-            schema.folder_keys,
+            {*schema.folder_keys, *schema.profile_keys},
         )
         of_run = {"task": f"task {task}", "default": "default", "folder": "config folder"}
         for name, _, source in triples:
             by = next(other for other in LENGTHS if other != name) if source == "length" else name
-            who = of_run.get(source) or found.get(by, "default")
+            is_of_profile = source == "folder" and phase.declared.key(name) in schema.profile_keys
+            who = found.get(phase.declared.key(name)) if is_of_profile else of_run.get(source)
+            who = who or found.get(by, "default")
             if who != "default":
                 found[phase.declared.key(name)] = who
     return found

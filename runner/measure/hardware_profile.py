@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -90,8 +91,11 @@ def profile_text(profile: Profile, before: tuple[str, ...] = ()) -> str:
         if key in GROUPS:
             options[key] = value
         else:
-            group, _, inner = key.rpartition(".")
-            (keys.setdefault(group, {}) if group else keys)[inner] = _literal(value)
+            *groups, inner = key.split(".")
+            place = keys
+            for group in groups:
+                place = place.setdefault(group, {})
+            place[inner] = _literal(value)
     written = f"{MARK} {profile.by} on {datetime.now(UTC):%Y-%m-%d}."
     lines = ["# @package _global_", written, *(f"# {fit_to_show(line)}" for line in profile.evidence)]
     if options:
@@ -100,13 +104,19 @@ def profile_text(profile: Profile, before: tuple[str, ...] = ()) -> str:
             *(f"  - override /{group}: {json.dumps(option)}" for group, option in options.items()),
             "",
         ]
-    for key, value in keys.items():
-        if isinstance(value, dict):
-            lines += [f"{key}:", *(f"  {inner}: {json.dumps(item)}" for inner, item in value.items())]
-        else:
-            lines.append(f"{key}: {json.dumps(value)}")
+    lines += _written(keys)
     lines += ["", "hardware:", f"  title: {json.dumps(profile.title)}", "  devices: []", ""]
     return "\n".join(line for number, line in enumerate(lines) if line or (number and lines[number - 1]))
+
+
+def _written(keys: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield keys and values as YAML."""
+    for key, value in keys.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}:"
+            yield from _written(value, f"{indent}  ")
+        else:
+            yield f"{indent}{key}: {json.dumps(value)}"
 
 
 def _of_the_one_before(request: Request) -> tuple[str, ...]:

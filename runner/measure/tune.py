@@ -327,12 +327,11 @@ class Place:
 
     def _why_not(self, candidate: Candidate, words: Words, before: Mapping[str, Any]) -> str:
         """Return why it is not to be tried; empty where it is."""
-        of_a_file = self.asked.request.task_file is not None  # what such a task sets, no profile can change
         for word in candidate.overrides:
             key, _, value = word.partition("=")
             for said, source in self.asked.sources.items():
                 touched = said == key or (said.startswith(f"{key}.") and str(before.get(key)) != value)
-                if touched and (source == "command line" or (of_a_file and source.startswith("task "))):
+                if touched and source == "command line":
                     return f"{said} was said by the {source}: it stays"
         try:
             after = self.values(merge_overrides(words, candidate.overrides))
@@ -362,9 +361,14 @@ class Ground:
         """True where a CUDA device trains."""
         return self.facts.gpu is not None and self.facts.gpu.kind == "cuda"
 
-    def get(self, key: str) -> Any:
-        """Return the value of a key, that of the measured phase where phases have their own; None: there is none."""
-        return self.values.get(key, self.values.get(f"phase.{self.place.phase}.{key}"))
+    def key(self, name: str) -> str:
+        """Return the whole key of a setting: that of the measured phase where phases have their own."""
+        of_phase = f"phase.{self.place.phase}.{name}"
+        return of_phase if of_phase in self.values else name
+
+    def get(self, name: str) -> Any:
+        """Return the value of a setting, that of the measured phase where it has its own; None: there is none."""
+        return self.values.get(self.key(name))
 
     def options(self, group: str) -> list[str]:
         """Return the options of a group that are not in use; what `auto` stands for is."""
@@ -466,12 +470,12 @@ def _passes(ground: Ground) -> Proposed:
     share = min(whole, micro * passes)
     sizes = [share >> shift for shift in range(share.bit_length()) if share % (share >> shift) == 0]
     near = sorted((size for size in sizes if size != micro), key=lambda size: (abs(math.log2(size / micro)), -size))
-    return [(f"micro_batch_size={size}",) for size in near]
+    return [(f"{ground.key('micro_batch_size')}={size}",) for size in near]
 
 
 def _optimizer_kernels(ground: Ground) -> Proposed:
     """Other kernels of the same optimizer: the rule of the update stays."""
-    return [(f"optimizer.kernel={name}",) for name in ground.literals("optimizer", "kernel")]
+    return [(f"{ground.key('optimizer.kernel')}={name}",) for name in ground.literals("optimizer", "kernel")]
 
 
 def _attention(ground: Ground) -> Proposed:

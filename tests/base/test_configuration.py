@@ -277,6 +277,38 @@ def test_a_hardware_profile_of_ones_own_selects_and_describes(tmp_path: Path) ->
     assert selected_by_profile("mine", folder) == {"precision": "fp32", "dataloader": "thread"}
 
 
+OF_TASK_AND_PROFILE = """
+SETTINGS = {"micro_batch_size": 4, "optimizer.kernel": "foreach", "dataloader.num_workers": 1, "updates": 50}
+PHASES = {"first": {"micro_batch_size": 2}, "second": {}}
+
+def build(*, a: int = 1):
+    pass
+"""
+OF_PROFILE = """\
+# @package _global_
+micro_batch_size: 8
+dataloader: {num_workers: 2}
+phase: {first: {micro_batch_size: 16}}
+hardware: {title: mine, devices: []}
+"""
+
+
+def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tmp_path: Path) -> None:
+    """What a machine was tuned to would be lost otherwise wherever a task says something too."""
+    folder = write(tmp_path, {"hardware/mine.yaml": OF_PROFILE, "two.py": OF_TASK_AND_PROFILE})
+    configuration = compose(Request(("+hardware=mine", "global_batch_size=16"), folder / "two.py", folder))
+    said = compose(Request(("hardware=mine", "global_batch_size=16", "micro_batch_size=1"), folder / "two.py", folder))
+
+    found, own = configuration.flat(), ("phase.first.micro_batch_size", "phase.second.micro_batch_size")
+    assert [found[key] for key in ("micro_batch_size", "dataloader.num_workers", *own)] == [8, 2, 16, 8]
+    assert found["phase.first.optimizer.kernel"] == "foreach", "what the profile leaves is the task's"
+    assert {configuration.sources[key] for key in ("micro_batch_size", "dataloader.num_workers", *own)} == {
+        "profile mine"
+    }
+    assert [said.flat()[key] for key in ("micro_batch_size", *own)] == [1, 1, 1]
+    assert any("mine.yaml sets it" in note for note in configuration.notes)
+
+
 OPTIONS_OF_SGD = ("lr", "momentum", "nesterov", "weight_decay", "kernel", "decay_1d", "lr_scales")
 NO_OPTIONS = (
     f"must choose an option of every group, but has none for {', '.join(GROUPS)}"

@@ -380,15 +380,40 @@ def test_what_was_said_on_the_command_line_stays() -> None:
         assert all("was said by the command line: it stays" in why for why in offers[name].left.values())
 
 
-def test_what_a_file_of_a_task_sets_stays(tmp_path: Path) -> None:
-    """No profile could change it."""
-    task = tmp_path / "task.py"
-    task.write_text("SETTINGS = {'micro_batch_size': 4}\n\ndef build(*, a: int = 1):\n    pass\n")
+PHASES = """
+SETTINGS = {"global_batch_size": 16, "micro_batch_size": 4, "phase.second.micro_batch_size": 8}
+PHASES = {"first": {}, "second": {}}
 
-    offer = place(task_file=task).offers("micro-batch")(())
+def build(*, a: int = 1):
+    pass
+"""
 
-    assert not offer.candidates
-    assert all("it stays" in why for why in offer.left.values())
+
+def test_what_a_task_sets_is_searched_and_the_profile_has_its_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a phase with a size of its own: the sizes of the others stay."""
+    monkeypatch.chdir(tmp_path)
+    task = tmp_path / "two.py"
+    task.write_text(PHASES)
+    of_file = replace(
+        place(task_file=task, global_batch_size=16, micro_batch_size=8, accumulation_steps=2), phase="second"
+    )
+    for there, wanted in (
+        (place("task=gpt", "task.size=124m", "global_batch_size=16"), "micro_batch_size=4"),
+        (of_file, "phase.second.micro_batch_size=16"),
+    ):
+        (best,) = [each for each in there.offers("micro-batch")(()).candidates if each.name == wanted]
+
+        write_profile(profile_of(tuned(tried(PROOF, best.name, 1.5))), there.request, "mine")
+
+        request = replace(
+            there.request, overrides=(*there.request.overrides, "+hardware=mine"), config_dir=tmp_path / "conf"
+        )
+        plain, found = compose(there.request).flat(), compose(request).flat()
+        key, _, value = wanted.partition("=")
+        assert {key for key in found if plain.get(key) != found[key]} == {"hardware", key}
+        assert found[key] == int(value)
 
 
 def test_a_pass_of_another_size_is_not_tried_where_norms_look_at_it() -> None:
