@@ -503,6 +503,13 @@ def _compose_groups(groups: Mapping[str, str], request: Request, problems: list[
     tree = {str(key): composed._get_node(key) for key in composed if key != "hydra"}
     plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)
     assert isinstance(plain, dict)
+    problems = [
+        Problem("must be a mapping of keys to values", f"{group}/{choices[group]}.yaml")
+        for group in GROUPS
+        if not isinstance(plain.get(group) or {}, dict)
+    ]
+    if problems:
+        raise ConfigError(problems)
     return {**plain, "hydra_choices": choices}
 
 
@@ -765,11 +772,9 @@ def _why_not_of_task(key: str, schema: _Schema, choices: Mapping[str, str]) -> s
     return f"it is for {group}={tuned}" if is_for_tuned and choices[group] != tuned else ""
 
 
-def _function_behind(group: str, option: str, content: object, config_dir: Path | None) -> str | Problem:
+def _function_behind(group: str, option: str, content: Mapping[str, Any], config_dir: Path | None) -> str | Problem:
     """Return the shipped option that makes this one: it names it, or builds on it, or is it."""
     where = f"{group}/{option}.yaml"
-    if not isinstance(content, dict):
-        return Problem("must be a mapping of keys to values", where)
     function = str(content.get("option") or _variant_of(group, option, config_dir))
     known = [name for name in options_of(group) if name == "auto" or function_of(group, name)]
     if function in known:

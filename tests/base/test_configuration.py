@@ -340,6 +340,10 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
         {"optimizer/mine.yaml": "- 1\n"}, ("optimizer=mine",),
         ["optimizer/mine.yaml: must be a mapping of keys to values"],
     ),
+    "a task that is a list": (
+        {"task/mine.yaml": "- lr: 1\n"}, ("task=mine",),
+        ["task/mine.yaml: must be a mapping of keys to values"],
+    ),
     "not YAML": (
         {"optimizer/mine.yaml": "option: sgd\nlr: [1\n"}, ("optimizer=mine",),
         ["{folder}/optimizer/mine.yaml:3: is not YAML: expected ',' or ']', but got '<stream end>'"],
