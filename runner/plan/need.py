@@ -1,4 +1,4 @@
-"""What a configuration takes of a device's memory and time, as data: traced on the CPU, translated to devices elsewhere.
+"""What a configuration takes of a device, memory and work: data, traced on the CPU and translated elsewhere.
 
 Nothing here imports torch: the plan reads it for machines that are not here.
 """
@@ -73,6 +73,8 @@ class Traced:
     flops               operations of a micro-batch's forward and backward pass
     moved_bytes         bytes read and written by these
     update_moved_bytes  bytes read and written by the optimizer's step, with clipping
+    block_bytes         of the parameters of the largest of these
+    num_layers          layers between which a pipeline may split; None where the task does not tell
     is_exact            True: equal to what the same run takes on a CPU, byte for byte
     why_not             what could not be traced, with its place; empty where all was
     """
@@ -87,5 +89,7 @@ class Traced:
     flops: int
     moved_bytes: int
     update_moved_bytes: int
+    block_bytes: int = 0
+    num_layers: int | None = None
     is_exact: bool = True
     why_not: str = ""
