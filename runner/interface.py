@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist  # noqa: TID251 - whether the caller's script has joined ranks
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from runner.base import partition
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem
+from runner.base.host import device_bytes
 from runner.distributed.layers import ADAMW_BYTES, LayerCost, measured, weighed
 from runner.distributed.placing import check_layers
 
@@ -391,13 +391,7 @@ def _capacities(places: Sequence[torch.device], given: Sequence[int] | None) -> 
             what = f"must have one size for each of the {len(places)} devices, but has {len(given)}"
             raise ConfigError(Problem(what, "capacities"))
         return list(given)
-    return [_memory_bytes(place) // places.count(place) for place in places]
-
-
-def _memory_bytes(place: torch.device) -> int:
-    if place.type == "cuda":
-        return int(torch.cuda.mem_get_info(place)[1])
-    return int(psutil.virtual_memory().total)
+    return [device_bytes(place) // places.count(place) for place in places]
 
 
 def _layers(model: nn.Module, given: Sequence[nn.Module] | None) -> list[nn.Module] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
 from runner.base.secret import fit_to_show
-from runner.commands.arguments import budget, own_words, read
+from runner.commands.arguments import budget, own_words, read, teller
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
@@ -50,7 +49,7 @@ def run(words: list[str]) -> int:
     wish = _wish(words)
     if wish.applies:
         check_profile(wish.request, wish.profile or f"{compose(wish.request).choices['task'].name}_advised")
-    advice = advise(wish.request, wish.run, wish.budget_s, wish.say)
+    advice = advise(wish.request, wish.run, wish.budget_s, teller("advise"))
     notes = [*wish.notes, *advice.notes]
     chosen = advice.to_apply
     if not wish.as_json:  # before anything is written: what was measured must not be lost with it
@@ -91,10 +90,6 @@ class _Wish:
     profile: str | None
     as_json: bool
     notes: tuple[str, ...]
-
-    def say(self, text: str) -> None:
-        """Tell what is being done, beside what is printed."""
-        print(f"advise: {text}", file=sys.stderr, flush=True)
 
 
 def _wish(words: list[str]) -> _Wish:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from runner.base.configuration import Request
 from runner.base.errors import ConfigError, Problem
+from runner.base.secret import fit_to_show
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,29 @@ def own_words(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str,
     """Return the values of a command's own keys, the other words, and whether `--json` was among them.
 
     usual  key -> its value where nobody says another
+    Raises ConfigError for a key that stands without a value.
     """
-    own, rest = dict(usual), []
+    own, rest, problems = dict(usual), [], []
     for word in words:
         key, has_value, value = word.partition("=")
         if key in own and has_value:
             own[key] = value
+        elif key in own:
+            problems.append(Problem("needs a value", key, f"say {key}={_EXAMPLES.get(key, usual[key]) or 'NAME'}"))
         elif word != "--json":
             rest.append(word)
+    if problems:
+        raise ConfigError(problems)
     return own, rest, "--json" in words
+
+
+def teller(command: str) -> Callable[[str], None]:
+    """Return what tells, beside what is printed, what a command is doing."""
+
+    def say(text: str) -> None:
+        print(fit_to_show(f"{command}: {text}"), file=sys.stderr, flush=True)
+
+    return say
 
 
 def budget(given: str, usual: str) -> float:
@@ -86,7 +102,7 @@ def _absolute(path: Path | None) -> Path | None:
     return path.absolute() if path else None
 
 
-_EXAMPLES = {"--task": "my_task.py", "--config-dir": "conf"}
+_EXAMPLES = {"--task": "my_task.py", "--config-dir": "conf", "apply": "true"}
 
 SETTINGS_HELP = """settings are written key=value, in any order; accel-run plan shows all of them
   task=NAME, --task FILE       what is trained: a task of ours, or a file of yours

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +12,7 @@ from runner.base.configuration import compose
 from runner.base.errors import ConfigError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
-from runner.commands.arguments import budget, read
+from runner.commands.arguments import budget, own_words, read, teller
 from runner.measure.suites import SUITES
 
 _SUITES_SHOWN = "\n".join(f"  {name:<12}  {what}" for name, (_, what) in SUITES.items())
@@ -68,10 +67,8 @@ def _wanted(words: list[str]) -> tuple[Any, Any, bool]:
 
     given = {key: value for key, has, value in (word.partition("=") for word in words) if has}
     suite = suite_of(given.get("suite", OWN["suite"]))
-    own = OWN | suite.OPTIONS
-    rest = [word for word in words if word != "--json" and word.partition("=")[0] not in own]
-    own |= {key: value for key, value in given.items() if key in own}
-    budget_s = budget(own["budget_s"], "300")
+    own, rest, as_json = own_words(words, OWN | suite.OPTIONS)
+    budget_s = budget(own["budget_s"], OWN["budget_s"])
     arguments = read(rest, positional=len(rest))
     compose(arguments.request)  # slips in the settings are said before anything is measured
     options = {key: own[key] for key in suite.OPTIONS}
@@ -83,7 +80,7 @@ def _wanted(words: list[str]) -> tuple[Any, Any, bool]:
         own["prefix"],
         budget_s,
     )
-    return suite, replace(wanted, say=_say), "--json" in words
+    return suite, replace(wanted, say=teller("benchmark")), as_json
 
 
 def suite_of(name: str) -> Any:
@@ -92,8 +89,3 @@ def suite_of(name: str) -> Any:
         what = f"must be one of {', '.join(SUITES)}"
         raise ConfigError(Problem(what, f"suite={name}", did_you_mean(name, SUITES)))
     return import_module(f"runner.measure.suites.{SUITES[name][0]}")
-
-
-def _say(text: str) -> None:
-    """Tell what is being done, beside what is printed."""
-    print(f"benchmark: {text}", file=sys.stderr, flush=True)

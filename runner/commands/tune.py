@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING
 
 from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError
 from runner.base.secret import fit_to_show
-from runner.commands.arguments import budget, own_words, read
+from runner.commands.arguments import budget, own_words, read, teller
 
 if TYPE_CHECKING:
     from runner.measure.tune import Tuned
@@ -45,7 +44,7 @@ def run(words: list[str]) -> int:
 
     request, budget_s, name, is_json = _wish(words)
     check_profile(request, name)
-    tuned = tune(request, budget_s, _say)
+    tuned = tune(request, budget_s, teller("tune"))
     if not is_json:  # before anything is written: what was measured must not be lost with it
         print(fit_to_show("\n".join(screen(tuned))), flush=True)
     written, refused = None, None
@@ -61,11 +60,6 @@ def run(words: list[str]) -> int:
     if written is not None and not is_json:
         print(f"\nwritten      {written[0]}\nnext         {fit_to_show(written[1])}")
     return 0
-
-
-def _say(text: str) -> None:
-    """Tell what is being done, beside what is printed."""
-    print(f"tune: {text}", file=sys.stderr, flush=True)
 
 
 def _wish(words: list[str]) -> tuple[Request, float, str, bool]:
@@ -101,5 +95,5 @@ def screen(tuned: Tuned) -> list[str]:
             width = max(map(len, rows))
             lines += ["", title, *(f"  {name:<{width}}  {why}" for name, why in rows.items())]
     if found.needs_s:
-        lines += ["", f"note: the time was over before all was tried; about budget_s={found.needs_s:.0f} tries all"]
+        lines += ["", f"note: there was no time to try all; about budget_s={found.needs_s:.0f} tries all"]
     return [*lines, *(f"note: {note}" for note in tuned.notes)]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from runner.base import partition
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
+from runner.base.host import device_bytes
 from runner.base.world import World
 from runner.distributed.faults import caught, raise_of_any
 from runner.distributed.layers import ADAMW_BYTES, LayerCost, measured, parameter_names, weighed
@@ -201,9 +201,8 @@ def _memory_bytes(world: World, wanted: Wanted) -> int:
             what = f"must have one size for each of the {world.world_size} ranks, but has {len(wanted.memory_bytes)}"
             raise ConfigError(Problem(what, "parallelism.memory_bytes"))
         return wanted.memory_bytes[world.rank]
-    if world.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(world.device)[1])
-    return int(psutil.virtual_memory().total) // world.num_local_ranks
+    shared_by = 1 if world.device.type == "cuda" else world.num_local_ranks
+    return device_bytes(world.device) // shared_by
 
 
 def _speed(first: float, seconds: float) -> float:

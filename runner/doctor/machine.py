@@ -7,7 +7,8 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 
-from runner.base.cgroup import cgroup_limits, cgroup_processes
+from runner.base.cgroup import cgroup_processes
+from runner.base.host import free_memory_bytes, memory_bytes
 from runner.base.places import PACKAGE
 from runner.doctor.findings import Context, Finding, failed, ok, warn
 from runner.plan.inventory import GIB, read_cpu
@@ -63,10 +64,8 @@ def memory(context: Context) -> Iterator[Finding]:
     """How much memory there is, and how much of it is free."""
     import psutil  # type: ignore[import-untyped]
 
-    whole, (_, granted) = psutil.virtual_memory(), cgroup_limits()
-    total = min(whole.total, granted or whole.total)
-    free = min(whole.available, total)
-    limited = f" (the cgroup grants no more; the machine has {whole.total / GIB:.1f})" if total < whole.total else ""
+    whole, total, free = psutil.virtual_memory().total, memory_bytes(), free_memory_bytes()
+    limited = f" (the cgroup grants no more; the machine has {whole / GIB:.1f})" if total < whole else ""
     seen = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free{limited}"
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:

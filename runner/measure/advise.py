@@ -17,7 +17,18 @@ from runner.measure.facts import Facts, device_of
 from runner.measure.hardware_profile import Profile
 from runner.measure.rules import Candidate, Finding, findings
 from runner.measure.statistics import Ratio
-from runner.measure.trial import LEAST_ROUNDS, UNTRIED, Arena, Asked, Cell, Limits, Measured, Numerics, Trials
+from runner.measure.trial import (
+    UNTRIED,
+    Arena,
+    Asked,
+    Cell,
+    Limits,
+    Measured,
+    Numerics,
+    Trials,
+    enough,
+    needed_s,
+)
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, make_plan
 
@@ -237,7 +248,7 @@ def advise(request: Request, run: Known, budget_s: float, say: Say) -> Advice:
             throttled=run.throttled,
         )
         found = findings(facts)
-        trials, tried, together = _tried(arena, limits, found, began + budget_s, opened.start_up_s, say)
+        trials, tried, together = _tried(arena, limits, found, began + budget_s, opened, say)
     rows = criteria(facts)
     return Advice(
         task=plan.choices["task"].name,
@@ -351,28 +362,30 @@ def filled(known: Evidence | None, now: Evidence) -> Evidence:
 
 
 def _tried(
-    arena: Arena, limits: Limits, found: Sequence[Finding], deadline: float, start_up_s: float, say: Say
+    arena: Arena, limits: Limits, found: Sequence[Finding], deadline: float, opened: Measured, say: Say
 ) -> tuple[Trials | None, list[Tried], Tried | None]:
     """Try the candidates of all findings, then the best of each together, as far as there is time.
 
-    start_up_s  that a cell takes before its first block
+    deadline  by the arena's clock
+    opened    the training as it is, which tells what a start takes and an update
     """
     wanted = _to_try(found)
     if not wanted:
         return None, [], None
-    left = deadline - time.monotonic()
-    if SHARE_OF_TRIALS * left < 2 * start_up_s:
-        over = _over(limits.budget_s, left, 2 * start_up_s * (len(wanted) + 1))
-        return None, [Tried(rule, candidate, None, why_not=over) for rule, candidate in wanted], None
+    asked_s, left = limits.budget_s, deadline - arena.clock()
+    least_s = needed_s([opened.taken_s] * 2, [opened.turn_s] * 2)
+    if SHARE_OF_TRIALS * left < least_s:
+        num = len(wanted) + 1
+        needs_s = needed_s([opened.taken_s] * num, [opened.turn_s] * num)
+        over = _too_short(asked_s, left, Trials([opened], "interleaved", needs_s=needs_s))
+        return None, [Tried(rule, candidate, None, why_not=f"{UNTRIED}; {over}") for rule, candidate in wanted], None
     cells = [Cell(candidate.name, candidate.overrides) for _, candidate in wanted]
     say(f"tries {len(cells)} setting{'s' if len(cells) > 1 else ''} in turns, for at most {left:.0f} s")
-    asked_s, limits = limits.budget_s, dataclasses.replace(limits, budget_s=SHARE_OF_TRIALS * left)
+    limits = dataclasses.replace(limits, budget_s=SHARE_OF_TRIALS * left)
     trials = arena.measure([Cell("as it is"), *cells], limits, lambda _: None)
-    if trials.needs_s:
-        over = _over(asked_s, left, trials.needs_s)
-        for measured in trials.cells:
-            if measured.why_not == UNTRIED or (not measured.why_not and len(measured.blocks_ms) < LEAST_ROUNDS):
-                measured.why_not = over
+    for measured in trials.cells[1:]:
+        if measured.is_untried:
+            measured.why_not = f"{measured.why_not or UNFINISHED}; {_too_short(asked_s, left, trials)}"
     most = {finding.rule: finding.at_most for finding in found}
     tried = [outcome(trials, rule, candidate, most.get(rule)) for rule, candidate in wanted]
     tried.sort(key=lambda each: -each.gain)
@@ -383,9 +396,9 @@ def _tried(
     overrides = _without_conflicts(list(best.values()))
     if len(overrides) < 2:
         return trials, tried, None
-    left = deadline - time.monotonic()
-    if left < 2 * start_up_s:
-        trials.notes.append(f"the best were not tried together: budget_s={asked_s:g} was over")
+    left = deadline - arena.clock()
+    if left < least_s:
+        trials.notes.append(f"the best were not tried together: budget_s={asked_s:g} left no time for it")
         return trials, tried, None
     say("tries the best of them together")
     all_of_them = Candidate(tuple(word for words in overrides for word in words))
@@ -394,10 +407,9 @@ def _tried(
     return trials, tried, outcome(both, "together", all_of_them)
 
 
-def _over(asked_s: float, left_s: float, needs_s: float) -> str:
-    """Return why something was not tried, and the budget that would do: trials need so many seconds, and had fewer."""
-    needed = 10 * math.ceil((asked_s - left_s + needs_s / SHARE_OF_TRIALS) / 10)
-    return f"not tried: budget_s={asked_s:g} was over; about budget_s={needed} tries all"
+def _too_short(asked_s: float, left_s: float, trials: Trials) -> str:
+    """Return that the budget was too short, and which would do: so much of it was left for what needs more."""
+    return f"budget_s={asked_s:g} is too short: {enough(asked_s - left_s + trials.needs_s / SHARE_OF_TRIALS, trials)}"
 
 
 def outcome(trials: Trials, rule: str, candidate: Candidate, at_most: float | None = None) -> Tried:
@@ -568,4 +580,5 @@ AROUND: Mapping[str, tuple[str, str]] = {
     "checkpoints too often": ("checkpoint", "saves that come around less often"),
     "logs too often": ("log", "rows of metrics that come around less often"),
 }
+UNFINISHED = "not tried to the end: the time was over before its third block"
 MOST = 8  # candidates

@@ -28,13 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import psutil  # type: ignore[import-untyped]
-
 from runner.base.configuration import Request, merge_overrides
 from runner.base.errors import AccelRunError, Exit, HostMemoryError, Problem, remake
+from runner.base.host import ROOT, free_memory_bytes
 from runner.base.scratch import private_folder
 from runner.base.secret import without_secrets
 from runner.measure.statistics import Ratio, paired
+from runner.observe.machine import CpuLoad, GrantedCpuLoad, cpu_load
 
 Mode = Literal["interleaved", "restarted"]
 
@@ -58,7 +58,7 @@ class Cell:
 class Limits:
     """How long it is measured, and how finely.
 
-    budget_s      seconds for all, start-ups included
+    budget_s      seconds for all, start-ups included; what is under way when they are over is ended
     rounds        fewest and most blocks of each cell
     block_s       seconds of a block of the baseline, about
     least         fewest updates of a block, where they do not take too long
@@ -89,6 +89,7 @@ class Measured:
     block_j         joules per update, by round, where the device counts them
     slowed          what held the device's clocks down -> in how many blocks
     start_s         seconds from nothing to a built run; first_update_s and warm_up_s come after them
+    taken_s         that its start took the last time, until it could make its first block or was ended
     updates         of a block: about the same time for every cell, so that short ones are timed as well as long ones
     unpaid          updates before each block whose data may have become ready while the cell was stopped: not timed
     opened          what the run is made of, as the process told it; the plan's values are what was really used
@@ -103,6 +104,7 @@ class Measured:
     block_j: dict[int, float] = field(default_factory=dict)
     slowed: Counter[str] = field(default_factory=Counter)
     start_s: float = 0.0
+    taken_s: float = 0.0
     first_update_s: float = 0.0
     warm_up_s: float = 0.0
     warm_up_updates: int = 0
@@ -112,6 +114,7 @@ class Measured:
     report: dict[str, Any] = field(default_factory=dict)
     why_not: str = ""
     is_out: bool = False  # it was left out of further rounds: what is known is enough
+    is_short: bool = False  # the time was over before its third block
 
     @property
     def median_ms(self) -> float:
@@ -133,6 +136,11 @@ class Measured:
     def opening_s(self) -> float:
         """Return the seconds before updates take what they take from then on; NaN where that is not known."""
         return self.start_up_s - self.warm_up_updates * self.median_ms / 1e3
+
+    @property
+    def is_untried(self) -> bool:
+        """True where the time, and nothing else, kept it from being compared."""
+        return self.is_short or self.why_not == UNTRIED or self.why_not.startswith(NO_TIME)
 
     def sees(self, what: str) -> bool:
         """Tell whether each block holds it as often as the training does: rows ("log"), "checkpoint", "evaluation"."""
@@ -166,10 +174,12 @@ class Numerics:
 class Trials:
     """All cells, the baseline first, with what was found.
 
-    mode     interleaved, or restarted for each block
-    notes    what a reader must know to trust the figures
-    needs_s  seconds of budget in which every cell would be started; 0 where every one was
-    others   cores that other processes kept busy before each round, when every cell stood still
+    mode       interleaved, or restarted for each block
+    notes      what a reader must know to trust the figures
+    needs_s    about the seconds of budget in which every cell would be compared; 0 where every one was
+    needs_more True where these are the least: how long one of them takes to start is not known
+    others     cores that other processes kept busy before each round, when every cell stood still
+    num_cores  that there are for this process
     """
 
     cells: list[Measured]
@@ -177,7 +187,9 @@ class Trials:
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     needs_s: float = 0.0
+    needs_more: bool = False
     others: list[float] = field(default_factory=list)
+    num_cores: float = 1.0
 
     @property
     def baseline(self) -> Measured:
@@ -233,10 +245,12 @@ class Arena:
     """Where cells of one request are measured; leaving the `with` block ends every process.
 
     cores  that cells and their data workers run on; 0: all there are
+    clock  by which the budget is kept
     """
 
-    def __init__(self, request: Request, cores: int = 0) -> None:
-        self.request, self.cores = request, cores
+    def __init__(self, request: Request, cores: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.request, self.cores, self.clock = request, cores, clock
+        self.load = cpu_load(os.getpid(), ROOT)
         self.number = 0  # of processes started
         self.error = AccelRunError("nothing was started")  # the last one
         self.processes: dict[str, _Process] = {}
@@ -253,18 +267,21 @@ class Arena:
 
     def measure(self, cells: Sequence[Cell], limits: Limits, say: Callable[[str], None] = print) -> Trials:
         """Return the cells measured in turns against the first, as the function `measure` does."""
-        began = time.monotonic()
-        self.limits = limits
+        began = self.clock()
+        self.limits, self.deadline = limits, began + limits.budget_s
         self.block_s = max(LONGER * limits.block_s, limits.budget_s / 2 / (len(cells) * limits.rounds[0]))
-        trials = self._opened(cells, began + limits.budget_s, say)
+        trials = self._opened(cells)
         try:
-            self._play(trials, began + limits.budget_s)
+            self._admit(trials, began, say)
+            while self._play(trials) and self._admit(trials, self.clock(), say):
+                pass
             self._hear(trials)
         finally:
             for process in self.processes.values():
                 process.end()
             self.processes.clear()
-        trials.seconds = time.monotonic() - began
+        trials.seconds = self.clock() - began
+        self._say_what_it_needs(trials)
         trials.notes += _disturbances(trials)
         return trials
 
@@ -274,9 +291,9 @@ class Arena:
 
         Raises AccelRunError where it cannot be opened.
         """
-        self.limits, self.block_s = limits, LONGER * limits.block_s
+        self.limits, self.deadline, self.block_s = limits, math.inf, LONGER * limits.block_s
         measured = Measured(cell)
-        process = self._start(measured)
+        process = self._start(measured, math.inf)
         if process is None:
             raise self.error
         try:
@@ -298,13 +315,16 @@ class Arena:
         """Return the folder of the cell's compiled code, the same one whenever it is started again."""
         return self.compiled.setdefault((cell.name, *cell.overrides), self.folder / f"compiled-{self.number}")
 
-    def _start(self, measured: Measured) -> _Process | None:
-        """Start the process of a cell and let it make its first updates; None where it cannot, with why_not said."""
+    def _start(self, measured: Measured, until: float) -> _Process | None:
+        """Start the process of a cell and let it make its first updates; None where it cannot, with why_not said.
+
+        until  by the clock; a start that is under way then is ended
+        """
         self.number += 1
         cell = measured.cell
         own = (*QUIET, f"output_root={self.folder / f'cell-{self.number}'}")
-        nursery, began = self._nursery(cell.environment), time.monotonic()
-        process = self._stack.enter_context(_Process(nursery))
+        nursery, since = self._nursery(cell.environment), self.clock()
+        process = self._stack.enter_context(_Process(nursery, self.clock, until))
         try:
             process.answer(self.limits.start_s)
             measured.opened = process.ask(
@@ -319,101 +339,138 @@ class Arena:
                 },
                 self.limits.start_s,
             )
-            start_s, first_update_s = time.monotonic() - began, process.make(1, self.limits.start_s)
-            began, num, made = time.monotonic(), 1, 0
-            while time.monotonic() - began < self.limits.block_s:
+            start_s, first_update_s = self.clock() - since, process.make(1, self.limits.start_s)
+            began, num, made = self.clock(), 1, 0
+            while self.clock() - began < self.limits.block_s:
                 process.make(num, self.limits.start_s)
                 num, made = min(2 * num, WARM_UPDATES), made + num
             if not measured.start_s:  # what is opened again finds what it has compiled
                 measured.start_s, measured.first_update_s = start_s, first_update_s
-                measured.warm_up_s, measured.warm_up_updates = time.monotonic() - began, made
+                measured.warm_up_s, measured.warm_up_updates = self.clock() - began, made
             ahead = measured.opened["ahead"]
             measured.unpaid = ahead + 1 if ahead else 0
             measured.updates = measured.updates or _updates_of_a_block(process, measured, self.limits, self.block_s)
+        except OutOfTime as error:
+            process.end()
+            self.error = error
+            if len(measured.blocks_ms) < LEAST_ROUNDS:
+                measured.why_not = f"{NO_TIME}: not ready after {self.clock() - since:.0f} s"
+            return None
         except AccelRunError as error:
             self.error, measured.why_not = error, _reason(error)
             process.end()
             return None
+        finally:
+            measured.taken_s = self.clock() - since
+        process.until = self.deadline
         return process
 
-    def _opened(self, cells: Sequence[Cell], deadline: float, say: Callable[[str], None]) -> Trials:
-        """Start the baseline, and those of the others for which there is time and memory; all of them are stopped."""
+    def _opened(self, cells: Sequence[Cell]) -> Trials:
+        """Start the baseline, which is stopped then; the others wait to be admitted."""
         baseline = Measured(cells[0])
         self.prepare(cells[0])
-        began = time.monotonic()
-        first = self._start(baseline)
+        first = self._start(baseline, math.inf)  # without it there is nothing to compare with
         if first is None:
             raise self.error
         together = self.limits.together and _fit_together(first, baseline, len(cells))
-        trials = Trials([baseline], "interleaved" if together else "restarted")
-        if not together and self.limits.together:
-            trials.notes.append("the memory does not hold all cells at once: each is started again for each block")
-        self.processes[baseline.cell.name] = first
-        first.pause()
-        longest = time.monotonic() - began
-        turns = [baseline.turn_s + (0.0 if together else longest)]
-        for cell in cells[1:]:
-            measured = Measured(cell)
-            trials.cells.append(measured)
-            # Time for rounds is put by, half of it for more than two: a start that would go into it is not made.
-            for_rounds = SLACK * LEAST_ROUNDS * (sum(turns) + max(turns))
-            half = self.limits.budget_s / 2 if len(trials.cells) > 2 else 0.0
-            if deadline - time.monotonic() < max(half, for_rounds) + longest * together:
-                measured.why_not = UNTRIED
-                rounds_s = SLACK * LEAST_ROUNDS * len(cells) * max(turns)
-                trials.needs_s = longest * len(cells) + max(longest * len(cells), rounds_s)
-                continue
-            turns.append(max(turns))
-            if not together:
-                continue
-            say(f"starts {cell.name}")
-            began = time.monotonic()
-            process = self._start(measured)
-            longest = max(longest, time.monotonic() - began)
-            if process is not None:
-                turns[-1] = measured.turn_s
-                self.processes[cell.name] = process
-                process.pause()
-        if not together:
+        waiting = [Measured(cell, why_not=UNTRIED) for cell in cells[1:]]
+        trials = Trials([baseline, *waiting], "interleaved" if together else "restarted", num_cores=self.load.num_cores)
+        if together:
+            self.processes[baseline.cell.name] = first
+            first.pause()
+        else:
             first.end()
-            self.processes.clear()
+            if self.limits.together:
+                trials.notes.append("the memory does not hold all cells at once: each is started again for each block")
         return trials
 
-    def _play(self, trials: Trials, deadline: float) -> None:
-        """Make rounds until every interval is narrow enough; no block is begun that would end after the deadline."""
-        order = random.Random(self.limits.seed)
+    def _admit(self, trials: Trials, since: float, say: Callable[[str], None]) -> bool:
+        """Start those that wait, as far as there is time; tell whether there were any. What compiles begins last.
+
+        Time for rounds is put by, half of all since then where there are more than two cells: a start that would go
+        into it is not made, and one that comes to it is ended.
+        """
+        half_s = (self.deadline - since) / 2 if len(trials.cells) > 2 else 0.0
+        playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
+        num = len(playing)
+        for measured in sorted((cell for cell in trials.cells if cell.why_not == UNTRIED), key=_compiles):
+            turns = [self._turn_s(trials, cell) for cell in playing]
+            rounds_s = SLACK * LEAST_ROUNDS * (sum(turns) + max(turns))
+            until = self.deadline - max(half_s, rounds_s)
+            is_interleaved = trials.mode == "interleaved"
+            if until - self.clock() < (_start_s(trials, measured) if is_interleaved else 0.0):
+                continue
+            measured.why_not = ""
+            if is_interleaved:
+                say(f"starts {measured.cell.name}")
+                process = self._start(measured, until)
+                if process is None:
+                    continue
+                self.processes[measured.cell.name] = process
+                process.pause()
+            playing.append(measured)
+        return len(playing) > num
+
+    def _turn_s(self, trials: Trials, cell: Measured) -> float:
+        """Return about how many seconds a turn of a cell takes, its start included where it begins with one."""
+        turn_s = cell.turn_s or max(each.turn_s for each in trials.cells)
+        return turn_s if trials.mode == "interleaved" else turn_s + (cell.taken_s or _start_s(trials, cell))
+
+    def _play(self, trials: Trials) -> bool:
+        """Make rounds until every interval is narrow enough, and tell whether time is left.
+
+        No block is begun that would end after the deadline.
+        """
         least, most = self.limits.rounds
-        for number in range(most):
-            trials.others.append(psutil.cpu_count() * psutil.cpu_percent(STILL_S) / 100)  # all cells are stopped
+        first = len(trials.others)
+        order = random.Random(self.limits.seed + first)
+        for number in range(first, first + most):
+            trials.others.append(_kept_busy(self.load))  # all cells are stopped
             playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
-            if len(playing) < 2 and number >= least:
-                return
+            if len(playing) < 2 and number - first >= least:
+                return True
             order.shuffle(playing)
             for measured in playing:
-                opening_s = 0.0 if measured.cell.name in self.processes else trials.baseline.start_up_s
-                if time.monotonic() + opening_s + measured.turn_s > deadline:
-                    if number < LEAST_ROUNDS:
-                        trials.notes.append(
-                            f"the time was over after {number} of {LEAST_ROUNDS} blocks of each setting"
-                        )
-                        more_s = SLACK * LEAST_ROUNDS * sum(cell.turn_s for cell in playing)
-                        trials.needs_s = max(trials.needs_s, self.limits.budget_s + more_s)
-                    return
+                if self.clock() + self._turn_s(trials, measured) > self.deadline:
+                    if number - first < LEAST_ROUNDS:
+                        whose = "those that began last" if first else "each setting"
+                        made = f"{number - first} of {LEAST_ROUNDS} blocks"
+                        trials.notes.append(f"the time was over after {made} of {whose}")
+                        for each in playing:
+                            each.is_short = len(each.blocks_ms) < LEAST_ROUNDS
+                    return False
                 self._turn(trials, measured, number)
             if trials.baseline.why_not:
                 raise self.error
-            if number + 1 >= least:
+            if number - first + 1 >= least:
                 _leave_out(trials)
                 if all(cell.is_out or cell.why_not for cell in trials.cells[1:]):
-                    return
+                    return True
+        return True
+
+    def _say_what_it_needs(self, trials: Trials) -> None:
+        """Say in which time all that were not compared would be, by what those that were took."""
+        if not any(cell.is_untried for cell in trials.cells):
+            return
+        cells = [trials.baseline, *sorted(trials.cells[1:], key=_compiles)]
+        starts = [cell.taken_s or _start_s(trials, cell) for cell in cells]
+        turns = [self._turn_s(trials, cell) for cell in cells]
+        trials.needs_s = needed_s(starts if trials.mode == "interleaved" else starts[:1], turns)
+        seen = {_compiles(cell) for cell in cells if cell.taken_s and not cell.is_untried}
+        trials.needs_more = any(
+            cell.why_not.startswith(NO_TIME) or (cell.why_not == UNTRIED and _compiles(cell) not in seen)
+            for cell in cells
+        )
 
     def _turn(self, trials: Trials, measured: Measured, number: int) -> None:
         """Let one cell make its block."""
-        process = self.processes.get(measured.cell.name)
+        process = self.processes.get(measured.cell.name) or self._start(measured, self.deadline)
         if process is None:
-            process = self._start(measured)
-            if process is None:
-                return
+            if isinstance(self.error, OutOfTime) and measured is trials.baseline:
+                measured.why_not = ""  # the time is over, and what was measured before stands
+            return
+        # A block may take twice as long as it was begun for; the baseline's are waited for: all is said against them.
+        process.until = math.inf if measured is trials.baseline else self.deadline + measured.turn_s
         try:
             process.go_on()
             made = process.block(measured.updates, self.limits.start_s, measured.unpaid)
@@ -426,6 +483,8 @@ class Arena:
                 measured.block_j[number] = made["joules"] / measured.updates
             if trials.mode == "restarted":
                 measured.report = process.ask({"do": "report"}, ANSWER_S)
+        except OutOfTime as error:
+            self.error, measured.why_not = error, "its last block took more than twice as long as those before"
         except AccelRunError as error:
             self.error, measured.why_not = error, _reason(error)
         if trials.mode == "restarted" or measured.why_not:
@@ -441,8 +500,17 @@ class Arena:
             if process is None:
                 continue
             with suppress(AccelRunError):
+                process.until = math.inf
                 process.go_on()
                 measured.report = process.ask({"do": "report"}, ANSWER_S)
+
+
+class OutOfTime(AccelRunError):
+    """The time of a trial is over before a cell has answered."""
+
+
+class Silence(AccelRunError):
+    """Nothing was heard."""
 
 
 class _Line:
@@ -453,12 +521,12 @@ class _Line:
         self._heard = b""
 
     def hear(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next answer, None where the other end is gone. Raises AccelRunError where none comes in time."""
+        """Return the next answer, None where the other end is gone. Raises Silence where none comes in time."""
         until = time.monotonic() + timeout_s
         while b"\n" not in self._heard:
             ready, _, _ = select.select([self.line], [], [], max(0.0, until - time.monotonic()))
             if not ready:
-                raise AccelRunError(f"no answer within {timeout_s:.0f} s")
+                raise Silence(f"no answer within {timeout_s:.0f} s")
             content = self.line.recv(1 << 16)
             if not content:
                 return None
@@ -521,10 +589,11 @@ class _Nursery:
 class _Process(_Line):
     """A cell and its data workers: a session of its own, stopped and continued as a whole."""
 
-    def __init__(self, nursery: _Nursery) -> None:
+    def __init__(self, nursery: _Nursery, clock: Callable[[], float], until: float) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours)
-        self._nursery = nursery
+        self._nursery, self._clock = nursery, clock
+        self.until = until  # when nobody waits for its answers any more
         self._said = tempfile.TemporaryFile(dir=nursery.folder)  # noqa: SIM115 - closed in `end`
         with theirs:
             self._pid = nursery.fork(theirs, self._said)
@@ -551,8 +620,12 @@ class _Process(_Line):
         return self.answer(timeout_s)
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next answer; raises as `ask` does."""
-        answer = self.hear(timeout_s)
+        """Return the next answer; raises as `ask` does, and OutOfTime where the time is over first."""
+        left_s = max(0.0, self.until - self._clock())
+        try:
+            answer = self.hear(min(timeout_s, left_s))
+        except Silence as error:
+            raise OutOfTime("the time was over") if left_s < timeout_s else error from None
         if answer is None:
             raise self._death()
         if "error" in answer:
@@ -632,10 +705,45 @@ def _fit_together(process: _Process, baseline: Measured, num: int) -> bool:
     """Tell whether so many processes like the baseline's have room on the host and on the GPU."""
     report = process.ask({"do": "report"}, ANSWER_S)
     each = ROOM * report["peak_host_gib"] * 2**30
-    if each * (num - 1) > psutil.virtual_memory().available:
+    if each * (num - 1) > free_memory_bytes():
         return False
     free = baseline.opened.get("free_gib")
     return free is None or ROOM * (report["reserved_gib"] + CONTEXT_GIB) * (num - 1) <= free - report["reserved_gib"]
+
+
+def _compiles(measured: Measured) -> bool:
+    """Tell whether its start may take the time of ten others, for it compiles."""
+    return any(word.startswith("compile=") and word != "compile=off" for word in measured.cell.overrides)
+
+
+def _start_s(trials: Trials, measured: Measured) -> float:
+    """Return about how many seconds a start takes, by those that were alike; else by all, but those that were ended."""
+    seen = [cell for cell in trials.cells if cell.taken_s and not cell.why_not.startswith(NO_TIME)]
+    alike = [cell.taken_s for cell in seen if _compiles(cell) == _compiles(measured)]
+    return statistics.median(alike or [cell.taken_s for cell in seen])
+
+
+def needed_s(starts: Sequence[float], turns: Sequence[float]) -> float:
+    """Return the seconds of budget in which cells that take so long to start, and for a block, are compared.
+
+    starts  of all, the baseline's first; of the baseline alone where each turn begins with a start
+    """
+    rounds_s = SLACK * LEAST_ROUNDS * (sum(turns) + max(turns))
+    openings_s = sum(starts[:-1]) + max(starts)  # there must be time for the longest when the last one begins
+    return SLACK * max(openings_s + rounds_s, 2 * openings_s if len(turns) > 2 else 0.0)
+
+
+def enough(budget_s: float, trials: Trials) -> str:
+    """Return the words for the budget in which all would be tried."""
+    needed = 10 * math.ceil(budget_s / 10)
+    return f"trying all takes at least budget_s={needed}" if trials.needs_more else f"about budget_s={needed} tries all"
+
+
+def _kept_busy(load: CpuLoad | GrantedCpuLoad) -> float:
+    """Return how many of the cores for this process others keep busy, looked at for a moment in which cells stand."""
+    load.percent()
+    time.sleep(STILL_S)
+    return load.num_cores * (load.percent() or 0.0) / 100
 
 
 def _leave_out(trials: Trials) -> None:
@@ -678,7 +786,7 @@ def _disturbances(trials: Trials) -> Iterator[str]:
         yield f"the machine is restless: {what}; other processes run, or it throttles"
     busy = statistics.fmean(trials.others) if trials.others else 0.0
     if busy > BUSY_CORES:
-        yield f"the machine is busy: other processes keep {busy:.1f} of {psutil.cpu_count()} cores at work"
+        yield f"the machine is busy: other processes keep {busy:.1f} of {trials.num_cores:g} cores at work"
     blocks = sum(len(cell.blocks_ms) for cell in trials.cells)
     for reason, times in sum((cell.slowed for cell in trials.cells), Counter[str]()).most_common():
         yield f"the device throttles: {reason}, in {times} of {blocks} blocks"
@@ -703,7 +811,8 @@ def as_json(trials: Trials) -> dict[str, Any]:
     }  # fmt: skip
 
 
-UNTRIED = "not tried: its time was over"
+UNTRIED = "not tried: no time was left for its start"
+NO_TIME = "not tried: it had no time to start"
 LEAST_ROUNDS = 3  # fewer say nothing of their spread
 SLACK = 1.2  # of what blocks will take, by what updates before them took
 WARM_UPDATES = 64

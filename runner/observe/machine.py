@@ -13,6 +13,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from runner.base.cgroup import Grant, cpu_grant, memory_grant
+from runner.base.host import affinity
 from runner.observe.nvml import METRICS, Gpu, Nvml
 
 GIB, MB = 2**30, 1e6
@@ -50,7 +51,7 @@ class Host:
 
     def __init__(self, *, root: int | None = None, folder: Path | None = None, system: Path = Path("/")) -> None:
         self.family = Family(root or os.getpid())
-        self._cpu, self._ram, self._disk = _cpu(root or 0, system), _Ram(system), _Disk(folder)
+        self._cpu, self._ram, self._disk = cpu_load(root or 0, system), _Ram(system), _Disk(folder)
         self._next_search = 0.0
 
     def sample(self) -> dict[str, float]:
@@ -146,11 +147,12 @@ class Gpus:
         }
 
 
-class _Cpu:
+class CpuLoad:
     """The load of these cores since the look before; None: of all."""
 
     def __init__(self, cores: Set[int] | None = None) -> None:
         self._cores = cores
+        self.num_cores = float(psutil.cpu_count() or 1) if cores is None else float(len(cores))
         self._before = self._times()
 
     def percent(self) -> float | None:
@@ -173,11 +175,12 @@ class _Cpu:
         return busy, whole
 
 
-class _GrantedCpu:
+class GrantedCpuLoad:
     """The CPU time that a cgroup has used since the look before, as a share of what it is granted."""
 
     def __init__(self, grant: Grant) -> None:
         self._grant = grant
+        self.num_cores = grant.amount
         self._before = self._times()
 
     def percent(self) -> float | None:
@@ -191,17 +194,14 @@ class _GrantedCpu:
         return time.monotonic(), self._grant.cpu_seconds()
 
 
-def _cpu(root: int, system: Path) -> _Cpu | _GrantedCpu:
+def cpu_load(root: int, system: Path) -> CpuLoad | GrantedCpuLoad:
     """Return what tells the load of the CPU that this process tree may use: by its cgroup, its affinity, or all."""
-    present = psutil.cpu_count() or 1
-    cores: Set[int] = frozenset(range(present))
-    with contextlib.suppress(OSError, AttributeError):  # the process has ended, or the system has no such call
-        cores = os.sched_getaffinity(root)
+    present, cores = psutil.cpu_count() or 1, affinity(root)
     grant = cpu_grant(system)
     if grant is not None and grant.amount < len(cores) and grant.cpu_seconds() is not None:
-        return _GrantedCpu(grant)
+        return GrantedCpuLoad(grant)
     is_part = len(cores) < present and max(cores) < present  # numbers have gaps where cores are switched off
-    return _Cpu(cores if is_part else None)
+    return CpuLoad(cores if is_part else None)
 
 
 class _Ram:

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 from runner.base.cgroup import cgroup_limits
 from runner.base.errors import ConfigError, Problem
+from runner.base.host import affinity
 from runner.observe.nvml import Gpu, Nvml, everything, open_nvml, visible
 
 GIB = 2**30
@@ -272,7 +273,7 @@ def read_cpu(capability: str = "", *, root: Path = Path("/")) -> tuple[Cpu, tupl
     """Return the CPU as far as this process may use it, and what limits it. `root` holds /proc and /sys."""
     import psutil  # type: ignore[import-untyped]
 
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(affinity())
     present, memory = os.cpu_count() or 1, int(psutil.virtual_memory().total)
     quota, memory_limit = cgroup_limits(root)
     notes = []

@@ -21,7 +21,9 @@ def build(
     items: int = 0,
     dies_at: int = 0,
     raises_at: int = 0,
+    start_s: float = 0.0,
 ) -> Task:
+    time.sleep(start_s)
     return Measured(sleep_ms, sample_ms, scale, gradient, items, dies_at, raises_at)
 
 

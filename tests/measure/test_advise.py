@@ -338,6 +338,7 @@ def test_a_profile_that_would_have_no_effect_is_not_left_behind(
         ("budget_s=0", 78, "must be a number of seconds above 0"),
         ("budget_s=soon", 78, "must be a number of seconds above 0"),
         ("apply=perhaps", 78, "must be true or false"),
+        ("apply", 78, "say apply=true"),
         ("task=gpt apply=true profile=../x", 78, "profile=../x"),
         ("task=gpt apply=true profile=mine --config-dir /dev/null", 78, "no folder in which you may write"),
         ("run=nowhere", 66, "there is no run 'nowhere'"),
@@ -478,7 +479,7 @@ def test_advice_that_has_no_time_for_trials_ends_and_says_what_it_would_take(
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
     assert found["tried"]
-    assert all("budget_s=1 was over; about budget_s=" in each["why_not"] for each in found["tried"])
+    assert all("budget_s=1 is too short: about budget_s=" in each["why_not"] for each in found["tried"])
     assert not any(each["tried"] for each in found["advice"])
 
 

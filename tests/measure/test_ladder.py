@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from runner.base.configuration import Request, compose
-from runner.base.errors import ConfigError, DataError, InputMissing
+from runner.base.errors import ConfigError, DataError, InputMissing, Problem
+from runner.commands.benchmark import run as benchmark
 from runner.measure import contest
 from runner.measure.results import Results
 from runner.measure.suite import Report, Wanted, screen
 from runner.measure.suites import ladder
 from runner.measure.suites.ladder import Row, run
 from runner.measure.technique import BASELINE, ORDER, Technique, chosen, stacked, techniques
-from runner.measure.trial import Arena, Cell, Trials
 from tests.measure.suites import asked
 
 TASK = Path(__file__).parent / "task_to_measure.py"
@@ -85,23 +85,12 @@ def test_what_changes_gradients_is_flagged_and_is_in_no_combination(rows: dict[s
         assert row["mode"] == "isolated" or "quick_and_wrong" not in row["members"]  # type: ignore[operator]
 
 
-def test_what_compiles_begins_last(config_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its start takes the time of many others, which would be left without a turn."""
-    begun = []
+@pytest.mark.parametrize(("word", "fix"), [("rounds", "rounds=60"), ("modes", "modes=NAME"), ("suite", "suite=ladder")])
+def test_a_key_without_a_value_is_a_clear_error(word: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match="needs a value") as raised:
+        benchmark([word, "task=gpt"])
 
-    class Begun(Exception):
-        pass
-
-    def measure(_: Arena, cells: list[Cell], *__: object) -> Trials:
-        begun.extend(cell.name for cell in cells)
-        raise Begun
-
-    monkeypatch.setattr(Arena, "prepare", lambda *_: None)
-    monkeypatch.setattr(Arena, "measure", measure)
-    with pytest.raises(Begun):
-        run(wanted_in(tmp_path, config_dir, techniques="[compile,nothing,bf16]"))
-
-    assert begun == [BASELINE, "nothing", "bf16", "compile"]
+    assert raised.value.problems == (Problem("needs a value", word, f"say {fix}"),)
 
 
 def test_what_cannot_be_measured_is_listed_with_the_reason(measured: tuple[Report, Path]) -> None:

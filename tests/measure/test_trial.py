@@ -7,15 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
+from runner.base import host
 from runner.base.configuration import Request
 from runner.base.errors import AccelRunError
 from runner.measure.cell import TIMED_UPDATES
 from runner.measure.trial import (
     LEAST_ROUNDS,
+    NO_TIME,
     UNTRIED,
     Arena,
     Cell,
@@ -274,6 +278,32 @@ def test_no_block_is_begun_that_would_end_after_the_deadline(arena: Arena) -> No
 
     assert found.seconds < limits.budget_s + 0.2
     assert found.of("quick").why_not == UNTRIED or len(found.baseline.blocks_ms) >= LEAST_ROUNDS
+
+
+def test_a_cell_that_does_not_start_in_time_is_ended_and_told(arena: Arena) -> None:
+    began = time.monotonic()
+    cells = [Cell("as it is"), Cell("slow", ("task.start_s=60",))]
+
+    found = arena.measure(cells, Limits(budget_s=5, rounds=(3, 3), block_s=0.05), lambda _: None)
+
+    assert time.monotonic() - began < 15
+    assert found.of("slow").why_not.startswith(NO_TIME)
+    assert len(found.baseline.blocks_ms) == 3
+
+
+def test_what_may_be_used_is_what_affinity_and_cgroup_leave(
+    arena: Arena, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container with little memory, cells that the machine would hold are not opened side by side."""
+    assert 0 < trials.num_cores <= psutil.cpu_count()
+    monkeypatch.setattr(host, "memory_grant", lambda _: SimpleNamespace(amount=2.0**27, memory_bytes=lambda: 2**26))
+
+    cells = [Cell("as it is"), Cell("quick", ("task.sleep_ms=0",))]
+    found = arena.measure(cells, Limits(budget_s=30, rounds=(1, 1), block_s=0.03), lambda _: None)
+
+    assert found.mode == "restarted"
+    assert host.free_memory_bytes() == 2**26
+    assert host.memory_bytes() == host.device_bytes(torch.device("cpu")) == 2**27
 
 
 def test_a_cell_of_one_rank_has_its_share_of_the_cores_and_no_more() -> None:

@@ -19,7 +19,7 @@ from runner.measure.results import Results, finite
 from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.technique import BASELINE, Technique, chosen, stacked, techniques
-from runner.measure.trial import Arena, Cell, Measured, Numerics, Trials
+from runner.measure.trial import Arena, Cell, Measured, Numerics, Trials, enough
 from runner.plan.inventory import take_inventory
 from runner.plan.plan import make_plan
 
@@ -275,13 +275,10 @@ class Ladder:
             least=math.ceil(self.asked.steps / least),
             start_s=max(LEAST_START_S, SHARE_OF_START * budget_s),
         )
-        cells = sorted(cells, key=_compiles)  # last: one start of theirs takes the time of ten others
         trials = self.arena.measure([Cell(BASELINE, self.asked.base.overrides), *cells], limits, self.wanted.say)
         if trials.needs_s:
-            needed = 10 * math.ceil(self.wanted.budget_s * trials.needs_s / limits.budget_s / 10)
-            self.notes.append(
-                f"{stage}: the time was over before every cell was tried; about budget_s={needed} tries all"
-            )
+            needed = self.wanted.budget_s * trials.needs_s / limits.budget_s
+            self.notes.append(f"{stage}: there was no time to try every cell; {enough(needed, trials)}")
         self.notes += [f"{stage}: {note}" for note in trials.notes]
         if not trials.baseline.blocks_ms and self.row(BASELINE) is None:
             what = "must be longer: the time was over before the first block"
@@ -302,10 +299,6 @@ class Ladder:
         if row.why_not:
             self.skipped[name] = row.why_not
         return row
-
-
-def _compiles(cell: Cell) -> bool:
-    return any(word.startswith("compile=") and word != "compile=off" for word in cell.overrides)
 
 
 # ---------------------------------------------------------------- what is asked

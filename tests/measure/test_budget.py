@@ -1,0 +1,229 @@
+"""Laws of the budget of trials: it is kept whatever a cell takes to start, and what it is said to lack is enough."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runner.base.configuration import Request
+from runner.measure import trial
+from runner.measure.advise import _tried
+from runner.measure.rules import Candidate, Finding
+from runner.measure.statistics import Ratio
+from runner.measure.trial import NO_TIME, UNTRIED, Arena, Cell, Limits, Measured, Silence, Trials
+
+LIMITS = Limits(budget_s=60, rounds=(6, 12))
+
+
+class Clock:
+    """Time that passes only where something is planted to take it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeProcess(trial._Process):
+    """A cell that takes what its overrides say: `start_s`, `compile` for ten times as long, `update_s`, `noise`."""
+
+    def __init__(self, clock: Clock, until: float) -> None:
+        self.clock, self._clock, self.until, self.order = clock, clock, until, dict[str, Any]()
+        self.random, self.words = random.Random(0), dict[str, str]()
+        self.line: Any = self
+
+    def sendall(self, content: bytes) -> None:
+        self.order = json.loads(content)
+
+    def of(self, name: str) -> float:
+        return float(self.words.get(name, 0.0))
+
+    def hear(self, timeout_s: float) -> dict[str, Any]:
+        seconds, answer = 0.0, dict[str, Any]()
+        what = self.order.get("do")
+        if what == "begin":
+            self.words = dict(word.split("=") for word in self.order["overrides"])
+            seconds = self.of("start_s") * (10 if "compile" in self.words else 1)
+            answer = {"values": {}, "periods": {}, "readers": 0, "ahead": 0, "updates": 10**6}
+        elif what == "make":
+            seconds = self.order["updates"] * self.of("update_s") * (1 + self.of("noise") * self.random.random())
+            answer = {"seconds": seconds, "parts_s": {}, "updates_ms": [], "slowed": [], "joules": None}
+        elif what == "report":
+            answer = {"peak_host_gib": 0.0, "losses": [1.0] * 8, "grad_norms": [1.0]}
+        self.clock.now += min(seconds, timeout_s)
+        if seconds > timeout_s:
+            raise Silence("nothing")
+        return answer
+
+    def pause(self) -> None: ...
+
+    def go_on(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float]) -> Ratio:
+    """Return one that is narrow where blocks are equal, and wide for good where they are not."""
+    is_even = max(ours_ms) - min(ours_ms) < 1e-6 * max(ours_ms)
+    return Ratio(1.0, 1.0, 1.0, len(ours_ms)) if is_even else Ratio(1.0, 0.5, 2.0, len(theirs_ms))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Arena]:
+    """Make arenas whose processes are fakes, on a clock of their own."""
+    monkeypatch.setattr(trial, "_Process", lambda _, clock, until: FakeProcess(clock, until))
+    monkeypatch.setattr(trial, "STILL_S", 0.0)
+    monkeypatch.setattr(trial, "paired", interval)
+    monkeypatch.setattr(Arena, "_nursery", lambda *_: None)
+    return lambda: Arena(Request(), clock=Clock())
+
+
+def cell(name: str, start_s: float, update_s: float = 0.01, *, noise: float = 0.0, compiles: bool = False) -> Cell:
+    words = (f"start_s={start_s}", f"update_s={update_s}", f"noise={noise}")
+    return Cell(name, (*words, "compile=default") if compiles else words)
+
+
+def measured(arena: Arena, cells: Sequence[Cell], budget_s: float, **more: Any) -> Trials:
+    with arena:
+        return arena.measure(cells, trial.dataclasses.replace(LIMITS, budget_s=budget_s, **more), lambda _: None)
+
+
+def untried(trials: Trials) -> list[str]:
+    return [each.cell.name for each in trials.cells if each.is_untried]
+
+
+ALIKE = st.floats(0.5, 20.0).flatmap(lambda s: st.lists(st.floats(0.9 * s, 1.1 * s), min_size=2, max_size=8))
+OTHERS = (
+    st.floats(0.001, 0.5),  # seconds of an update
+    st.sampled_from([0.0, 0.3]),  # how unequal blocks are
+    st.integers(0, 2),  # of them compile
+    st.booleans(),  # alive together
+)
+COSTS = st.tuples(ALIKE, *OTHERS)
+UNLIKE = st.tuples(st.lists(st.floats(0.5, 20.0), min_size=2, max_size=8), *OTHERS)
+ON_FAKES = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def planted(starts: list[float], update_s: float, noise: float, compiling: int) -> list[Cell]:
+    return [
+        cell(f"cell {at}", start_s, update_s, noise=noise, compiles=0 < at <= compiling)
+        for at, start_s in enumerate(starts)
+    ]
+
+
+@ON_FAKES
+@given(UNLIKE, st.floats(5.0, 200.0))
+def test_no_cell_makes_trials_longer_than_their_budget(
+    fake: Callable[[], Arena], costs: tuple[list[float], float, float, int, bool], budget_s: float
+) -> None:
+    """But for the baseline's start, without which there is nothing, and a last block that takes longer than before."""
+    starts, update_s, noise, compiling, together = costs
+
+    trials = measured(fake(), planted(starts, update_s, noise, compiling), budget_s, together=together)
+
+    last = max(each.turn_s for each in trials.cells) * (1 + noise)
+    assert trials.seconds <= max(budget_s, trials.baseline.taken_s) + last
+    assert all(each.why_not in ("", UNTRIED) or each.why_not.startswith(NO_TIME) for each in trials.cells)
+
+
+@ON_FAKES
+@given(COSTS)
+def test_in_the_time_that_is_said_to_be_needed_all_are_tried_and_in_a_third_of_it_they_are_not(
+    fake: Callable[[], Arena], costs: tuple[list[float], float, float, int, bool]
+) -> None:
+    starts, update_s, noise, compiling, together = costs
+    cells = planted(starts, update_s, noise, compiling)
+    found = measured(fake(), cells, 1.0, together=together)
+    while found.needs_more:  # how long it takes to compile is learnt on the way
+        before = found.needs_s
+        found = measured(fake(), cells, before, together=together)
+        assert not untried(found) or found.needs_s > before
+
+    if untried(found):
+        enough = measured(fake(), cells, found.needs_s, together=together)
+        assert (untried(enough), enough.needs_s) == ([], 0.0)
+        assert untried(measured(fake(), cells, found.needs_s / 3, together=together)) != []
+
+
+@ON_FAKES
+@given(UNLIKE)
+def test_who_follows_what_is_said_has_all_tried_soon(
+    fake: Callable[[], Arena], costs: tuple[list[float], float, float, int, bool]
+) -> None:
+    """Starts that are nothing like each other are not known before they were seen."""
+    starts, update_s, noise, compiling, together = costs
+    budgets = [1.0]
+    while budgets[-1] and len(budgets) < 8:
+        trials = measured(fake(), planted(starts, update_s, noise, compiling), budgets[-1], together=together)
+        budgets.append(trials.needs_s)
+
+    assert budgets[-1] == 0.0
+    assert budgets[:-1] == sorted(budgets[:-1])
+
+
+def test_what_compiles_begins_last(fake: Callable[[], Arena]) -> None:
+    """Its start takes the time of many others, which would be left without a turn."""
+    begun: list[str] = []
+    cells = [cell("base", 1), cell("compiles", 1, compiles=True), cell("a", 1), cell("b", 1)]
+
+    with fake() as arena:
+        trials = arena.measure(cells, trial.dataclasses.replace(LIMITS, budget_s=90.0), begun.append)
+
+    assert begun == ["starts a", "starts b", "starts compiles"]
+    assert [each.cell.name for each in trials.cells] == [each.name for each in cells], "told in the order given"
+    assert untried(trials) == []
+
+
+def test_time_that_rounds_leave_is_for_those_that_wait(fake: Callable[[], Arena]) -> None:
+    """Half of it was put by for rounds; where intervals are narrow soon, who waits has its turn after all."""
+    cells = [cell(f"cell {at}", 5.0) for at in range(8)]
+
+    assert untried(measured(fake(), cells, 80.0)) == []
+    restless = [cell(f"cell {at}", 5.0, 0.1, noise=0.5) for at in range(8)]
+    assert untried(measured(fake(), restless, 80.0, rounds=(6, 60))) != []
+
+
+def test_a_start_that_comes_to_the_time_of_rounds_is_ended_and_those_before_are_measured(
+    fake: Callable[[], Arena],
+) -> None:
+    cells = [cell("base", 1.0), cell("slow", 1000.0), cell("quick", 1.0)]
+
+    trials = measured(fake(), cells, 60.0)
+
+    assert trials.of("slow").why_not.startswith(f"{NO_TIME}: not ready after 2")
+    assert trials.seconds < 60.0
+    assert len(trials.of("quick").blocks_ms) >= 6
+    assert trials.needs_more
+
+
+@pytest.mark.parametrize("budget_s", [20.0, 60.0])
+def test_the_budget_that_advice_names_is_enough(fake: Callable[[], Arena], budget_s: float) -> None:
+    candidates = [cell(f"cell {at}", 10.0, 0.02, noise=0.3) for at in range(6)]
+    found = [
+        Finding(each.name, "slow", (Candidate((each.overrides[0], f"name={at}")),))
+        for at, each in enumerate(candidates)
+    ]
+
+    def tried(budget_s: float) -> list[str]:
+        arena = fake()
+        opened = Measured(Cell("as it is"), taken_s=11.5, warm_up_s=0.5, warm_up_updates=25, updates=25)
+        arena.clock.now = 12.0  # type: ignore[attr-defined]
+        with arena:
+            arena.request = Request(("start_s=10", "update_s=0.02", "noise=0.3"))
+            limits = Limits(budget_s=budget_s)
+            return [each.why_not for each in _tried(arena, limits, found, budget_s, opened, lambda _: None)[1]]
+
+    said = next(why_not for why_not in tried(budget_s) if why_not)
+    needed = re.search(r"about budget_s=(\d+) tries all", said)
+    assert needed is not None, said
+    assert not any(tried(float(needed[1])))
+    assert any("too short" in why_not for why_not in tried(float(needed[1]) / 3))
