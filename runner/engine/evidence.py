@@ -16,16 +16,10 @@ if TYPE_CHECKING:
     from runner.engine.train import TrainingRun
 
 
-@dataclass(frozen=True)
-class PhaseEvidence:
-    """What one phase took, over all processes that worked on it.
+@dataclass(frozen=True, kw_only=True)
+class UpdatesEvidence:
+    """What is known of updates, be they of one phase or of a whole run: how many, what they took, and of what size."""
 
-    A process that goes on takes over what the one before has left, where that ended with the checkpoint; else what the
-    checkpoint knows: what lay behind that, the writing of it too, is lost.
-    """
-
-    name: str
-    kind: str
     updates: int | None = None
     seconds: float | None = None
     parts_s: Mapping[str, float] = field(default_factory=dict)
@@ -34,12 +28,24 @@ class PhaseEvidence:
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
     accumulation_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class PhaseEvidence(UpdatesEvidence):
+    """What one phase took, over all processes that worked on it.
+
+    A process that goes on takes over what the one before has left, where that ended with the checkpoint; else what the
+    checkpoint knows: what lay behind that, the writing of it too, is lost.
+    """
+
+    name: str
+    kind: str
     peak_host_gib: float | None = None
     peak_device_gib: float | None = None
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(UpdatesEvidence):
     """What a process of a run has measured, on rank 0; None or nothing is unknown, and never 0.
 
     It is the newest process, unless one before it made far more updates in the same way.
@@ -75,15 +81,7 @@ class Evidence:
     num_workers: int | None = None
     num_parameters: int | None = None
     num_trainable: int | None = None
-    num_samples: int | None = None
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    accumulation_steps: int | None = None
-    epochs: float | None = None
-    seconds: float | None = None
-    parts_s: Mapping[str, float] = field(default_factory=dict)
     ranks_s: tuple[Mapping[str, float], ...] = ()
-    updates: int | None = None
     step_time_ms: float | None = None
     step_time_low_ms: float | None = None
     step_time_high_ms: float | None = None
@@ -145,11 +143,7 @@ def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
         num_workers=options.get("num_workers", 0),
         num_parameters=sum(weight.numel() for weight in weights),
         num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
-        num_samples=last.num_samples if last else None,
-        global_batch_size=last.global_batch_size if last else None,
-        micro_batch_size=last.micro_batch_size if last else None,
-        accumulation_steps=last.accumulation_steps if last else None,
-        epochs=last.epochs if last else None,
+        **({name: value for name, value in vars(last).items() if name in _OF_LAST} if last else {}),
         seconds=sum(parts_s.values()),
         parts_s=parts_s,
         ranks_s=tuple(
@@ -283,6 +277,7 @@ def _as(hint: Any, value: Any) -> Any:
 
 
 _WRONG = object()
+_OF_LAST = ("num_samples", "epochs", "global_batch_size", "micro_batch_size", "accumulation_steps")  # of the last phase
 FAR_MORE = 10  # times as many updates: what they took is then known better, although it is older
 _HOW = (
     "task", "device", "device_name", "choices", "world_size", "num_threads", "num_workers", "global_batch_size",

@@ -177,7 +177,7 @@ class Trials:
     mode       interleaved, or restarted for each block
     notes      what a reader must know to trust the figures
     needs_s    about the seconds of budget in which every cell would be compared; 0 where every one was
-    needs_more True where these are the least: how long one of them takes to start is not known
+    needs_more True where it may be more: how long one of them takes to start is not known
     others     cores that other processes kept busy before each round, when every cell stood still
     num_cores  that there are for this process
     """
@@ -453,7 +453,11 @@ class Arena:
         if not any(cell.is_untried for cell in trials.cells):
             return
         cells = [trials.baseline, *sorted(trials.cells[1:], key=_compiles)]
-        starts = [cell.taken_s or _start_s(trials, cell) for cell in cells]
+        starts = [
+            # Nobody knows what a start takes that was ended: twice as long is a guess, and reaches it soon.
+            cell.taken_s * (2 if cell.why_not.startswith(NO_TIME) else 1) or _start_s(trials, cell)
+            for cell in cells
+        ]
         turns = [self._turn_s(trials, cell) for cell in cells]
         trials.needs_s = needed_s(starts if trials.mode == "interleaved" else starts[:1], turns)
         seen = {_compiles(cell) for cell in cells if cell.taken_s and not cell.is_untried}
@@ -736,7 +740,7 @@ def needed_s(starts: Sequence[float], turns: Sequence[float]) -> float:
 def enough(budget_s: float, trials: Trials) -> str:
     """Return the words for the budget in which all would be tried."""
     needed = 10 * math.ceil(budget_s / 10)
-    return f"trying all takes at least budget_s={needed}" if trials.needs_more else f"about budget_s={needed} tries all"
+    return f"budget_s={needed} may be enough" if trials.needs_more else f"about budget_s={needed} tries all"
 
 
 def _kept_busy(load: CpuLoad | GrantedCpuLoad) -> float:

@@ -152,7 +152,11 @@ class GPUStats:
 
 
 def _replace(path: Path, text: str) -> None:
-    """`path` holds the text, whole or not at all, for its owner alone; a link in its place is not followed."""
+    """`path` holds the text, whole or not at all, for its owner alone; a link in its place is not followed.
+
+    Not `durable.files.atomic_write`, which waits until a disk has what a run goes on from: nothing goes on from this,
+    and the end of somebody's `with` block is no place to wait for one.
+    """
     temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.engine.evidence import Evidence, PhaseEvidence, better_known, read_evidence
+from runner.engine.evidence import Evidence, PhaseEvidence, UpdatesEvidence, better_known, read_evidence
 
 FULL = Evidence(
     task="gpt", device="cuda:0", capability=(7, 5), parts_s={"data": 1.5, "forward": 2.0}, updates=10,
@@ -25,6 +25,15 @@ def left_by(folder: Path, content: Any) -> Evidence | None:
 
 def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert left_by(tmp_path, {"evidence": FULL.to_json()}) == FULL
+
+
+def test_what_is_known_of_updates_is_said_once() -> None:
+    """A field that a phase and a run share is the same one; files of before have the same keys."""
+    said = [set(kind.__annotations__) for kind in (UpdatesEvidence, PhaseEvidence, Evidence)]
+
+    assert sum(map(len, said)) == len(set().union(*said))
+    assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= FULL.to_json().keys()
+    assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= FULL.to_json()["phases"][0].keys()
 
 
 def test_what_no_run_has_left_is_none(tmp_path: Path) -> None:
