@@ -169,14 +169,16 @@ def set_learning_rate(optimizer: Optimizer, factor: float) -> float:
 
 def state_bytes(optimizer: Optimizer) -> int:
     """Return how many bytes the state tensors of this rank really take; 0 before the first update."""
-    parts = {
-        id(part): part.numel() * part.element_size()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-        for _, part in _parts(value, into_shards=True)
-    }
+    parts = {id(part): part.numel() * part.element_size() for part in state_tensors(optimizer)}
     return sum(parts.values())
+
+
+def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the plain tensors of this rank's state, one that is shared as often as it is used."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                yield from (part for _, part in _parts(value, into_shards=True))
 
 
 def expected_state_bytes(optimizer: Optimizer) -> int:

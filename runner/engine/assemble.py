@@ -98,7 +98,8 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     _check_state(task.model, source)
     parallel = _made(PARALLELISMS, choices["parallelism"], world)
     with explained(source, f"moving the model to {world.device}"):
-        bare = task.model if parallel.places_model else task.model.to(world.device)
+        stays = parallel.places_model or _is_on(world.device, task.model)
+        bare = task.model if stays else task.model.to(world.device)
     if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
         bare = synchronized(bare, world)
     with explained(source, "blocks"):
@@ -119,6 +120,11 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     if not world.is_first:  # every rank drew the same weights; what it draws from now on is its own
         seed_everything(seed_of_rank(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
+
+
+def _is_on(device: torch.device, model: nn.Module) -> bool:
+    """Tell whether there is nothing to move: weights without content, as in a forecast, cannot be."""
+    return all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _check_state(model: nn.Module, source: Path) -> None:

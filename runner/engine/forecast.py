@@ -1,0 +1,317 @@
+"""What training takes, found without the device and without the memory: the run itself, followed on fake weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from runner.axes.optimizer import state_tensors
+from runner.base.batch import MicroBatch, map_tensors
+from runner.base.configuration import Choice, Configuration, task_source
+from runner.base.division import Batch
+from runner.base.errors import AccelRunError, TaskFault
+from runner.base.order import Order
+from runner.base.task import Progress
+from runner.base.words import first_line
+from runner.distributed.parallel import Parallel, Passes, Sums
+from runner.engine.assemble import Parts, assemble
+from runner.engine.faults import fault_of
+from runner.engine.kinds import Gradients
+from runner.engine.loop import Position, train_updates
+from runner.engine.phantom import Block, Ledger, Phantom, in_layers
+from runner.plan.inventory import Inventory
+from runner.plan.need import Bytes, Event, Layer, Traced
+from runner.plan.plan import PhasePlan, Plan, make_plan
+
+FEW = 2  # samples that are passed for real where a task cannot be followed
+UPDATES = 2  # the optimizer makes its state in the first one
+
+
+def forecast(configuration: Configuration, inventory: Inventory, micro_batch_sizes: Sequence[int]) -> list[Traced]:
+    """Return, for each phase that trains and each micro-batch, what a process alone takes on a device of the inventory.
+
+    Precision, optimizer kernel and the like are those that the plan has for the device; the kernels are a CPU's, and
+    nothing is compiled. Raises what the task raises; belongs into a process of its own.
+    """
+    with Forecast(configuration, inventory) as made:
+        return [traced for size in micro_batch_sizes for traced in made.of(size)]
+
+
+class Forecast:
+    """A configuration that is followed: built once, for as many sizes as are wanted. Leave it to free what it holds.
+
+    Where it cannot be followed on fake weights it is built for real and measured with few samples, if the machine has
+    the memory for it; else only what the parameters tell is known. Both say so in what they return.
+    """
+
+    def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
+        plan = make_plan(_alone(configuration), inventory)
+        self.keeps_ahead = plan.choices["prefetch"].function == "stream"
+        self.plan = _on_the_host(plan)
+        self.phases = [phase for phase in self.plan.selected if phase.kind == "train"]
+        self._stack = ExitStack()
+        self._parts: Parts | None = None
+        self._phantom = Phantom(Ledger())
+        self._why_not = ""
+
+    def __enter__(self) -> Forecast:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parts = None
+        self._stack.close()
+
+    def of(self, micro_batch_size: int) -> list[Traced]:
+        """Return what each phase that trains takes with this micro-batch."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if not self._why_not:
+                try:
+                    return [self._followed(phase, micro_batch_size) for phase in self.phases]
+                except Exception as error:
+                    if isinstance(error, AccelRunError) and not isinstance(error, TaskFault):
+                        raise  # it would be raised in the real run too
+                    self._why_not = _words(error, self._source)
+                    self.__exit__()
+            return [self._measured(phase, micro_batch_size) for phase in self.phases]
+
+    @property
+    def _source(self) -> Path:
+        file = self.plan.task_file
+        return task_source(self.plan.choices["task"].name, Path(file) if file else None)
+
+    def _built(self) -> Parts:
+        if self._parts is None:
+            with self._phantom, nullcontext() if self._why_not else self._phantom.building():
+                self._parts = assemble(self.plan, self._stack)
+        return self._parts
+
+    def _followed(self, phase: PhasePlan, size: int) -> Traced:
+        steps = min(2, -(-max(phase.batch.shares) // size))  # more passes take no more memory than two
+        batch = Batch(size * steps, size, (size * steps,))
+        phase = dataclasses.replace(phase, batch=batch, updates=UPDATES, epochs=None)
+        return _Follower(self._built(), phase, self._phantom, self.keeps_ahead).follow()
+
+    def _measured(self, phase: PhasePlan, size: int) -> Traced:
+        """Return what few samples take, times as many as are asked for."""
+        few = min(size, FEW)
+        return times(self._followed(phase, few), size / few, size, self._why_not)
+
+
+class _Follower:
+    """One phase with one micro-batch."""
+
+    def __init__(self, parts: Parts, phase: PhasePlan, phantom: Phantom, keeps_ahead: bool) -> None:
+        self.parts, self.phase, self.phantom, self.keeps_ahead = parts, phase, phantom, keeps_ahead
+        self.ledger = phantom.ledger = Ledger()
+        self.kept: list[Block] = []  # activations of the newest pass
+
+    def follow(self) -> Traced:
+        """Return what two updates take."""
+        parts, phase, ledger = self.parts, self.phase, self.ledger
+        for weight in parts.bare.parameters():
+            ledger.saw(weight, "parameters")
+        for buffer in parts.bare.buffers():
+            ledger.saw(buffer, "buffers")
+        parts.task.begin_phase(phase.name)
+        fetcher = parts.fetcher("train")
+        order = Order(
+            num_samples=len(fetcher),
+            global_batch_size=phase.batch.global_batch_size,
+            micro_batch_size=phase.batch.micro_batch_size,
+            seed=parts.plan.settings.seed,
+        )
+        position = Position(phase.name)
+
+        def read() -> Iterator[MicroBatch]:
+            for key in order.from_update(0):
+                with _disable_current_modes():
+                    item = fetcher[key]
+                map_tensors(lambda tensor: ledger.saw(tensor, "inputs"), item.batch)
+                yield item
+                del item
+
+        with self.phantom, in_layers(ledger, parts.bare), ExitStack() as stack:
+            ledger.kind = "optimizer"
+            work = Gradients(phase, parts, order, position)
+            ledger.kind = "temporary"
+            stack.callback(work.release)
+            for weight in work.own.values():
+                hook = weight.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+                stack.callback(hook.remove)
+            training = dataclasses.replace(
+                work.training,
+                loss=self._watched(work.training.loss),
+                parallel=self._noticed(work.training.parallel),
+            )
+            batches = self._handed_out(read())
+            for _ in range(UPDATES):
+                ledger.work.clear()
+                ledger.flops_of.clear()
+                ledger.stage = "forward"
+                parts.task.begin_update(Progress(phase.name, position.update, UPDATES, 0.0))
+                next(train_updates(training, batches, position.update + 1))
+                for tensor in state_tensors(work.training.optimizer):
+                    ledger.saw(tensor, "optimizer")
+            return self._told(tuple(ledger.events))
+
+    def _handed_out(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the batches and keep each one until the next is asked for, as prefetching does."""
+        batch = next(batches)
+        while True:
+            following = next(batches) if self.keeps_ahead else None
+            yield batch
+            batch = following or next(batches)
+
+    def _watched(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def watched(model: Any, batch: Any) -> Any:
+            first = len(self.ledger.blocks)
+            self.ledger.stage, self.phantom.answers = "forward", False
+            try:
+                answer = loss(model, batch)
+            finally:
+                self.phantom.answers = True
+            self.kept = [b for b in self.ledger.alive() if b.number >= first and b.kind == "temporary"]
+            for block in self.kept:
+                block.kind = "activations"
+            self.ledger.stage = "backward"
+            return answer
+
+        return watched
+
+    def _noticed(self, parallel: Parallel) -> Parallel:
+        """Return the strategy, after whose passes the work is that of the update."""
+
+        def accumulate(passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+            sums = parallel.accumulate(passes, batches)
+            self.ledger.stage = "update"
+            return sums
+
+        noticed = copy.copy(parallel)
+        vars(noticed)["accumulate"] = accumulate
+        return noticed
+
+    def _note_gradient(self, weight: Tensor) -> None:
+        if weight.grad is not None:
+            self.ledger.saw(weight.grad, "gradients")
+
+    def _told(self, events: tuple[Event, ...]) -> Traced:
+        ledger, steps = self.ledger, self.phase.batch.accumulation_steps
+        by_layer: dict[str, int] = dict.fromkeys(ledger.flops_of, 0)
+        for block in self.kept:
+            by_layer[block.layer] = by_layer.get(block.layer, 0) + block.size
+        layers = tuple(Layer(name, size, ledger.flops_of.get(name, 0) // steps) for name, size in by_layer.items())
+        names = {module: name for name, module in self.parts.bare.named_modules()}
+        units = {names[block]: block for block in self.parts.task.blocks() if block in names}
+        try:
+            num_layers: int | None = len(self.parts.task.layers())
+        except NotImplementedError:
+            num_layers = None
+        passes = [ledger.work[stage] for stage in ("forward", "backward")]
+        return Traced(
+            phase=self.phase.name,
+            micro_batch_size=self.phase.batch.micro_batch_size,
+            accumulation_steps=steps,
+            peak=peak_of(events, ledger.blocks),
+            events=events,
+            layers=layers,
+            blocks=tuple(_all_inside(name, layers) for name in units),
+            flops=sum(work.flops for work in passes) // steps,
+            moved_bytes=sum(work.moved_bytes for work in passes) // steps,
+            update_moved_bytes=ledger.work["update"].moved_bytes,
+            block_bytes=max(
+                (sum(weight.nbytes for weight in block.parameters()) for block in units.values()), default=0
+            ),
+            num_layers=num_layers,
+        )
+
+
+def times(few: Traced, factor: float, size: int, why_not: str) -> Traced:
+    """Return what was measured with few samples for `factor` times as many, marked as such."""
+
+    def grown(number: int) -> int:
+        return math.ceil(number * factor)
+
+    peak = few.peak
+    return dataclasses.replace(
+        few,
+        micro_batch_size=size,
+        peak=dataclasses.replace(
+            peak,
+            activations=grown(peak.activations),
+            inputs=grown(peak.inputs),
+            temporary=grown(peak.temporary),
+        ),
+        layers=tuple(Layer(one.name, grown(one.activations), grown(one.flops)) for one in few.layers),
+        blocks=tuple(Layer(one.name, grown(one.activations), grown(one.flops)) for one in few.blocks),
+        flops=grown(few.flops),
+        moved_bytes=grown(few.moved_bytes),
+        is_exact=False,
+        why_not=why_not,
+    )
+
+
+def _all_inside(name: str, layers: Sequence[Layer]) -> Layer:
+    """Return a module with all that is inside it."""
+    inside = [one for one in layers if one.name == name or one.name.startswith(f"{name}.")]
+    return Layer(name, sum(one.activations for one in inside), sum(one.flops for one in inside))
+
+
+def _words(error: BaseException, source: Path) -> str:
+    """Return which operation cannot be followed, and where the task asks for it."""
+    fault = error if isinstance(error, TaskFault) else fault_of(error, source, "following it")
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    where = f"{Path(fault.problems[0].where).name}: " if fault is not None and fault.problems[0].where else ""
+    return f"{where}{first_line(str(root)) or type(root).__name__}; measured with {FEW} samples and multiplied"
+
+
+def peak_of(events: Sequence[Event], blocks: Sequence[Block]) -> Bytes:
+    """Return what was in use at the moment of the most."""
+    most = size = moment = 0
+    alive: dict[int, int] = {}
+    for number, (block, change) in enumerate(events):
+        size += change or -alive.pop(block)
+        if change:
+            alive[block] = change
+            if size > most:
+                most, moment = size, number
+    alive.clear()
+    for block, change in events[: moment + 1]:
+        if change:
+            alive[block] = change
+        else:
+            del alive[block]
+    kinds = dict.fromkeys((one.name for one in dataclasses.fields(Bytes)), 0)
+    for block, there in alive.items():
+        kinds[blocks[block].kind] += there
+    return Bytes(**kinds)
+
+
+def _alone(configuration: Configuration) -> Configuration:
+    """Return the configuration of one process that does without others."""
+    choices = {**configuration.choices, "parallelism": Choice("single", "single", {})}
+    return dataclasses.replace(configuration, choices=choices, sources={})
+
+
+def _on_the_host(plan: Plan) -> Plan:
+    """Return the plan with the same numbers and formats, for a CPU and one process."""
+    replaced = {
+        "compile": Choice("off", "off", {}),
+        "prefetch": Choice("none", "none", {}),
+    }
+    memory = plan.choices["memory"]
+    memory = dataclasses.replace(memory, options={**memory.options, "fraction": None, "allocator": None})
+    return dataclasses.replace(
+        plan, device="cpu", ranks=plan.ranks[:1], choices={**plan.choices, **replaced, "memory": memory}
+    )

@@ -1,0 +1,168 @@
+"""Compare the predicted peak of memory with a count of every byte of the real run on the CPU, and print the table.
+
+    python scripts/measure/memory.py [--tasks gpt,nmt] [--precisions fp32,bf16] [--optimizers adamw,sgd,adamw8bit]
+                                     [--batches 4,8] [words of a configuration ...]
+
+The count is made apart from the prediction: a mode sees every operation of two real updates, adds the memory that
+their results take and takes it off when it is freed. It is the memory that operations hand out; what kernels take for
+themselves inside is seen by neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import platform
+import resource
+import statistics
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from runner.base.batch import MicroBatch, map_tensors
+from runner.base.configuration import Configuration, Request, compose
+from runner.base.errors import AccelRunError
+from runner.base.order import Order
+from runner.base.task import Progress
+from runner.engine.assemble import Parts, assemble
+from runner.engine.forecast import forecast
+from runner.engine.kinds import Gradients
+from runner.engine.loop import Position, train_updates
+from runner.launch.apart import apart
+from runner.plan.inventory import Cpu, Inventory
+from runner.plan.plan import PhasePlan, make_plan
+
+HERE = Inventory((), Cpu("this processor", os.cpu_count() or 1, os.cpu_count() or 1, 0))
+TASKS = ("gpt", "nmt", "cape", "dynamo", "hyperspectral", "tractodiff")
+
+
+class ByteCount(TorchDispatchMode):
+    """Adds the bytes of what operations hand out and takes them off when they are freed; `most` is the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, Tensor):
+                self.add(value)
+        return result
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the memory of a tensor, once."""
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        if key not in self.known and memory.nbytes():
+            self.known[key] = memory.nbytes()
+            weakref.finalize(memory, self.freed, key)
+            self.now += memory.nbytes()
+            self.most = max(self.most, self.now)
+
+    def freed(self, key: int) -> None:
+        """Take the memory off."""
+        self.now -= self.known.pop(key)
+
+
+def counted(configuration: Configuration) -> dict[str, int]:
+    """Return phase -> bytes at the peak of two real updates of this configuration, in this process on the CPU."""
+    plan = make_plan(configuration, HERE)
+    peaks = {}
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = assemble(plan, stack)
+        for phase in plan.selected:
+            if phase.kind == "train":
+                peaks[phase.name] = _count_of(parts, dataclasses.replace(phase, updates=2, epochs=None))
+    return peaks
+
+
+def _count_of(parts: Parts, phase: PhasePlan) -> int:
+    parts.task.begin_phase(phase.name)
+    fetcher, batch = parts.fetcher("train"), phase.batch
+    order = Order(len(fetcher), batch.global_batch_size, batch.micro_batch_size, parts.plan.settings.seed)
+    keys = order.from_update(0)
+    ready = [fetcher[next(keys)] for _ in range(2 * batch.accumulation_steps)]
+    count = ByteCount()
+
+    def batches() -> Iterator[MicroBatch]:
+        while ready:
+            item = ready.pop(0)
+            map_tensors(count.add, item.batch)
+            yield item  # kept until the next one is wanted, as the run does on a CPU
+
+    for tensor in (*parts.bare.parameters(), *parts.bare.buffers()):
+        count.add(tensor)
+    with count:
+        position = Position(phase.name)
+        work = Gradients(phase, parts, order, position)
+        handed = batches()
+        for _ in range(2):
+            parts.task.begin_update(Progress(phase.name, position.update, 2, 0.0))
+            next(train_updates(work.training, handed, position.update + 1))
+    work.release()
+    return count.most
+
+
+def compared(words: Sequence[str], micro: int) -> list[tuple[str, int, int, float, str]]:
+    """Return for each phase its name, predicted and counted bytes, seconds of the prediction, and what it could not."""
+    configuration = compose(
+        Request((*words, "device=cpu", f"micro_batch_size={micro}", f"global_batch_size={2 * micro}"))
+    )
+    began = time.perf_counter()
+    traced = apart(forecast, configuration, HERE, [micro])
+    seconds = time.perf_counter() - began
+    real = apart(counted, configuration)
+    return [(one.phase, one.peak.total, real[one.phase], seconds / len(traced), one.why_not) for one in traced]
+
+
+def main() -> None:
+    """Print the table and a summary."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--precisions", default="fp32,bf16")
+    parser.add_argument("--optimizers", default="adamw,sgd,adamw8bit")
+    parser.add_argument("--batches", default="4,8")
+    parser.add_argument("words", nargs="*")
+    given = parser.parse_args()
+    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores")
+    print(f"{'task':<14}{'phase':<10}{'precision':<10}{'optimizer':<11}{'batch':>5}{'predicted':>13}{'counted':>13}"
+          f"{'ratio':>9}{'s':>7}")  # fmt: skip
+    ratios = []
+    for task in given.tasks.split(","):
+        for precision in given.precisions.split(","):
+            for optimizer in given.optimizers.split(","):
+                for micro in map(int, given.batches.split(",")):
+                    words = [f"task={task}", f"precision={precision}", f"optimizer={optimizer}", *given.words]
+                    head = f"{precision:<10}{optimizer:<11}{micro:>5}"
+                    try:
+                        rows = compared(words, micro)
+                    except AccelRunError as error:
+                        print(f"{task:<14}{'':<10}{head}  {error.problems[0]}", flush=True)
+                        continue
+                    for phase, predicted, real, seconds, why_not in rows:
+                        ratios.append(predicted / real)
+                        print(f"{task:<14}{phase:<10}{head}{predicted:>13,}{real:>13,}{ratios[-1]:>9.4f}{seconds:>7.1f}"
+                              f"{'  ' + why_not if why_not else ''}", flush=True)  # fmt: skip
+    if ratios:
+        exact = sum(ratio == 1.0 for ratio in ratios)
+        worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+        print(
+            f"{len(ratios)} rows: {exact} equal to the byte, median {statistics.median(ratios):.4f}, worst {worst:.4f}"
+        )
+    print(f"most memory of a child: {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
