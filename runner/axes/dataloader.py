@@ -5,6 +5,7 @@ A loader is handed keys (epoch, indices, last) in the order of base/order.py and
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import signal
@@ -16,12 +17,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data._utils import signal_handling
 
 from runner.base.batch import MicroBatch, map_tensors
@@ -39,11 +41,23 @@ Keys = Iterable[Micro]
 
 
 class Fetcher:
-    """Turn a key into a batch, in whichever process it is called."""
+    """Turn a key into a batch, in whichever process it is called.
 
-    def __init__(self, dataset: Dataset, collate: Collate, *, bad_samples: str, num_samples: int | None = None) -> None:
+    model  of the task that `collate` belongs to: it is not sent to processes that are spawned
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate: Collate,
+        *,
+        bad_samples: str,
+        num_samples: int | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
         self.dataset = dataset
         self.collate = collate
+        self.model = model
         self.skip_bad = bad_samples == "skip"
         self.many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
@@ -363,6 +377,37 @@ class _InWorker:
             return error.with_traceback(None)
         except Exception as error:
             return RaisedElsewhere(raised(error))
+
+    def __reduce__(self) -> tuple[Callable[..., _InWorker], tuple[bytes]]:
+        """Send all but the task's model: it may lie on a GPU, of which each worker would take memory, or in shards."""
+        content = io.BytesIO()
+        _WithoutModel(content, self.fetcher.model).dump(self.fetcher)
+        return _unpacked, (content.getvalue(),)
+
+
+def _unpacked(content: bytes) -> _InWorker:
+    return _InWorker(ForkingPickler.loads(content))
+
+
+class _WithoutModel(ForkingPickler):
+    def __init__(self, file: io.BytesIO, model: nn.Module | None) -> None:
+        super().__init__(file)
+        self.modules = set(model.modules()) if model is not None else set()
+
+    def reducer_override(self, value: object) -> Any:
+        return (_NoModel, ()) if isinstance(value, nn.Module) and value in self.modules else NotImplemented
+
+
+class _NoModel:
+    """What a spawned worker has in the place of the model."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(f"the model is not in data workers that are spawned, but {name} of it was asked for")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("the model is not in data workers that are spawned, but it was called")
 
 
 class _Kept:

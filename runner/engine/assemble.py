@@ -70,7 +70,7 @@ class Parts:
             raise TaskFault(what, where=place_of(self.task.dataset, self.source), fix="a list of samples will do")
         limit = self.plan.settings.data.train_samples if split == "train" else None
         bad = str(self.plan.choices["dataloader"].options["bad_samples"])
-        fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit)
+        fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit, model=self.bare)
         if not len(fetcher):
             where = str(self.plan.settings.data.path or self.source)
             raise DataError(f"the data set of split {split} is empty", where=where)

@@ -10,6 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+
+from runner.axes.dataloader import Fetcher, default
+from runner.base.order import Micro
+from runner.base.words import RaisedElsewhere
+from tests.axes.worker_data import Owner
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -121,3 +127,17 @@ def test_a_worker_that_hangs_is_gone_when_it_is_closed(method: str) -> None:
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, ""), err
     assert "Traceback" not in err, err
+
+
+def test_the_model_of_the_task_does_not_travel_to_spawned_workers() -> None:
+    """It may lie on a GPU or in shards, and be of a class that cannot be sent."""
+    owner = Owner()
+    fetcher = Fetcher(owner.dataset(), owner.collate, bad_samples="stop", model=owner.model)
+    loader = default(fetcher, torch.device("cpu"), num_workers=1, pin_memory=False, start_method="spawn")
+    try:
+        batches = loader.batches(Micro(0, [index], last=True) for index in range(2))
+        assert next(batches).batch.tolist() == [0]
+        with pytest.raises(RaisedElsewhere, match="the model is not in data workers that are spawned"):
+            next(batches)
+    finally:
+        loader.close()

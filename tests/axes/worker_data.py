@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -19,4 +20,33 @@ class Numbers(torch.utils.data.Dataset[int]):
     def __getitem__(self, index: int) -> int:
         while index == self.hangs_at - 7:
             time.sleep(60)
+        return index
+
+
+class Owner:
+    """As a task is: it has a model, its `collate` is a method of it, and its data set knows it."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        self.model.no_pickle = lambda: None  # type: ignore[assignment]
+        self.transform = torch.nn.Identity()  # a module that is not of the model
+        self.first = self.model[0]
+
+    def dataset(self) -> Samples:
+        return Samples(self)
+
+    def collate(self, samples: Sequence[int]) -> torch.Tensor:
+        if samples[0] == 1:
+            self.model(torch.ones(2))
+        return torch.as_tensor(self.transform(torch.tensor([*samples])))
+
+
+class Samples:
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
         return index
