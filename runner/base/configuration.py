@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +34,7 @@ from runner.base.schema import (
     fault,
     nearest,
     read_functions,
+    read_module,
     settings_keys,
 )
 from runner.base.secret import refuse_secrets, secret_problems
@@ -62,6 +64,7 @@ AXES: Mapping[str, str] = {
     "launcher": "launch/launcher.py",
 }
 GROUPS = (*AXES, "task", "hardware")
+_SOURCES = {group: PACKAGE / file for group, file in AXES.items()}
 SHOWN_BY = "accel-run plan shows every key"
 MAX_WORD = 20_000  # characters of a word of the command line
 MAX_HINTS = 50  # unknown keys for which a near one is searched: more are another kind of mistake
@@ -233,13 +236,18 @@ def expand_sweep(request: Request) -> list[Request]:
 
 def options_of(group: str, config_dir: Path | None = None) -> list[str]:
     """Return the names of a group's options, the user's own included."""
-    folders = [shipped("conf") / group] + ([config_dir / group] if config_dir else [])
-    return sorted({file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")})
+    own = (file.stem for file in (config_dir / group).glob("*.yaml")) if config_dir else ()
+    return sorted({*_names_shipped(group), *own})
+
+
+@cache
+def _names_shipped(group: str) -> tuple[str, ...]:
+    return tuple(file.stem for file in (shipped("conf") / group).glob("*.yaml"))
 
 
 def function_of(group: str, option: str) -> Signature | None:
     """Return the signature behind an option, or None where it has no function (such as `auto`)."""
-    return read_functions(PACKAGE / AXES[group]).get(option.replace("-", "_"))
+    return read_functions(_SOURCES[group]).get(option.replace("-", "_"))
 
 
 def task_source(name: str, task_file: Path | None) -> Path:
@@ -827,8 +835,7 @@ def _read_task(
     """Return what the task's file says, without running it; SIZES of the size in use comes on top of SETTINGS."""
     source = task_source(str(composed["hydra_choices"].get("task") or ""), request.task_file)
     try:
-        functions = read_functions(source)
-        tree = ast.parse(source.read_text(encoding="utf-8"))
+        functions, tree = read_functions(source), read_module(source)
     except SyntaxError as error:
         problems.append(Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source)))
         return _TaskFile(source)

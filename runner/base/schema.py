@@ -57,14 +57,19 @@ class Signature:
 
 
 @cache
+def read_module(path: Path) -> ast.Module:
+    """Return the syntax tree of a Python file. Raises SyntaxError as Python would."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@cache
 def read_functions(path: Path) -> Mapping[str, Signature]:
     """Return the functions of a Python file, methods as `Class.method`, without importing it.
 
     Raises SyntaxError as Python would.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     found = {}
-    for node in tree.body:
+    for node in read_module(path).body:
         if isinstance(node, ast.FunctionDef):
             found[node.name] = _signature(node, path)
         elif isinstance(node, ast.ClassDef):
