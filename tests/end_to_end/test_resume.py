@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +42,33 @@ def assert_equal_runs(straight: Path, resumed: Path, update: int) -> None:
     assert rows(resumed) == rows(straight)
 
 
+Straight = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """Return from words the folder of a run that nothing happened to, made once: data workers change no number."""
+    known: dict[tuple[str, ...], Path] = {}
+
+    def of(*words: str) -> Path:
+        if words not in known:
+            known[words] = tmp_path_factory.mktemp("straight")
+            done = server.run([*BASE, *words], known[words])
+            assert done.code == 0, done.err
+        return known[words]
+
+    return of
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_37_updates_a_kill_and_63_more_equal_100(
-    precision: str, accumulation: int, workers: int, server: ForkServer, tmp_path: Path
+    precision: str, accumulation: int, workers: int, server: ForkServer, straight: Straight, tmp_path: Path
 ) -> None:
-    words = [
-        *BASE,
-        f"precision={precision}",
-        f"micro_batch_size={12 // accumulation}",
-        f"dataloader.num_workers={workers}",
-    ]
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    straight.mkdir()
-    killed.mkdir()
-    done = server.run(words, straight)
-    assert done.code == 0, done.err
+    computed = [f"precision={precision}", f"micro_batch_size={12 // accumulation}"]
+    words = [*BASE, *computed, f"dataloader.num_workers={workers}"]
+    killed = tmp_path
     at = 39 * accumulation  # after the checkpoint, before the next one
     checkpoint = killed / "outputs" / "mine" / "checkpoints" / "update-0000000037"
     ended = server.run([*words, f"task.kill_at={at}", f"task.wait_for={checkpoint}"], killed)
@@ -65,18 +76,15 @@ def test_37_updates_a_kill_and_63_more_equal_100(
     again = server.run([*words, f"task.kill_at={at}", f"task.wait_for={checkpoint}"], killed, env={"NO_KILL": "1"})
     assert again.code == 0, again.err
     assert "resumes at update 37" in again.out
-    assert_equal_runs(straight, killed, 100)
+    assert_equal_runs(straight(*computed), killed, 100)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
-    number: signal.Signals, server: ForkServer, tmp_path: Path
+    number: signal.Signals, server: ForkServer, straight: Straight, tmp_path: Path
 ) -> None:
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    straight.mkdir()
-    stopped.mkdir()
+    stopped = tmp_path
     words = [*BASE, "task.sleep_s=0.01", "dataloader.num_workers=2"]
-    assert server.run(words, straight).code == 0
     pid = server.start(words, stopped)
     metrics = stopped / "outputs" / "mine" / "metrics.jsonl"
     deadline = time.monotonic() + 60
@@ -92,15 +100,12 @@ def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
     assert state == "preempted"
     again = server.run(words, stopped)
     assert again.code == 0, again.err
-    assert_equal_runs(straight, stopped, 100)
+    assert_equal_runs(straight(), stopped, 100)
 
 
-def test_a_damaged_checkpoint_is_passed_over(server: ForkServer, tmp_path: Path) -> None:
-    straight = tmp_path / "straight"
-    straight.mkdir()
-    assert server.run(BASE, straight).code == 0
+def test_a_damaged_checkpoint_is_passed_over(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
-    shutil.copytree(straight, damaged)
+    shutil.copytree(straight(), damaged)
     checkpoint = path_of(damaged / "outputs" / "mine" / "checkpoints", 100)
     content = bytearray((checkpoint / "model.safetensors").read_bytes())
     content[-3] ^= 1
@@ -108,11 +113,11 @@ def test_a_damaged_checkpoint_is_passed_over(server: ForkServer, tmp_path: Path)
     again = server.run(BASE, damaged)
     assert again.code == 0, again.err
     assert "update-0000000100 was passed over" in again.err + again.out
-    assert_equal_runs(straight, damaged, 100)
+    assert_equal_runs(straight(), damaged, 100)
 
 
-def test_a_finished_run_is_left_as_it_is(server: ForkServer, tmp_path: Path) -> None:
-    assert server.run(BASE, tmp_path).code == 0
+def test_a_finished_run_is_left_as_it_is(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
+    shutil.copytree(straight(), tmp_path, dirs_exist_ok=True)
     before = {
         path: path.read_bytes() for path in (tmp_path / "outputs" / "mine" / "checkpoints").rglob("*") if path.is_file()
     }
@@ -135,11 +140,8 @@ def test_other_mathematics_is_refused_or_must_be_named(server: ForkServer, tmp_p
     assert rows(tmp_path)[-1]["update"] == 60
 
 
-def test_mechanics_may_change_on_resume(server: ForkServer, tmp_path: Path) -> None:
-    straight, changed = tmp_path / "straight", tmp_path / "changed"
-    straight.mkdir()
-    changed.mkdir()
-    assert server.run(BASE, straight).code == 0
+def test_mechanics_may_change_on_resume(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
+    changed = tmp_path
     words = [*BASE, "task.sleep_s=0.0"]
     first = server.run([*words, "dataloader.num_workers=2", "updates=100", "task.fail_at=60"], changed)
     assert first.code == 70
@@ -147,7 +149,7 @@ def test_mechanics_may_change_on_resume(server: ForkServer, tmp_path: Path) -> N
         [*words, "dataloader=thread", "checkpoint.every=10", "task.fail_at=60"], changed, env={"NO_KILL": "1"}
     )
     assert resumed.code == 0, resumed.err
-    assert_equal_runs(straight, changed, 100)
+    assert_equal_runs(straight(), changed, 100)
 
 
 def test_fresh_starts_anew_and_keeps_what_was(server: ForkServer, tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ BASE = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+def pair(memory: Path) -> Iterator[Pair]:
     with files.through(CarelessOfAll()):  # nothing here asks what a power cut leaves
-        yield Pair(tmp_path)
+        yield Pair(memory)
 
 
 def assert_passed_over(pair: Pair, damaged: damaging.Content, how: str) -> None:
