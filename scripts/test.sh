@@ -12,8 +12,10 @@ pytest=("$venv/bin/python" -m pytest -q --durations=10 -rs)
 if (($#)); then
     exec "${pytest[@]}" "$@"
 fi
+mapfile -t files_alone < <(grep -rl --include="test_*.py" "pytest\.mark\.alone" tests)
 status=0
-# One thread each: threads that outnumber the cores wait for each other by spinning.
-OMP_NUM_THREADS=1 "${pytest[@]}" -n 2 --dist loadfile -m "not alone" || status=$?
-"${pytest[@]}" -m alone || status=$?
+# One thread each: threads that outnumber the cores wait for each other by spinning. The files come in the order of
+# tests/conftest.py, the longest first.
+OMP_NUM_THREADS=1 "${pytest[@]}" -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" || status=$?
+"${pytest[@]}" -m alone "${files_alone[@]}" || status=$?
 exit "$status"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +13,33 @@ import pytest
 from tests.faults import tallies
 from tests.forkserver import ForkServer
 
+# The files that take longest, longest first: started last, one of them would keep one process busy and others waiting.
+LONGEST = (
+    "faults/test_resume_matrix.py", "faults/test_environment.py", "faults/test_damage.py", "end_to_end/test_ranks.py",
+    "measure/test_tune.py", "faults/test_configuration_fuzz.py", "commands/test_ends.py", "faults/test_kills.py",
+    "faults/test_power_cuts.py", "faults/test_errors.py", "faults/test_crash_states.py", "faults/test_mutation.py",
+    "end_to_end/test_phases_as_data.py", "end_to_end/test_resume.py", "launch/test_two_nodes.py",
+)  # fmt: skip
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Report tests that need a GPU as skipped where there is none."""
+    """Begin with the longest files; report tests that need a GPU as skipped where there is none."""
     import torch
 
+    here = Path(__file__).parent
+    places = {here / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection looks through it again, nor copies it in a fork."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

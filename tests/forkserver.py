@@ -20,10 +20,9 @@ from typing import Any
 
 SERVER = """
 import importlib, json, os, sys, tempfile
-import torch, torch._dynamo
-torch.set_num_threads(1)
-import runner.cli, runner.engine.session, runner.engine.screen, runner.engine.train, runner.engine.assemble
-import runner.engine.infer, runner.plan.plan, hydra, numpy.testing, safetensors.torch, rich.live
+import runner.cli
+from tests.warm import warm
+warm()
 for line in sys.stdin:
     request = json.loads(line)
     pid = os.fork()

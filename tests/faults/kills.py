@@ -19,6 +19,7 @@ from runner.durable import files
 from runner.durable.system import System
 from tests.faults import saver, whole_runs
 from tests.faults.power_cuts import CarelessOfAll
+from tests.warm import warm
 
 
 @dataclass
@@ -82,7 +83,7 @@ def _kill_once(root: Path, update: int, generator: random.Random) -> tuple[saver
 
 def kill_runs(folder: Path, count: int, seed: int, words: tuple[str, ...] = ()) -> Campaign:
     """Kill whole runs until `count` kills were made; each goes on with the same command, to the same end."""
-    whole_runs.warm()
+    warm()
     campaign = Campaign()
     words = (*whole_runs.WORDS, *words)
     straight = folder / "straight"

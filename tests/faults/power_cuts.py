@@ -20,6 +20,7 @@ import torch
 from runner.durable.system import System
 from tests.faults import saver, whole_runs
 from tests.faults.disk import Disk, powered
+from tests.warm import warm
 
 CUTS_PER_DISK = 40
 DISKS = [
@@ -151,7 +152,7 @@ def _cut_and_kill(disk: Disk, pid: int, listener: saver.Listener) -> None:
 
 def cut_runs(count: int, seed: int) -> Campaign:
     """Cut the power of whole runs until it was cut `count` times; the same command then goes on to the same end."""
-    whole_runs.warm()
+    warm()
     campaign = Campaign()
     with (
         tempfile.TemporaryDirectory() as name,

@@ -1,12 +1,11 @@
 """Whole runs of accel-run in forked processes, ended at random, and what must hold when they are through.
 
-For a process apart, which `warm` has made load all that a run imports.
+For a process apart, which is warm.
 """
 
 from __future__ import annotations
 
 import fcntl
-import importlib
 import json
 import os
 import random
@@ -31,13 +30,6 @@ NAME = "mine"
 TASK = Path(__file__).with_name("task_of_faults.py")
 WORDS = ("train", "--task", str(TASK), f"run={NAME}", "device=cpu", "monitor=off")
 UPDATES = 60
-
-
-def warm() -> None:
-    """All that a run needs is imported, and no thread was started."""
-    for name in _IMPORTED:
-        importlib.import_module(name)
-    torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
@@ -244,10 +236,3 @@ def _main(words: tuple[str, ...], folder: Path, output: Path, environment: Mappi
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-_IMPORTED = (
-    "hydra", "numpy.testing", "rich.live", "runner.cli", "runner.commands.train", "runner.engine.assemble",
-    "runner.engine.infer", "runner.engine.screen", "runner.engine.session", "runner.engine.train", "runner.plan.plan",
-    "safetensors.torch", "torch._dynamo",
-)  # fmt: skip

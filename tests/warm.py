@@ -1,0 +1,28 @@
+"""What a process that forks runs of accel-run does once, so that none of them does it again."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+
+def warm() -> None:
+    """All that a run imports is imported, a configuration has been composed, and no thread was started."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    import torch
+
+    from runner.base.configuration import Request, compose
+
+    torch.set_num_threads(1)
+    compose(Request(("updates=3", "device=cpu")))  # Hydra's parser learns its grammar from the first words: 0.1 s
+    gc.collect()
+    gc.freeze()  # else each fork's first collection touches, and so copies, all that it shares with this process
+
+
+IMPORTED = (
+    "hydra", "numpy.testing", "rich.live", "runner.cli", "runner.commands.train", "runner.distributed.join",
+    "runner.engine.assemble", "runner.engine.infer", "runner.engine.screen", "runner.engine.session",
+    "runner.engine.train", "runner.engine.weights", "runner.launch.start", "runner.measure.facts",
+    "runner.measure.hint", "runner.plan.plan", "safetensors.torch", "torch._dynamo", "torch.profiler._cupti_monitor",
+)  # fmt: skip
