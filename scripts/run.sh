@@ -4,14 +4,16 @@ set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 
-modes=(train inference both plan explain status monitor profile advise benchmark tune doctor export import new completion)
+modes=(train inference both plan explain runs status report monitor profile advise benchmark tune doctor export import new completion)
 declare -A meaning=(
     [train]="train a task; the same command with the same run=NAME resumes"
     [inference]="predict with the newest checkpoint of a run (short: infer)"
     [both]="train, then predict with what was trained"
     [plan]="show every derived value with its reason, and stop"
     [explain]="tell which file, profile or override set a value"
+    [runs]="list the runs: task, state, updates, last metric, age, size"
     [status]="show a run: progress, checkpoints, last error"
+    [report]="write a page about a run with its charts, or about several beside each other"
     [monitor]="watch GPUs, CPU, RAM and who uses them, live or of a run"
     [profile]="show what an update is made of: operators, modules, memory, waits"
     [advise]="find what would make a run faster, and try it before saying so"
@@ -94,6 +96,7 @@ for word in "$@"; do
         extras+=("${BASH_REMATCH[1]}")
     fi
 done
+[[ $mode != report ]] || extras+=(plots)
 
 set_up --quiet "${extras[@]}"
 exec "$venv/bin/accel-run" "$mode" "$@"

@@ -18,8 +18,9 @@ FLOORS = {
     "doctor": 5,
     "launch": 5,
     "measure": 6,
-    "commands": 7,
-    "cli": 8, "__main__": 9,
+    "report": 7,
+    "commands": 8,
+    "cli": 9, "__main__": 10,
 }  # fmt: skip
 
 

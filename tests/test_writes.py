@@ -60,6 +60,8 @@ PLACES: dict[tuple[str, str, str], str] = {
     # Elsewhere.
     ("runner/doctor/examine.py", "leave", "os.write"): "standard error, in a signal handler",
     ("runner/base/picture.py", "png", ".savefig"): "into memory",
+    ("runner/report/svg.py", "as_svg", ".savefig"): "into memory",
+    ("runner/report/page.py", "_picture", ".open"): "Pillow reads a picture that lies in memory",
     ("runner/engine/infer.py", "_as_bytes", "numpy.save"): "into memory",
     ("runner/cli.py", "_drop_output", "os.open"): "/dev/null",
     ("runner/measure/ranks.py", "opened", ".open"): "/dev/null",

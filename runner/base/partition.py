@@ -216,31 +216,40 @@ def orders(
     return rows
 
 
-def simulated_seconds(
+def timeline(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int, chunks: int = 1
-) -> float:
-    """Return the seconds of an update whose stages take `forward` and `backward` seconds for a micro-batch.
+) -> list[list[tuple[str, int, int, float, float]]]:
+    """Return for each device what it does when: ("F" or "B", stage, micro-batch, second it begins, second it ends).
 
-    Nothing is taken for the way between devices. There are len(forward) / chunks devices.
+    The stages take `forward` and `backward` seconds for a micro-batch; nothing is taken for the way between devices.
+    There are len(forward) / chunks devices.
     """
     num_stages = len(forward)
     queues = orders(schedule, num_stages // chunks, num_microbatches, chunks)
     ends: dict[tuple[str, int, int], float] = {}
-    clock, done = [0.0] * len(queues), [0] * len(queues)
-    while any(done[device] < len(queue) for device, queue in enumerate(queues)):
+    rows: list[list[tuple[str, int, int, float, float]]] = [[] for _ in queues]
+    while any(len(row) < len(queue) for row, queue in zip(rows, queues, strict=True)):
         moved = False
-        for device, queue in enumerate(queues):
-            while done[device] < len(queue):
-                kind, stage, number = work = queue[done[device]]
+        for row, queue in zip(rows, queues, strict=True):
+            while len(row) < len(queue):
+                kind, stage, number = work = queue[len(row)]
                 needed = _needed(kind, stage, number, num_stages)
                 if needed is not None and needed not in ends:
                     break
-                start = max(clock[device], ends[needed] if needed is not None else 0.0)
-                ends[work] = clock[device] = start + (forward if kind == "F" else backward)[stage]
-                done[device] += 1
+                start = max(row[-1][-1] if row else 0.0, ends[needed] if needed is not None else 0.0)
+                ends[work] = start + (forward if kind == "F" else backward)[stage]
+                row.append((*work, start, ends[work]))
                 moved = True
         assert moved, "the orders of the devices wait for each other"
-    return max(clock)
+    return rows
+
+
+def simulated_seconds(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int, chunks: int = 1
+) -> float:
+    """Return the seconds of an update by `timeline`."""
+    rows = timeline(schedule, forward, backward, num_microbatches, chunks)
+    return max((row[-1][-1] for row in rows if row), default=0.0)
 
 
 def simulated_bubble(

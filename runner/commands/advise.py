@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
 from runner.base.secret import fit_to_show
-from runner.commands.arguments import budget, own_words, read, teller
+from runner.commands.arguments import budget, own_words, read_of_a_run, teller
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
@@ -106,11 +106,8 @@ def _wish(words: list[str]) -> _Wish:
         problems.append(Problem("must be true or false", f"apply={own['apply']}"))
     if problems:
         raise ConfigError(problems)
-    arguments = read(rest, positional=1)
-    given = arguments.request
-    named = [word.partition("=")[2] for word in given.overrides if word.startswith("run=")] or list(
-        arguments.positional
-    )
+    given = read_of_a_run(rest)
+    named = [word.partition("=")[2] for word in given.overrides if word.startswith("run=")]
     is_of_a_run = bool(named) or not (given.overrides or given.task_file)
     request, told, notes = _of_run(given, named[-1] if named else "last") if is_of_a_run else (given, Known(), ())
     return _Wish(request, told, budget_s, own["apply"].lower() == "true", own["profile"] or None, as_json, notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.base.configuration import Request
@@ -56,6 +56,20 @@ def read(words: list[str], *, positional: int = 0, multirun: bool = False) -> Ar
         sweep,
         tuple(lone),
     )
+
+
+def read_of_a_run(words: list[str]) -> Request:
+    """Return the request of `COMMAND [last|NAME|DIR] [key=value ...]`: the run stands in it as run=, if it is named.
+
+    Raises ConfigError where two runs are named.
+    """
+    arguments = read(words, positional=1)
+    given = arguments.request
+    named = [word for word in given.overrides if word.startswith("run=")]
+    if arguments.positional and named:
+        what = f"names a second run, besides {arguments.positional[0]}"
+        raise ConfigError(Problem(what, named[-1], "leave one of them out"))
+    return replace(given, overrides=(*given.overrides, *(f"run={word}" for word in arguments.positional)))
 
 
 def own_words(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str, str], list[str], bool]:

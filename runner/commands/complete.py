@@ -145,7 +145,8 @@ class _Line:
         from runner.durable.files import read_object
 
         with suppress(AccelRunError):
-            return read_object(RunDirectory.find(self.root, self.overrides.get("run", "last")).run_json)
+            named = self.overrides.get("run", next(iter(self.lone), "last"))
+            return read_object(RunDirectory.find(self.root, named).run_json)
         return {}
 
     def _path(self, flag: str) -> Path | None:
@@ -191,7 +192,39 @@ def _explain(line: _Line) -> list[str]:
 def _inference(line: _Line) -> list[str]:
     if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
         return _settings_or_flags(line)
-    return [f"{key}=" for key in ("run", "device", "output_root", *line.inference_keys())]
+    keys = [f"{key}=" for key in ("run", "device", "output_root", *line.inference_keys()) if key not in line.overrides]
+    return [*_run_names(line), *keys]
+
+
+def _export(line: _Line) -> list[str]:
+    key, has_value, value = line.last.partition("=")
+    if key == "format" and has_value:
+        before = value[: value.rfind(",") + 1]
+        return [f"format={before}{name}" for name in ("safetensors", "program", "onnx")]
+    if line.last.startswith("-") or has_value or line.previous in _PATH_FLAGS:
+        return _settings_or_flags(line)
+    return [*_run_names(line), *(f"{key}=" for key in ("format", "device", "output_root") if key not in line.overrides)]
+
+
+def _list_of_runs(line: _Line) -> list[str]:
+    if line.last.startswith("-"):
+        return ["--json", "--help"]
+    return _with_values(line, "output_root", line.last.partition("=")[2]) if "=" in line.last else ["output_root="]
+
+
+def _report(line: _Line) -> list[str]:
+    key, has_value, value = line.last.partition("=")
+    if line.last.startswith("-"):
+        return ["--help"]
+    if has_value:
+        folders = {"benchmarks": "/", "out": ".html"}
+        return (
+            [f"{key}={path}" for path in _paths(value, folders[key])]
+            if key in folders
+            else _with_values(line, key, value)
+        )
+    named = [name for name in _run_names(line, several=True) if name not in line.lone]
+    return [*named, *(f"{key}=" for key in ("out", "benchmarks", "output_root") if key not in line.overrides)]
 
 
 def _status(line: _Line) -> list[str]:
@@ -200,7 +233,7 @@ def _status(line: _Line) -> list[str]:
         return ["--help"]
     if has_value:
         return _with_values(line, key, value)
-    return [*([] if line.lone else ["last", *_runs(line)]), "output_root="]
+    return [*_run_names(line), "output_root="]
 
 
 def _monitor(line: _Line) -> list[str]:
@@ -222,7 +255,7 @@ def _advise(line: _Line) -> list[str]:
     if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
         return _settings_or_flags(line, "--json")
     own = [f"{key}=" for key in ("budget_s", "apply", "profile") if key not in line.overrides]
-    return [*([] if line.lone else ["last", *_runs(line)]), *own, *_settings_or_flags(line)]
+    return [*_run_names(line), *own, *_settings_or_flags(line)]
 
 
 def _benchmark(line: _Line) -> list[str]:
@@ -344,6 +377,11 @@ def _typed(value: object) -> str:
 # ---------------------------------------------------------------- names of files and runs
 
 
+def _run_names(line: _Line, *, several: bool = False) -> list[str]:
+    """Return what names a run, where none is named yet or several may be."""
+    return ["last", *_runs(line)] if several or not (line.lone or "run" in line.overrides) else []
+
+
 def _runs(line: _Line) -> list[str]:
     from runner.durable.directory import runs
 
@@ -412,7 +450,10 @@ _COMMANDS: Mapping[str, Callable[[_Line], list[str]]] = {
     "profile": _profile,
     "explain": _explain,
     "inference": _inference,
+    "runs": _list_of_runs,
     "status": _status,
+    "report": _report,
+    "export": _export,
     "monitor": _monitor,
     "advise": _advise,
     "tune": _tune,

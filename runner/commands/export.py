@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from runner.commands.arguments import read
+from runner.commands.arguments import read_of_a_run
 
 HELP = """usage: accel-run export [last|NAME|DIR] [format=FORMAT,...] [output_root=DIR]
 
@@ -23,10 +21,7 @@ examples
 def run(words: list[str]) -> int:
     """Export; 0 when every file made gives the model's outputs."""
     formats = [name for word in words if word.startswith("format=") for name in word.partition("=")[2].split(",")]
-    arguments = read([word for word in words if not word.startswith("format=")], positional=1)
-    request = arguments.request
-    if arguments.positional:
-        request = replace(request, overrides=(*request.overrides, f"run={arguments.positional[0]}"))
+    request = read_of_a_run([word for word in words if not word.startswith("format=")])
     from runner.engine.export import export
 
     return int(export(request, formats))

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from runner.commands.arguments import read
+from runner.commands.arguments import read_of_a_run
 
-HELP = """usage: accel-run inference [run=last|NAME|DIR] [key=value ...]      (short: accel-run infer)
+HELP = """usage: accel-run inference [last|NAME|DIR] [key=value ...]      (short: accel-run infer)
 
 Loads the newest valid checkpoint of the run, predicts with the task it was trained on, and writes into its
 predictions folder, with latency and throughput in predictions/summary.json.
 
 settings
-  run=last                     the run trained last (default), a run's name, or its folder
+  last, NAME or DIR            the run trained last (default), a run's name, or its folder; also as run=NAME
   inference.KEY=VALUE          what the task offers, e.g. inference.prompt="def " inference.samples=5
   inference.seed=0             the same seed predicts the same
   device=auto                  auto takes the GPU with the most free memory
 
 examples
   accel-run inference
-  accel-run infer run=first inference.samples=5
+  accel-run infer first inference.samples=5
 """
 
 
@@ -25,4 +25,4 @@ def run(words: list[str]) -> int:
     """Predict and write the predictions."""
     from runner.engine.infer import infer
 
-    return int(infer(read(words).request))
+    return int(infer(read_of_a_run(words)))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from runner.base.birth import birth_of
 from runner.base.secret import fit_to_show
-from runner.commands.arguments import read
+from runner.commands.arguments import read_of_a_run
 from runner.durable.files import TEMPORARY, read_object, read_rows
 
 HELP = """usage: accel-run status [last|NAME|DIR] [output_root=DIR]
@@ -28,13 +25,12 @@ def run(words: list[str]) -> int:
     """Print the state of a run."""
     from runner.base.configuration import compose
     from runner.durable.directory import RunDirectory
+    from runner.durable.standing import standing
 
-    arguments = read(words, positional=1)
-    settings = compose(arguments.request).settings
-    wanted = arguments.positional[0] if arguments.positional else settings.run or "last"
-    directory = RunDirectory.find(settings.root, wanted)
+    settings = compose(read_of_a_run(words)).settings
+    directory = RunDirectory.find(settings.root, settings.run or "last")
     record = read_object(directory.run_json)
-    _print(f"{directory.name}: {_state(record)}   ({directory.shown})")
+    _print(f"{directory.name}: {standing(record).sentence}   ({directory.shown})")
     _print(
         f"  task        {record.get('task', 'unknown')}"
         + (f" ({record['task_file']})" if record.get("task_file") else "")
@@ -75,37 +71,6 @@ _WELL = ("done", "preempted")  # nothing is wrong any more
 def _print(text: str) -> None:
     """Print what a run says of itself, which a stranger may have written."""
     print(fit_to_show(text))
-
-
-def _state(record: dict[str, Any]) -> str:
-    state = str(record.get("state", "unknown"))
-    if state == "running" and record.get("host") not in (None, socket.gethostname()):
-        return f"running on {record['host']}, if it was not killed there"
-    if state == "running" and not _is_alive(record):
-        return "killed; the same command with the same run name goes on where it stopped"
-    return {
-        "preempted": "saved and stopped; the same command goes on",
-        "interrupted": "stopped before its first checkpoint; the same command begins at update 0",
-        "failed": f"failed (exit {record.get('exit_code')})",
-    }.get(state, state)
-
-
-def _is_alive(record: dict[str, Any]) -> bool:
-    """Tell whether the process that wrote run.json is still there, and no later one has got its number."""
-    import psutil  # type: ignore[import-untyped]
-
-    try:
-        if record.get("birth"):  # needs no clock, which may have been set since
-            return birth_of(int(record["pid"])) == str(record["birth"])
-        started = datetime.fromisoformat(record["started"]).timestamp()
-        process = psutil.Process(int(record["pid"]))
-        return bool(
-            process.create_time() <= started + 1.0 and process.status() != psutil.STATUS_ZOMBIE
-        )  # 1 s: clocks differ
-    except psutil.AccessDenied:
-        return True
-    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
-        return False
 
 
 def _phases(directory: Any) -> None:

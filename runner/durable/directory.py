@@ -108,7 +108,10 @@ class RunDirectory:
         for path in (*by_name, Path(run).expanduser()):
             if _is_run(path):
                 return cls(path, writable=False)
-        raise InputMissing(f"there is no run {run!r} in {root}", where=f"run={run}", fix=_offer(run, known))
+        what = f"there is no run {run!r} in {root}"
+        if _is_folder(Path(run).expanduser()):
+            what = f"the folder {run} is no run: it has none of {', '.join(_SIGNS_OF_A_RUN)}"
+        raise InputMissing(what, where=f"run={run}", fix=_offer(run, known))
 
     def write(self, name: str, data: bytes | str) -> Path:
         """The file `name`, a path inside this directory, holds `data` and is on disk; returns its path.
@@ -159,6 +162,11 @@ class RunDirectory:
     def overrides(self) -> Path:
         """What was typed on the command line."""
         return self.path / "overrides.yaml"
+
+    @property
+    def command(self) -> Path:
+        """What makes the run again."""
+        return self.path / "command.sh"
 
     @property
     def plan(self) -> Path:
@@ -229,18 +237,25 @@ def default_name(task: str) -> str:
 
 def runs(root: Path) -> list[Path]:
     """Return the runs in `root`, the one that was written to last first."""
-    found = ((_last_written(root / name), root / name) for name in files.names(root))
+    found = ((last_written(root / name), root / name) for name in files.names(root))
     return [path for written, path in sorted(found, reverse=True) if written > 0 or _is_run(path)]
 
 
-def _is_run(path: Path) -> bool:
+def _is_folder(path: Path) -> bool:
     try:
-        return path.is_dir() and any((path / name).exists() for name in _SIGNS_OF_A_RUN)
+        return path.is_dir()
     except OSError:  # a name too long, or a folder that is not ours to look into
         return False
 
 
-def _last_written(path: Path) -> float:
+def _is_run(path: Path) -> bool:
+    try:
+        return _is_folder(path) and any((path / name).exists() for name in _SIGNS_OF_A_RUN)
+    except OSError:
+        return False
+
+
+def last_written(path: Path) -> float:
     """Return when run.json or metrics.jsonl in `path` was last written, 0 where neither is there."""
     written = 0.0
     for name in ("run.json", "metrics.jsonl"):

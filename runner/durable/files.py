@@ -215,14 +215,39 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
     Nothing but a regular file is read, and no line of more than a megabyte: a stranger may have made it.
     """
+    return (row for row in read_lines(path) if row is not None)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield what `read_rows` does, and None for each line that holds no JSON object but the last one.
+
+    The last one may be half written: a run that goes on is being read.
+    """
     with suppress(OSError), open(_open_plain(path), "rb") as file:
         while line := file.readline(_LINE_BYTES):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict):
+            row = _object_in(line)
+            if row is not None or line.endswith(b"\n"):
                 yield row
+
+
+def read_last_row(path: Path) -> dict[str, Any]:
+    """Return the last JSON object in the lines of the file `path`, an empty one where there is none.
+
+    Only the end of the file is read.
+    """
+    with suppress(OSError), open(_open_plain(path), "rb") as file:
+        file.seek(-min(_LINE_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        found = (_object_in(line) for line in reversed(file.read(_LINE_BYTES).splitlines()))
+        return next((row for row in found if row is not None), {})
+    return {}
+
+
+def _object_in(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 class AppendLog:

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 from runner.base.birth import birth_of
 from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
 from runner.base.errors import AccelRunError, Exit, Hang, InputMissing, number_of, where_it_goes_on
-from runner.base.ranks import starter
+from runner.base.ranks import member_of, starter
 from runner.base.secret import fit_to_show
 from runner.base.words import words_of
 from runner.durable import files
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.durable.files import read_object, read_rows
+from runner.engine.again import script
 from runner.plan.environment import environment
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, make_plan
@@ -454,9 +455,16 @@ def _leave_traces(
     directory.write("config.yaml", to_yaml(configuration))
     words = "".join(f"- {json.dumps(word)}\n" for word in configuration.request.overrides)
     directory.write("overrides.yaml", words or "[]\n")
+    directory.write("command.sh", _script(configuration.request, directory.name))
     directory.write("plan.json", plan.to_json())
     directory.write("environment.json", _json(environment(inventory)))
     directory.write("run.json", _json(record))
+
+
+def _script(request: Request, name: str) -> bytes:
+    member = member_of(os.environ)
+    elsewhere = member is not None and member.world_size > 1
+    return script(request, name, Path.cwd(), sys.executable, started_elsewhere=elsewhere)
 
 
 def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, Any], began: float) -> bool:

@@ -68,17 +68,27 @@ def pictures(samples: Samples) -> dict[str, bytes]:
 
     Raises MissingPackage where matplotlib is missing. No samples: no pictures.
     """
+    return {name: png(figure) for name, figure in figures(samples).items()}
+
+
+def figures(samples: Samples, points: int = POINTS, *, each: bool = True) -> dict[str, Any]:
+    """Return file name -> matplotlib Figure, as `pictures` does.
+
+    points  of a line at most, about
+    each    a figure for each GPU, also where several have one together
+    """
     if not len(samples):
         return {}
     labels = {gpu: _label(gpu, samples) for gpu in _gpus(samples)}
-    found = {f"gpu{gpu}.png": png(_stacked(samples, {gpu: label}, label)) for gpu, label in labels.items()}
+    apart = labels if each or len(labels) == 1 else {}
+    found = {f"gpu{gpu}.png": _stacked(samples, {gpu: label}, label, points) for gpu, label in apart.items()}
     if len(labels) > 1:
         names = {label.partition(": ")[2] for label in labels.values()}
         title = f"{len(labels)} GPUs"
         if len(names) == 1:  # which is not repeated for each
             title, labels = ": ".join([title, *filter(None, names)]), {gpu: f"GPU {gpu}" for gpu in labels}
-        found["gpus.png"] = png(_stacked(samples, labels, title))
-    return found | {"machine.png": png(_machine(samples, labels))}
+        found["gpus.png"] = _stacked(samples, labels, title, points)
+    return found | {"machine.png": _machine(samples, labels, points)}
 
 
 def plots(folder: Path, samples: Samples) -> list[Path]:
@@ -119,6 +129,7 @@ class _Canvas:
     samples: Samples
     labels: Mapping[int, str]
     time: _Time
+    points: int
     legend: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -135,7 +146,7 @@ class _Slowed:
     color: str
 
 
-def _stacked(samples: Samples, labels: Mapping[int, str], title: str) -> Any:
+def _stacked(samples: Samples, labels: Mapping[int, str], title: str, points: int) -> Any:
     """Return utilisation, memory, temperature and power over time, one below the other, with a line for each GPU.
 
     Below them stands what held the clocks down, where something did.
@@ -145,27 +156,30 @@ def _stacked(samples: Samples, labels: Mapping[int, str], title: str) -> Any:
     figure = new_figure(10.0, sum(heights) + _MARGIN_INCHES * len(heights))
     axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     panels = dict(zip(PANELS, axes[: len(PANELS)], strict=True))
-    return _filled(figure, panels, samples, labels, title, {axes[-1]: slowed} if slowed else {})
+    return _filled(
+        figure, panels, _Canvas(samples, labels, _time(samples), points), title, {axes[-1]: slowed} if slowed else {}
+    )
 
 
-def _machine(samples: Samples, labels: Mapping[int, str]) -> Any:
+def _machine(samples: Samples, labels: Mapping[int, str], points: int) -> Any:
     """Return GPU utilisation and memory, CPU and RAM, all in percent, in two rows; without a GPU in one."""
     panels = [panel for panel in MACHINE if labels or not panel.is_gpu]
     figure = new_figure(12.0, 7.5 if labels else 4.5)
     axes = figure.subplots(len(panels) // 2, 2, sharex=True, squeeze=False)
     title = "GPU, CPU and RAM" if labels else "CPU and RAM"
-    return _filled(figure, dict(zip(panels, axes.flat, strict=True)), samples, labels, title)
+    return _filled(
+        figure, dict(zip(panels, axes.flat, strict=True)), _Canvas(samples, labels, _time(samples), points), title
+    )
 
 
 def _filled(
     figure: Any,
     axes: Mapping[Panel, Any],
-    samples: Samples,
-    labels: Mapping[int, str],
+    canvas: _Canvas,
     title: str,
     slowed: Mapping[Any, Mapping[str, _Slowed]] = MappingProxyType({}),
 ) -> Any:
-    canvas = _Canvas(samples, labels, _time(samples))
+    samples, labels = canvas.samples, canvas.labels
     held = "what held the clocks down" if len(labels) == 1 else "when the clocks were held down (why: see each GPU)"
     titles = {each: panel.title for panel, each in axes.items()} | dict.fromkeys(slowed, held)
     for each, words in titles.items():
@@ -232,7 +246,7 @@ def _draw(axes: Any, panel: Panel, canvas: _Canvas) -> None:
 
 def _line(axes: Any, values: Floats, canvas: _Canvas, color: str, label: str) -> None:
     is_crowded = len(canvas.labels) > _BANDS
-    line = thinned(canvas.x, values, canvas.samples.gaps(), POINTS // 4 if is_crowded else POINTS)
+    line = thinned(canvas.x, values, canvas.samples.gaps(), canvas.points // 4 if is_crowded else canvas.points)
     is_short = len(line.x) <= _MARKED
     (drawn,) = axes.plot(
         line.x, line.mean, color=color, linewidth=1.4, marker="o" if is_short else None, markersize=3, zorder=3

@@ -231,7 +231,9 @@ def test_help_takes_less_than_150_ms_of_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("command", ["train", "inference", "both", "plan", "explain", "status", "new", "completion"])
+@pytest.mark.parametrize(
+    "command", ["train", "inference", "both", "plan", "explain", "runs", "status", "report", "new", "completion"]
+)
 def test_the_help_of_a_command_takes_less_than_150_ms_of_cpu(command: str, tmp_path: Path) -> None:
     assert cpu_seconds([command, "--help"], tmp_path) < 0.15
 
@@ -244,7 +246,7 @@ def test_an_error_takes_less_than_600_ms_of_cpu(words: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "words", ["--help", "train --help", "inference --help", "infer --help", "both --help", "plan --help", "explain --help",
-              "status --help", "new --help", "completion --help", "completion zsh", "--version", "explain precision", "plan +hardware=t4"],
+              "runs --help", "status --help", "report --help", "new --help", "completion --help", "completion zsh", "--version", "explain precision", "plan +hardware=t4"],
 )  # fmt: skip
 def test_what_needs_no_torch_does_not_import_it(words: str, tmp_path: Path) -> None:
     code = "import sys; from runner.cli import main; code = main(sys.argv[1:]); sys.exit(99 if 'torch' in sys.modules else code)"
@@ -259,7 +261,7 @@ def test_the_state_of_a_run_needs_no_torch(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "mine"
     (run / "checkpoints" / "update-0000000001").mkdir(parents=True)
     (run / "run.json").write_text('{"state": "done"}')
-    code = "import sys; from runner.cli import main; main(['status']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from runner.cli import main; main(['runs']); main(['status']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "update-0000000001: damaged: MANIFEST.json" in done.stdout

@@ -148,6 +148,11 @@ def test_run_installs_what_the_data_of_the_task_lies_in(checkout: Checkout) -> N
     assert checkout.calls() == []
 
 
+def test_run_installs_what_draws_charts_for_a_report(checkout: Checkout) -> None:
+    assert checkout.run("run.sh", "report", "last").returncode == 0
+    assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[plots]"]
+
+
 def test_an_unknown_extra_is_refused_before_anything_is_installed(checkout: Checkout) -> None:
     done = checkout.run("setup.sh", "plot")
     assert done.returncode == 64

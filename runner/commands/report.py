@@ -1,0 +1,116 @@
+"""`accel-run report`: a page about a run, or about several beside each other."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.base.errors import ConfigError, InputMissing, Problem
+from runner.base.secret import fit_to_show
+from runner.commands.arguments import own_words
+
+if TYPE_CHECKING:
+    from runner.durable.directory import RunDirectory
+
+HELP = """usage: accel-run report [last|NAME|DIR ...] [out=FILE.html] [benchmarks=DIR] [output_root=outputs]
+
+Writes one HTML page that needs nothing but itself: what was run and where, its figures, what limited it, its curves,
+time and memory by part, the machine over time, what it predicts, its settings, and how to repeat it. What is not known
+is named with the reason. With several runs they are compared: curves over each other, figures, differing settings.
+Runs are read and not changed, finished or not.
+
+  last, NAME, DIR   the run written to last (default), runs by name, or their folders; also as run=NAME
+  out=FILE.html     where the page goes (default: report.html in the run's folder; of several runs
+                    comparison.html in output_root)
+  benchmarks=DIR    show the results of accel-run benchmark in that folder too (default: those in the run's folder)
+
+The charts need matplotlib: pip install "accel-run[plots]"
+
+examples
+  accel-run report
+  accel-run report first second
+  accel-run report outputs/first benchmarks=benchmarks out=first.html
+"""
+
+OWN = {"out": "", "benchmarks": "", "output_root": "outputs", "run": ""}
+
+
+def run(words: list[str]) -> int:
+    """Write the page, and say where it is."""
+    from runner.base.places import as_path
+    from runner.durable.directory import LAST, RunDirectory
+
+    own, rest = _read(words)
+    root = as_path(own["output_root"])
+    directories = [RunDirectory.find(root, wanted) for wanted in rest or [LAST]]
+    benchmarks = as_path(own["benchmarks"]) if own["benchmarks"] else None
+    if benchmarks is not None and not benchmarks.is_dir():
+        raise InputMissing("there is no such folder", where=f"benchmarks={own['benchmarks']}", fix="leave it out")
+    out = as_path(own["out"]) if own["out"] else _usual_place(directories, root)
+    _refuse_taken(out)
+    from runner.report.comparison import comparison_of
+    from runner.report.page import html_of, page_of
+    from runner.report.story import read_story
+
+    stories = [read_story(directory) for directory in directories]
+    html = html_of(page_of(stories[0], benchmarks) if len(stories) == 1 else comparison_of(stories))
+    shown = _written(html, out, directories[0])
+    print(fit_to_show(f"written to {shown} ({len(html.encode()) / 1000:.0f} KB)"))
+    for story in stories:
+        if story.missing:
+            lead = f"{story.name}: " if len(stories) > 1 else ""
+            print(fit_to_show(f"{lead}note: {'; '.join(story.missing.values())}"), file=sys.stderr)
+    return 0
+
+
+def _read(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the values of the command's keys, and the runs. Raises ConfigError with every slip."""
+    from runner.base.schema import did_you_mean
+
+    own, rest, _ = own_words(words, OWN)
+    problems = []
+    for word in words:
+        key, has_value, _ = word.partition("=")
+        if word.startswith("-"):
+            problems.append(Problem("unknown option", word, "say accel-run report --help"))
+        elif has_value and key not in OWN and not Path(word).is_dir():
+            problems.append(Problem("unknown key", word, did_you_mean(key, OWN) or f"known: {', '.join(OWN)}"))
+    if own["run"] and rest:
+        problems.append(Problem(f"names a second run, besides {rest[0]}", f"run={own['run']}", "leave out run="))
+    if own["benchmarks"] and len(rest) > 1:
+        problems.append(Problem("is for the page of one run", f"benchmarks={own['benchmarks']}", "leave it out"))
+    if own["out"] and not own["out"].endswith(".html"):
+        problems.append(Problem("must end with .html", f"out={own['out']}", f"say out={own['out'] or 'report'}.html"))
+    if problems:
+        raise ConfigError(problems)
+    return own, rest or ([own["run"]] if own["run"] else [])
+
+
+def _usual_place(directories: list[RunDirectory], root: Path) -> Path:
+    return directories[0].shown / "report.html" if len(directories) == 1 else root / "comparison.html"
+
+
+def _refuse_taken(out: Path) -> None:
+    """Raise ConfigError where a file of that name is no report: somebody else's work is not written over."""
+    from runner.durable import files
+    from runner.report.page import MARK
+
+    if files.exists(out):
+        is_ours = files.is_plain_file(out) and MARK.encode() in files.read(out, at_most=1 << 24)[:4096]
+        if not is_ours:
+            raise ConfigError(Problem("is there already, and is no report", f"out={out}", "choose another name"))
+
+
+def _written(html: str, out: Path, directory: RunDirectory) -> Path:
+    """Write the page; the folder of a run is written to through its own door. Returns the path as it was given."""
+    from runner.base.errors import CannotCreate
+    from runner.durable import files
+
+    if out.absolute() == directory.report:
+        directory.write("report.html", html)
+        return directory.shown / "report.html"
+    if not out.absolute().parent.is_dir():
+        raise CannotCreate("there is no such folder", where=str(out.parent), fix="make it, or choose another out=")
+    files.atomic_write(out.absolute(), html)
+    return out

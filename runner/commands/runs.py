@@ -1,0 +1,173 @@
+"""`accel-run runs`: the runs of a folder, and how each of them stands."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.secret import fit_to_show
+from runner.commands.arguments import own_words
+
+HELP = """usage: accel-run runs [output_root=outputs] [--json]
+
+Lists the runs, the one that was written to last first: task, how it stands, updates made, its last metric, when it was
+last written to, and its size on disk. Where a command takes a run it takes a name of this list, `last`, or a folder.
+
+examples
+  accel-run runs
+  accel-run runs output_root=/data/outputs --json
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run; None is not known.
+
+    phase    the one it is in, or was in last
+    update   of that phase, and `total` of it
+    metrics  of the last evaluation; of a run without one the last loss
+    written  seconds since 1970
+    """
+
+    name: str
+    path: str
+    task: str | None
+    state: str
+    exit_code: int | None
+    phase: str | None
+    update: int | None
+    total: int | None
+    metrics: Mapping[str, float]
+    written: float
+    bytes: int
+
+
+def run(words: list[str]) -> int:
+    """Print a line per run."""
+    from runner.base.places import as_path
+    from runner.durable.directory import runs
+
+    own, rest, is_json = own_words(words, {"output_root": "outputs"})
+    if rest:
+        raise ConfigError(Problem("is nothing that can be asked of all runs", word, _FIX) for word in rest)
+    root = as_path(own["output_root"])
+    rows = [row_of(path) for path in runs(root)]
+    if is_json:
+        print(json.dumps([_as_json(row) for row in rows], indent=2))
+    elif rows:
+        print(fit_to_show("\n".join(table(rows, time.time()))))
+    else:
+        print(f"there is no run in {root} yet; start one with: accel-run train", file=sys.stderr)
+    return 0
+
+
+def row_of(path: Path) -> Row:
+    """Return what the files of a run tell; what is damaged or missing is not known."""
+    from runner.durable.directory import last_written
+    from runner.durable.files import read_last_row, read_object
+    from runner.durable.standing import standing
+
+    record, plan = read_object(path / "run.json"), read_object(path / "plan.json")
+    last = read_last_row(path / "metrics.jsonl")
+    stands = standing(record)
+    task, phase, update = record.get("task"), last.get("phase"), last.get("update")
+    known = record.get("metrics")
+    metrics: dict[str, Any] = known if isinstance(known, dict) and known else {"train/loss": last.get("train/loss")}
+    phases = plan.get("phases")
+    totals = {each.get("name"): each.get("updates") for each in phases if isinstance(each, dict)} if phases else {}
+    total = totals.get(phase)
+    return Row(
+        path.name,
+        str(path),
+        task if isinstance(task, str) else None,
+        stands.word,
+        stands.exit_code,
+        phase if isinstance(phase, str) and len(totals) > 1 else None,
+        update if isinstance(update, int) else None,
+        total if isinstance(total, int) else None,
+        {str(name): float(value) for name, value in metrics.items() if _is_number(value)},
+        last_written(path),
+        _size_of(path),
+    )
+
+
+def table(rows: Sequence[Row], now: float) -> list[str]:
+    """Return the head and a line per run.
+
+    now  seconds since 1970
+    """
+    lines = [("run", "task", "state", "updates", "metric", "written", "size"), *(_cells(row, now) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    sides = "<<<><>>"
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def _cells(row: Row, now: float) -> tuple[str, ...]:
+    code = f" ({row.exit_code})" if row.exit_code and row.state in ("failed", "preempted", "interrupted") else ""
+    made = "-" if row.update is None else str(row.update)
+    made += f"/{row.total}" if row.total is not None and row.update is not None else ""
+    name, value = next(iter(row.metrics.items()), ("", math.nan))
+    return (
+        row.name,
+        row.task or "-",
+        f"{row.state}{code}",
+        f"{row.phase} {made}" if row.phase else made,
+        f"{name} {value:.4g}" if name else "-",
+        _ago(now - row.written) if row.written else "-",
+        _bytes(row.bytes),
+    )
+
+
+def _ago(seconds: float) -> str:
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800), ("days", 86400, math.inf)):
+        if seconds < most:
+            return f"{max(0, int(seconds / size))} {unit} ago"
+    return "-"
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size / 1024:.1f} KiB"
+
+
+def _size_of(path: Path) -> int:
+    """Return the bytes of all files in the folder; links are not followed, what goes away meanwhile is not counted."""
+    total, folders = 0, [str(path)]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_size
+        except OSError:
+            continue
+    return total
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    """Return the row with its time in words; there is no NaN in it."""
+    written = datetime.fromtimestamp(row.written, UTC).isoformat(timespec="seconds") if row.written else None
+    return {**asdict(row), "written": written}
+
+
+_FIX = "say accel-run runs, output_root=DIR or --json"

@@ -1,0 +1,63 @@
+"""How a run stands, told from its run.json by whoever reads it: also where the process that wrote it is no more."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from runner.base.birth import birth_of
+
+Word = Literal["finished", "running", "preempted", "interrupted", "failed", "killed", "unknown"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run stands.
+
+    sentence   the same, and what can be done
+    exit_code  of its last process; None while it runs, and where nobody could write it
+    """
+
+    word: Word
+    sentence: str
+    exit_code: int | None = None
+
+
+def standing(record: Mapping[str, Any]) -> Standing:
+    """Return how the run of this run.json stands; a process that is gone has not ended by itself."""
+    state, code = str(record.get("state", "unknown")), record.get("exit_code")
+    code = code if isinstance(code, int) else None
+    if state == "running" and record.get("host") not in (None, socket.gethostname()):
+        return Standing("running", f"running on {record['host']}, if it was not killed there")
+    if state == "running" and not _is_alive(record):
+        return Standing("killed", "killed; the same command with the same run name goes on where it stopped")
+    known: dict[str, tuple[Word, str]] = {
+        "running": ("running", "running"),
+        "done": ("finished", "done"),
+        "preempted": ("preempted", "saved and stopped; the same command goes on"),
+        "interrupted": ("interrupted", "stopped before its first checkpoint; the same command begins at update 0"),
+        "failed": ("failed", f"failed (exit {code})"),
+    }
+    word, sentence = known.get(state, ("unknown", state))
+    return Standing(word, sentence, code)
+
+
+def _is_alive(record: Mapping[str, Any]) -> bool:
+    """Tell whether the process that wrote run.json is still there, and no later one has got its number."""
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        if record.get("birth"):  # needs no clock, which may have been set since
+            return birth_of(int(record["pid"])) == str(record["birth"])
+        started = datetime.fromisoformat(record["started"]).timestamp()
+        process = psutil.Process(int(record["pid"]))
+        return bool(
+            process.create_time() <= started + 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        )  # 1 s: clocks differ
+    except psutil.AccessDenied:
+        return True
+    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
+        return False

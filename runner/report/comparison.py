@@ -1,0 +1,203 @@
+"""Several runs on one page: their figures in a table, their curves over each other, and what they differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from runner.base.picture import COLORS, new_figure
+from runner.report.charts import Chart, Drawing, Missing, binned, smoothed
+from runner.report.page import Page, Step, Table, _word, bytes_in_words, duration
+from runner.report.story import Curve, Story
+from runner.report.svg import as_svg, drawing
+
+__all__ = ["comparison_of"]
+
+
+def comparison_of(stories: Sequence[Story]) -> Page:
+    """Return the page about several runs, in the order in which they were named."""
+    labels = _labels(stories)
+    charts, missing = _charts(stories, labels)
+    missing += [
+        Missing(f"{label}: {subject}", why)
+        for label, story in zip(labels, stories, strict=True)
+        for subject, why in story.missing.items()
+    ]
+    differ = _differences(stories, labels)
+    problems = [
+        f"{label} is not finished: {story.standing.sentence}."
+        for label, story in zip(labels, stories, strict=True)
+        if story.standing.word not in ("finished", "unknown")
+    ]
+    devices = {str(story.plan.get("device_name") or "unknown") for story in stories}
+    if len(devices) > 1:
+        problems.append(
+            f"They ran on different devices, so their speeds say little of each other: {', '.join(sorted(devices))}."
+        )
+    return Page(
+        kind="accel-run report",
+        name=f"Comparison of {len(stories)} runs",
+        title=f"{', '.join(labels)} · accel-run report",
+        lines=[" · ".join(labels)],
+        problems=problems,
+        first=[_figures(stories, labels), differ],
+        charts=charts,
+        repeat=[
+            Step(label, str(story.record["command"]))
+            for label, story in zip(labels, stories, strict=True)
+            if story.record.get("command")
+        ],
+        missing=missing,
+    )
+
+
+def _labels(stories: Sequence[Story]) -> list[str]:
+    """Return a name for each: that of the run, or its path where two have the same."""
+    names = [story.name for story in stories]
+    return [story.shown if names.count(story.name) > 1 else story.name for story in stories]
+
+
+def _figures(stories: Sequence[Story], labels: Sequence[str]) -> Table:
+    """Return a row per figure and a column per run."""
+    rows: list[tuple[str, ...]] = []
+    for name, tell in _FIGURES:
+        told = [tell(story) for story in stories]
+        if any(told):
+            rows.append((name, *(words or "-" for words in told)))
+    metrics = list(dict.fromkeys(name for story in stories for name in story.metrics))
+    for name in metrics:
+        values = [story.metrics.get(name) for story in stories]
+        rows.append((name, *("-" if value is None else f"{value:.5g}" for value in values)))
+    return Table("figures", "Figures", ("", *labels), rows)
+
+
+def _differences(stories: Sequence[Story], labels: Sequence[str]) -> Table:
+    """Return the settings that are not the same in all runs; the name of the run is none."""
+    keys = dict.fromkeys(key for story in stories for key in story.config)
+    rows = []
+    for key in keys:
+        words = [_word(story.config[key]) if key in story.config else "not there" for story in stories]
+        if len(set(words)) > 1 and key not in ("run", "output_root", "resume"):
+            rows.append((key, *words))
+    unknown = [label for label, story in zip(labels, stories, strict=True) if not story.config]
+    note = f"the configuration of {', '.join(unknown)} is not known" if unknown else ""
+    note = note or ("" if rows else "their settings are the same")
+    return Table(
+        "differences", "Differences of the settings", ("key", *labels), rows or [("-",) * (len(labels) + 1)], note
+    )
+
+
+def _charts(stories: Sequence[Story], labels: Sequence[str]) -> tuple[list[Chart], list[Missing]]:
+    names = dict.fromkeys(name for story in stories for name in story.curves.of if name.startswith("val/"))
+    rows = [
+        *_CURVES,
+        *(
+            (name, name.removeprefix("val/"), f"Validation: {name.removeprefix('val/')}", False)
+            for name in list(names)[:_MOST]
+        ),
+    ]
+    charts, missing = [], []
+    with drawing():
+        for number, (key, axis, title, is_noisy) in enumerate(rows):
+            curves = {label: story.curves[key] for label, story in zip(labels, stories, strict=True)}
+            drawn = _overlaid(curves, axis, is_noisy=is_noisy)
+            if drawn is None:
+                missing.append(Missing(title, f"no run has {key}"))
+                continue
+            name = f"chart{number}"
+            charts.append(
+                Chart(
+                    name,
+                    title,
+                    drawn.described,
+                    as_svg(drawn.figure, name, title, drawn.described),
+                    drawn.note,
+                    wide=False,
+                )
+            )
+    return charts, missing
+
+
+def _overlaid(curves: dict[str, Curve], axis: str, *, is_noisy: bool) -> Drawing | None:
+    """Return a line for each run that has the figure."""
+    known = {label: curve for label, curve in curves.items() if len(curve)}
+    if not known:
+        return None
+    figure = new_figure(6.2, 3.4)
+    axes = figure.subplots()
+    said = []
+    for number, (label, curve) in enumerate(curves.items()):
+        if label not in known:
+            continue
+        style = {"color": COLORS[number % 6], "linestyle": _DASHES[number // 6 % len(_DASHES)]}
+        if is_noisy:
+            raw = binned(curve)
+            axes.plot(raw.x, raw.mean, linewidth=0.7, alpha=0.3, **style)
+        line = binned(smoothed(curve) if is_noisy else curve)
+        mark = {"marker": "o", "markersize": 3} if len(curve) <= _MARKED and not is_noisy else {}
+        axes.plot(line.x, line.mean, linewidth=1.7, label=label, **style, **mark)
+        said.append(f"{label} ends at {curve.y[-1]:.4g}")
+    axes.set_xlabel("update")
+    axes.set_ylabel(axis)
+    axes.grid(visible=True)
+    axes.set_axisbelow(True)
+    if len(known) > 1 or len(curves) > 1:
+        figure.legend(loc="outside lower center", ncols=min(3, len(known)), fontsize=9)
+    without = [label for label in curves if label not in known]
+    return Drawing(figure, "; ".join(said), f"not measured: {', '.join(without)}" if without else "")
+
+
+def _loss(story: Story) -> str:
+    value = story.curves.last("train/loss")
+    return "" if value is None else f"{value:.5g}"
+
+
+def _speed(story: Story) -> str:
+    value = (story.evidence.items_per_s if story.evidence else None) or story.curves.last("perf/items_per_s")
+    return "" if value is None else f"{value:,.4g}"
+
+
+def _step(story: Story) -> str:
+    seen = story.evidence
+    if seen is None or seen.step_time_ms is None:
+        return ""
+    low, high = seen.step_time_low_ms, seen.step_time_high_ms
+    return f"{seen.step_time_ms:.4g} ms" + (
+        f" ({low:.4g} to {high:.4g})" if low is not None and high is not None else ""
+    )
+
+
+def _peak(story: Story) -> str:
+    seen = story.evidence
+    value = None if seen is None else seen.device_peak_gib if seen.device_peak_gib is not None else seen.host_peak_gib
+    return "" if value is None else f"{value:.3g} GiB"
+
+
+def _updates(story: Story) -> str:
+    made: Iterable[int] = (end for _, end in story.curves.phases.values())
+    return f"{max(made):,}" if story.curves.phases else ""
+
+
+_FIGURES: tuple[tuple[str, Callable[[Story], str]], ...] = (
+    ("state", lambda story: story.standing.word),
+    ("task", lambda story: story.task),
+    ("device", lambda story: str(story.plan.get("device_name") or "")),
+    ("updates", _updates),
+    ("time", lambda story: duration(story.total_s) if story.total_s else ""),
+    ("items a second", _speed),
+    ("time of an update (8 of 10 rows)", _step),
+    ("peak memory", _peak),
+    (
+        "checkpoints",
+        lambda story: f"{len(story.checkpoints)}, {bytes_in_words(sum(each.bytes for each in story.checkpoints))}",
+    ),
+    ("training loss", _loss),
+)
+# key of metrics.jsonl, what stands at the axis, the title, and whether its rows are noisy
+_CURVES = (
+    ("train/loss", "loss", "Training loss", True),
+    ("perf/items_per_s", "items/s", "Throughput", True),
+    ("lr", "learning rate", "Learning rate", False),
+    ("train/grad_norm", "gradient norm", "Gradient norm", True),
+)
+_MOST, _MARKED = 6, 60
+_DASHES = ("-", "--", ":", "-.")

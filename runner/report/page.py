@@ -1,0 +1,611 @@
+"""The page itself: what stands where, and the HTML of it, in which nothing of a run is taken for markup."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from runner import __version__
+from runner.base.errors import AccelRunError
+from runner.base.packages import require
+from runner.durable import files
+from runner.measure.criteria import criteria, rule_of_thumb
+from runner.measure.facts import Facts
+from runner.observe import limits
+from runner.observe.samples import Summary
+from runner.observe.verdicts import verdicts
+from runner.plan.inventory import Cpu
+from runner.report.charts import TIME, Chart, Missing, charts_of, kinds_of
+from runner.report.story import Checkpoint, Story, fit, is_number, numbers
+
+MARK = f'<meta name="generator" content="accel-run {__version__.partition(".")[0]}'
+MOST_BYTES = 500_000
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A figure that is looked at first."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of words; `folded` are those that stand in the place of the rows until somebody wants to see them."""
+
+    id: str
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    folded: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that the run has left, as a data URI."""
+
+    name: str
+    source: str
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """The beginning of a text that the run has left."""
+
+    name: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """A line to be pasted."""
+
+    words: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """What stands on the page, from the top."""
+
+    kind: str
+    name: str
+    title: str
+    badge: str = ""
+    lines: Sequence[str] = ()
+    command: str = ""
+    problems: Sequence[str] = ()
+    tiles: Sequence[Tile] = ()
+    limited: str = ""
+    time: Sequence[Chart] = ()
+    verdicts: Sequence[Any] = ()
+    rules: Sequence[Table] = ()
+    advice: str = ""
+    first: Sequence[Table] = ()
+    charts: Sequence[Chart] = ()
+    pictures: Sequence[Picture] = ()
+    texts: Sequence[Text] = ()
+    predictions_note: str = ""
+    tables: Sequence[Table] = ()
+    repeat: Sequence[Step] = ()
+    missing: Sequence[Missing] = field(default_factory=tuple)
+
+
+def page_of(story: Story, benchmarks: Path | None = None) -> Page:
+    """Return the page about a run.
+
+    benchmarks  folder with results of `accel-run benchmark` to be shown; None: those in the folder of the run, if any
+    """
+    time, no_time = charts_of(story, (TIME,))
+    charts, no_charts = charts_of(story, kinds_of(benchmarks))
+    pictures, texts, left_out = _predictions(story)
+    tables = [_phases(story), *_configuration(story), _environment(story), _checkpoints(story), _events(story)]
+    missing = [*no_time, *no_charts, *(Missing(_SUBJECTS.get(name, name), why) for name, why in _others(story).items())]
+    missing += (
+        []
+        if pictures or texts
+        else [Missing("Predictions", f"none yet; accel-run inference run={story.name} makes some")]
+    )
+    return Page(
+        kind="accel-run report",
+        name=story.name,
+        title=f"{story.name} · accel-run report",
+        badge=story.standing.word,
+        lines=_lines(story),
+        command=str(story.record.get("command") or ""),
+        problems=_problems(story),
+        tiles=_tiles(story),
+        limited=_limited(story),
+        time=time,
+        verdicts=_verdicts(story),
+        rules=_rules(story),
+        advice=f"accel-run advise run={story.name} tries what may make it faster, and says what it gained",
+        charts=charts,
+        pictures=pictures,
+        texts=texts,
+        predictions_note=left_out,
+        tables=[table for table in tables if table.rows],
+        repeat=_repeat(story),
+        missing=missing,
+    )
+
+
+def html_of(page: Page) -> str:
+    """Return the page as HTML of less than MOST_BYTES; what has no room is left out, and the page says so."""
+    while True:
+        html = _rendered(page)
+        if len(html.encode()) < MOST_BYTES:
+            return html
+        page = _smaller(page)
+
+
+def _smaller(page: Page) -> Page:
+    """Return the page without its largest picture, then without its largest chart, then with shorter tables."""
+    what = "the page would be larger than 500 KB with it"
+    if page.pictures:
+        largest = max(page.pictures, key=lambda picture: len(picture.source))
+        kept = [picture for picture in page.pictures if picture is not largest]
+        return replace(page, pictures=kept, missing=[*page.missing, Missing(largest.name, what)])
+    if page.charts:
+        chart = max(page.charts, key=lambda each: len(each.svg))
+        charts = [each for each in page.charts if each is not chart]
+        return replace(page, charts=charts, missing=[*page.missing, Missing(chart.title, what)])
+    longest = max(page.tables, key=lambda table: sum(len(cell) for row in table.rows for cell in row))
+    assert len(longest.rows) > 1, "a page of one row has room"
+    shorter = replace(longest, rows=longest.rows[: len(longest.rows) // 2], note="the other rows have no room here")
+    return replace(page, tables=[shorter if table is longest else table for table in page.tables])
+
+
+def _rendered(page: Page) -> str:
+    import jinja2
+
+    folder = Path(__file__).parent
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader(folder),
+        keep_trailing_newline=True,
+    )
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M}"
+    template = environment.get_template("page.html.jinja")
+    return template.render(page=page, style=style, version=__version__, made=made)
+
+
+# ---------------------------------------------------------------- the top
+
+
+def _lines(story: Story) -> list[str]:
+    inventory = story.environment.get("inventory")
+    inventory = inventory if isinstance(inventory, dict) else {}
+    versions = {
+        "torch": inventory.get("torch_version"),
+        "CUDA": inventory.get("cuda_version"),
+        "accel-run": story.environment.get("accel-run"),
+    }
+    known = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
+    device = story.plan.get("device_name") or story.plan.get("device") or "device unknown"
+    ranks = story.plan.get("ranks")
+    several = f", {len(ranks)} ranks" if isinstance(ranks, list) and len(ranks) > 1 else ""
+    names = ("precision", "optimizer", "parallelism", "compile")
+    choices = story.plan.get("choices")
+    chosen = [
+        f"{name} {choice['name']}"
+        for name in names
+        if isinstance(choices, dict) and isinstance(choice := choices.get(name), dict) and choice.get("name")
+    ]
+    return [
+        " · ".join(filter(None, (f"task {story.task}", str(device) + several, known))),
+        " · ".join(filter(None, (", ".join(chosen), _when(story), story.shown))),
+    ]
+
+
+def _when(story: Story) -> str:
+    started = moment(story.record.get("started"))
+    return f"begun {started:%Y-%m-%d %H:%M}" if started else ""
+
+
+def moment(text: Any) -> datetime | None:
+    """Return a time of a record in the time zone of this machine; None for all else."""
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _problems(story: Story) -> list[str]:
+    """Return what a reader must know before any figure: the run goes on, was killed, failed, or files are damaged."""
+    found = []
+    if story.standing.word in ("running", "killed", "preempted", "interrupted"):
+        found.append(f"This run is not finished: {story.standing.sentence}. What follows is what there is until now.")
+    if story.standing.word == "unknown":
+        found.append(f"How this run stands is not known: {story.missing.get('record', 'run.json does not tell')}.")
+    if story.standing.word == "failed" and story.error:
+        where = f"{story.error['where']}: " if story.error.get("where") else ""
+        fix = f"\n{story.error['fix']}" if story.error.get("fix") else ""
+        found.append(f"{where}{story.error.get('cause', '')} (exit {story.error.get('exit_code')}){fix}")
+    if story.curves.damaged:
+        found.append(f"{story.missing['some metrics']}; the charts have gaps there.")
+    return found
+
+
+def _tiles(story: Story) -> list[Tile]:
+    return [tile for make in TILES for tile in make(story)]
+
+
+def _loss_tile(story: Story) -> Iterable[Tile]:
+    last = story.curves.last("train/loss")
+    if last is not None:
+        first = next((value for value in story.curves["train/loss"].y if math.isfinite(value)), last)
+        yield Tile("training loss", f"{last:.4g}", f"{first:.4g} at the beginning" if first != last else "")
+
+
+def _metric_tiles(story: Story) -> Iterable[Tile]:
+    for name, value in list(story.metrics.items())[:_METRIC_TILES]:
+        baseline = story.baselines.get(name)
+        note = "" if baseline is None else f"a trivial model reaches {baseline:.4g}"
+        yield Tile(name, f"{value:.4g}", note)
+
+
+def _speed_tile(story: Story) -> Iterable[Tile]:
+    seen = story.evidence
+    items = (seen.items_per_s if seen else None) or story.curves.last("perf/items_per_s")
+    if items is not None:
+        yield Tile("throughput", f"{items:,.0f}" if items >= 100 else f"{items:.3g}", "items a second")
+    if seen is not None and seen.step_time_ms is not None:
+        low, high = seen.step_time_low_ms, seen.step_time_high_ms
+        note = f"median; {low:.4g} to {high:.4g} in 8 of 10 rows" if low is not None and high is not None else "median"
+        yield Tile("time of an update", f"{seen.step_time_ms:.4g} ms", note)
+
+
+def _memory_tile(story: Story) -> Iterable[Tile]:
+    seen = story.evidence
+    if seen is None:
+        return
+    for name, peak, total in (
+        ("device", seen.device_peak_gib, seen.device_total_gib),
+        ("host", seen.host_peak_gib, seen.host_total_gib),
+    ):
+        if peak is not None:
+            yield Tile(f"peak memory, {name}", f"{peak:.3g} GiB", f"of {total:.3g} GiB" if total else "")
+
+
+def _time_tile(story: Story) -> Iterable[Tile]:
+    if story.total_s > 0:
+        parts = story.parts_s
+        start = parts.get("starting", 0.0) + parts.get("first_update", 0.0)
+        yield Tile("time", duration(story.total_s), f"{start:.1f} s until the first update was done" if start else "")
+
+
+def _updates_tile(story: Story) -> Iterable[Tile]:
+    made = max((end for _, end in story.curves.phases.values()), default=None)
+    if made is not None:
+        wanted = story.plan.get("updates") if len(story.curves.phases) == 1 else None
+        several = f"in {len(story.curves.phases)} phases" if len(story.curves.phases) > 1 else ""
+        yield Tile("updates", f"{made:,}", f"of {wanted:,}" if isinstance(wanted, int) else several)
+
+
+def _checkpoints_tile(story: Story) -> Iterable[Tile]:
+    known = [each for each in story.checkpoints if each.problems is not None]
+    damaged = sum(bool(each.problems) for each in known)
+    state = f"{damaged} damaged" if damaged else "all whole" if known else "not read here"
+    size = sum(each.bytes for each in story.checkpoints)
+    yield Tile(
+        "checkpoints", str(len(story.checkpoints)), f"{state}, {bytes_in_words(size)}" if story.checkpoints else "none"
+    )
+
+
+def _limited(story: Story) -> str:
+    busy = {}
+    if story.samples is not None and not str(story.plan.get("device", "")).startswith("cpu"):
+        means = Summary.of(story.samples).whole.metrics
+        busy = {gpu: means[f"{gpu}/util"].mean for gpu in story.samples.devices if f"{gpu}/util" in means}
+    said = limits.limited_by(story.parts_s, story.total_s, busy)
+    return said[:1].upper() + said[1:]
+
+
+def _verdicts(story: Story) -> list[Any]:
+    if story.samples is None:
+        return []
+    on_gpu = not str(story.plan.get("device", "cpu")).startswith("cpu")
+    return verdicts(Summary.of(story.samples), on_gpu=on_gpu)
+
+
+def _rules(story: Story) -> list[Table]:
+    """Return the rules of thumb for GPU or CPU with the values of this run."""
+    if story.evidence is None:
+        return []
+    rows = criteria(Facts(story.evidence, {}, Cpu("", 1, 1, 0)))
+    cells = [
+        (row.name, f"{row.value:,.6g}", row.rule or "-", row.verdict if row.rule else "-")
+        for row in rows
+        if row.value is not None
+    ]
+    if not cells:
+        return []
+    note = f"rule of thumb: {rule_of_thumb(rows) or 'not known'}; accel-run benchmark suite=devices measures it"
+    return [Table("rules", "GPU or CPU? The rules of thumb", ("", "here", "rule of thumb", "says"), cells, note)]
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def _predictions(story: Story) -> tuple[list[Picture], list[Text], str]:
+    """Return pictures and texts that inference left, and in words what of it has no room."""
+    pictures: list[Picture] = []
+    texts: list[Text] = []
+    left_out: list[str] = []
+    room = _PICTURE_BYTES
+    for folder in ("plots", "predictions"):
+        for name in _names(story.path / folder):
+            path, shown = story.path / folder / name, fit(f"{folder}/{name}")
+            if name.endswith(".png") and not _is_of_the_monitor(name):
+                made = _picture(path, shown, room) if len(pictures) < _MOST_PICTURES else None
+                room -= len(made.source) if made else 0
+                pictures += [made] if made else []
+                left_out += [] if made else [shown]
+            elif name.endswith(".txt") and folder == "predictions" and name != "stacks.txt":
+                text = _text(path, shown) if len(texts) < _MOST_TEXTS else None
+                texts += [text] if text else []
+                left_out += [] if text else [shown]
+            elif folder == "predictions" and name not in _OF_INFERENCE:
+                left_out.append(shown)
+    more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
+    return pictures, texts, f"not shown here: {', '.join(left_out[:_NAMED])}{more}" if left_out else ""
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(files.names(folder))
+    except AccelRunError:
+        return []
+
+
+def _is_of_the_monitor(name: str) -> bool:
+    """Tell whether it is a picture of the machine, which is drawn anew here."""
+    return name.rpartition("-")[2] in ("machine.png", "gpus.png") or name.rpartition("-")[2].startswith("gpu")
+
+
+def _picture(path: Path, name: str, room: int) -> Picture | None:
+    """Return the picture written anew, as small as it may be; None where it is none, or there is no room for it."""
+    pillow = require("PIL.Image", "plots")
+    try:
+        content = files.read(path, at_most=_MOST_PICTURE_BYTES)
+        with pillow.open(io.BytesIO(content), formats=["PNG"]) as image:
+            if math.prod(image.size) > _MOST_PIXELS:
+                return None
+            image.load()
+            over = pillow.new("RGBA", image.size, "white")
+            over.alpha_composite(image.convert("RGBA"))
+            over.thumbnail((_PICTURE_WIDTH, 4 * _PICTURE_WIDTH))
+            buffer = io.BytesIO()
+            over.convert("RGB").quantize(64).save(buffer, format="PNG", optimize=True)
+    except Exception:  # a damaged file: Pillow raises what it likes
+        return None
+    source = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return Picture(name, source, *over.size) if len(source) <= room else None
+
+
+def _text(path: Path, name: str) -> Text | None:
+    try:
+        content = files.read(path, at_most=_MOST_TEXT_BYTES).decode(errors="replace")
+    except AccelRunError:
+        return None
+    more = "\n…" if len(content) > _TEXT_LETTERS else ""
+    return Text(name, fit(content[:_TEXT_LETTERS]) + more)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _phases(story: Story) -> Table:
+    told = story.record.get("phases")
+    rows = []
+    for name, phase in (told if isinstance(told, dict) else {}).items():
+        if isinstance(phase, dict):
+            made = f"{_word(phase.get('updates'))} of {_word(phase.get('total'))}" if phase.get("total") else "-"
+            values = ", ".join(f"{key} {value:.4g}" for key, value in numbers(phase.get("metrics")).items())
+            peaks = [
+                f"{name} {value:.3g}"
+                for name, key in (("device", "peak_device_gib"), ("host", "peak_host_gib"))
+                if is_number(value := phase.get(key))
+            ]
+            took = duration(phase["seconds"]) if is_number(phase.get("seconds")) else "-"
+            parts, seconds = numbers(phase.get("parts_s")), phase.get("seconds")
+            mostly = limits.mostly(parts, sum(parts.values())) if is_number(seconds) else ""
+            state = "finished" if phase.get("finished") else "not finished"
+            rows.append((name, _word(phase.get("kind")), state, made, took, mostly, ", ".join(peaks), values))
+    head = ("phase", "kind", "state", "updates", "time", "mostly", "peak GiB", "last metrics")
+    if not rows:
+        rows = [
+            (name or "-", "-", "-", f"{end - begin:,}", "-", "-", "-", "-")
+            for name, (begin, end) in story.curves.phases.items()
+        ]
+    return Table("phases", "Phases", head, rows)
+
+
+def _configuration(story: Story) -> list[Table]:
+    """Return what differs from the defaults, and folded all of it with what was decided and why."""
+    if not story.config:
+        return []
+    differs = [
+        (key, _word(value), _word(story.defaults.get(key, "not there")))
+        for key, value in story.config.items()
+        if story.defaults and story.defaults.get(key, _ABSENT) != value
+    ]
+    title = "Configuration"
+    tables = []
+    if story.defaults:
+        note = "" if differs else "nothing differs from the defaults of this task"
+        rows = differs or [("-", "-", "-")]
+        tables.append(
+            Table("differences", f"{title}: what differs from the defaults", ("key", "here", "default"), rows, note)
+        )
+    decided, reasons = _decided(story), story.plan.get("reasons")
+    reasons = reasons if isinstance(reasons, dict) else {}
+    every = [
+        (key, _word(value), _word(decided.get(key, value)), _word(reasons.get(key.removesuffix(".option"), "")))
+        for key, value in story.config.items()
+    ]
+    head = ("key", "asked for", "used", "why")
+    tables.append(Table("settings", "All settings", head, every, folded=f"{len(every)} keys"))
+    return tables
+
+
+def _decided(story: Story) -> dict[str, Any]:
+    """Return key -> the value that the plan decided on."""
+    choices, found = story.plan.get("choices"), {}
+    for group, choice in (choices if isinstance(choices, dict) else {}).items():
+        if isinstance(choice, dict) and isinstance(choice.get("options"), dict):
+            found[f"{group}.option"] = choice.get("name")
+            found |= {f"{group}.{key}": value for key, value in choice["options"].items()}
+    batch = story.plan.get("batch")
+    found |= {key: batch[key] for key in ("micro_batch_size",) if isinstance(batch, dict) and key in batch}
+    found |= {"device": story.plan["device"]} if story.plan.get("device") else {}
+    return found
+
+
+def _environment(story: Story) -> Table:
+    known = dict(story.environment)
+    inventory = known.pop("inventory", None)
+    inventory = dict(inventory) if isinstance(inventory, dict) else {}
+    rows: list[tuple[str, str]] = [(key, _word(value)) for key, value in known.items()]
+    devices = inventory.pop("devices", None)
+    for each in devices if isinstance(devices, list) else ():
+        if isinstance(each, dict):
+            gib = f", {each['memory_bytes'] / 2**30:.1f} GiB" if is_number(each.get("memory_bytes")) else ""
+            rows.append((f"{each.get('kind', 'device')} {each.get('index', '')}", f"{each.get('name', '')}{gib}"))
+    cpu = inventory.pop("cpu", None)
+    if isinstance(cpu, dict):
+        memory = f", {cpu['memory_bytes'] / 2**30:.1f} GiB" if is_number(cpu.get("memory_bytes")) else ""
+        rows.append(("CPU", f"{cpu.get('name')}, {cpu.get('logical_cores')} cores for this run{memory}"))
+    rows += [(key.replace("_", " "), _word(value)) for key, value in inventory.items() if value not in (None, [], "")]
+    rows += [("host", _word(story.record["host"]))] if story.record.get("host") else []
+    return Table("environment", "Environment", ("", ""), rows)
+
+
+def _checkpoints(story: Story) -> Table:
+    def state(each: Checkpoint) -> str:
+        if each.problems is None:
+            return f"not read here; accel-run status run={story.name}"
+        return f"damaged: {'; '.join(each.problems)}" if each.problems else "whole"
+
+    rows = [(each.name, bytes_in_words(each.bytes), state(each)) for each in reversed(story.checkpoints)]
+    return Table("checkpoints", "Checkpoints", ("checkpoint", "size", "state"), rows)
+
+
+def _events(story: Story) -> Table:
+    rows = []
+    for row in story.events:
+        when = moment(row.get("time"))
+        words = row.get("text") or row.get("reason") or row.get("cause")
+        others = ", ".join(
+            f"{key} {_word(value)}" for key, value in row.items() if key not in ("time", "kind", "unix_s")
+        )
+        rows.append((f"{when:%m-%d %H:%M:%S}" if when else "-", _word(row.get("kind")), str(words or others)[:400]))
+    shown = rows[:_FIRST_EVENTS] + rows[-_LAST_EVENTS:] if len(rows) > _FIRST_EVENTS + _LAST_EVENTS else rows
+    between = len(rows) - len(shown)
+    note = f"{between:,} between the first {_FIRST_EVENTS} and these are in events.jsonl" if between else ""
+    loud = sum(row[1] not in _QUIET for row in rows)
+    folded = f"{len(rows):,} events" if not loud else ""
+    return Table("events", "Events and warnings", ("time", "kind", "what"), shown, note, folded)
+
+
+def _repeat(story: Story) -> list[Step]:
+    steps = []
+    script = story.path / "command.sh"
+    if story.record.get("command"):
+        words = "The same command; with this run's name it goes on where it stopped:"
+        steps.append(Step(words, str(story.record["command"])))
+    if files.exists(script):
+        words = "The same settings as a new run, from wherever you are:"
+        steps.append(Step(words, f"sh {_quoted(str(script))} run={story.name}-again"))
+    return steps
+
+
+def _others(story: Story) -> Mapping[str, str]:
+    """Return what could not be read, but for what charts have said already."""
+    return {name: why for name, why in story.missing.items() if name not in ("metrics", "machine")}
+
+
+# ---------------------------------------------------------------- words
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them."""
+    if not 0 <= seconds < 1e10:
+        return "-"
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours} h {minute} min" if hours else f"{minute} min {second} s"
+
+
+def bytes_in_words(size: float) -> str:
+    """Return bytes with a unit that can be read."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size / 1024:.1f} KiB"
+
+
+def _word(value: Any) -> str:
+    """Return a value as it is typed on a command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_word, value))}]"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_word(item)}" for key, item in value.items()) or "{}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _quoted(text: str) -> str:
+    import shlex
+
+    return fit(shlex.quote(text))
+
+
+TILES: tuple[Callable[[Story], Iterable[Tile]], ...] = (
+    _loss_tile,
+    _metric_tiles,
+    _speed_tile,
+    _memory_tile,
+    _time_tile,
+    _updates_tile,
+    _checkpoints_tile,
+)
+_ABSENT = object()
+_METRIC_TILES = 3
+_SUBJECTS = {
+    "record": "Record of the run",
+    "plan": "Plan",
+    "environment": "Environment",
+    "configuration": "Configuration",
+    "defaults": "Differences from the defaults",
+    "events": "Events",
+    "checkpoints": "Checkpoints",
+    "some metrics": "Some rows",
+}
+_QUIET = ("start", "phase", "first update", "end", "saving", "saved", "machine")
+_FIRST_EVENTS, _LAST_EVENTS = 10, 30
+_OF_INFERENCE = ("summary.json", "gpu.csv", "monitor.json", "stacks.txt")
+_MOST_PICTURES, _MOST_TEXTS, _NAMED = 6, 6, 8
+_PICTURE_BYTES = 190_000  # of all pictures, as they stand in the page
+_PICTURE_WIDTH = 760  # pixels
+_MOST_PIXELS = 40_000_000
+_MOST_PICTURE_BYTES, _MOST_TEXT_BYTES, _TEXT_LETTERS = 16 << 20, 1 << 20, 1500

@@ -1,0 +1,336 @@
+"""What a run has left, read for its page: nothing is taken for granted, and what cannot be read has its reason.
+
+Every text that leaves here is without secrets and without characters that steer: a stranger may have written it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.base.configuration import Request, compose, to_yaml
+from runner.base.errors import AccelRunError
+from runner.base.guarded_yaml import read_guarded
+from runner.base.secret import fit_to_show, is_secret
+from runner.durable import files
+from runner.durable.checkpoint import verify
+from runner.durable.directory import RunDirectory
+from runner.durable.standing import Standing, standing
+from runner.engine.evidence import Evidence, evidence_in
+from runner.observe.samples import Samples, read_samples
+
+PARTS = (
+    "data", "transfer", "forward", "backward", "optimizer", "wait", "hooks", "logging", "drawing", "evaluation",
+    "saving",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure of metrics.jsonl over the updates of the whole run: x (N,) updates, y (N,)."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Everything in metrics.jsonl.
+
+    phases   name -> first and last update of it, counted over the whole run
+    shares   (update, samples of each rank) where they were dealt anew
+    damaged  lines that are no row
+    """
+
+    of: Mapping[str, Curve] = field(default_factory=dict)
+    phases: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    shares: Sequence[tuple[int, tuple[int, ...]]] = ()
+    num_rows: int = 0
+    damaged: int = 0
+
+    def __getitem__(self, key: str) -> Curve:
+        return self.of.get(key, Curve((), ()))
+
+    def last(self, key: str) -> float | None:
+        """Return the last value that is a number, None where there is none."""
+        return next((value for value in reversed(self[key].y) if math.isfinite(value)), None)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder of checkpoints/; `problems` is None where it is too large to be read for a page."""
+
+    name: str
+    bytes: int
+    files: Mapping[str, int]
+    problems: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Story:
+    """A run as its page tells it. An empty value is not known; `missing` says why: subject -> reason."""
+
+    name: str
+    shown: str
+    path: Path
+    record: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    error: Mapping[str, Any]
+    standing: Standing
+    evidence: Evidence | None
+    curves: Curves
+    config: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    samples: Samples | None
+    events: Sequence[Mapping[str, Any]]
+    checkpoints: Sequence[Checkpoint]
+    missing: Mapping[str, str]
+
+    @property
+    def task(self) -> str:
+        """The task's name."""
+        return str(self.record.get("task") or _inner(self.plan, "choices", "task", "name") or "unknown")
+
+    @property
+    def is_going_on(self) -> bool:
+        """True while a process works on it."""
+        return self.standing.word == "running"
+
+    @property
+    def baselines(self) -> Mapping[str, float]:
+        """Metric -> value of a trivial model."""
+        return numbers(self.record.get("baselines"))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of each metric of evaluation."""
+        found = {name: self.curves.last(name) for name in self.curves.of if name.startswith("val/")}
+        return {name: value for name, value in found.items() if value is not None} | numbers(self.record.get("metrics"))
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Part -> seconds, as the run summed them up; of one that has not ended as its rows tell."""
+        if self.evidence is not None and self.evidence.parts_s:
+            return dict(self.evidence.parts_s)
+        found = {}
+        for part in PARTS:
+            curve = self.curves[f"perf/{part}_ms"]
+            if len(curve):
+                found[part] = 1e-3 * sum(ms * n for ms, n in zip(curve.y, _between(curve.x), strict=True) if ms >= 0)
+        return found
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that the parts are of."""
+        known = self.evidence.seconds if self.evidence is not None else None
+        return known or sum(self.parts_s.values())
+
+
+def read_story(directory: RunDirectory) -> Story:
+    """Return what this run has left."""
+    missing: dict[str, str] = {}
+    path = directory.path
+    record, plan = _object(directory.run_json, missing, "record"), _object(directory.plan, missing, "plan")
+    environment = _object(directory.environment, missing, "environment")
+    events = [_clean(row) for row in files.read_rows(directory.events)]
+    if not events:
+        missing["events"] = f"{directory.events.name} is missing or empty"
+    config = _config(directory, missing)
+    return Story(
+        name=fit(directory.name),
+        shown=fit(str(directory.shown)),
+        path=path,
+        record=record,
+        plan=plan,
+        environment=environment,
+        error=_clean(files.read_object(directory.error)),
+        standing=standing(record),
+        evidence=evidence_in(record),
+        curves=_curves(directory, missing),
+        config=config,
+        defaults=_defaults(record, missing) if config else {},
+        samples=_samples(directory, missing),
+        events=events,
+        checkpoints=tuple(_checkpoints(directory, missing)),
+        missing=missing,
+    )
+
+
+def fit(text: str) -> str:
+    """Return the text without secrets, without what steers a terminal and without what no page can hold."""
+    return "".join(
+        char if char in "\t\n" or (char.isprintable() and char not in "\ufffe\uffff") else "\N{REPLACEMENT CHARACTER}"
+        for char in fit_to_show(text)
+    )
+
+
+def numbers(found: Any) -> dict[str, float]:
+    """Return those entries of a mapping that are numbers, without NaN and infinities."""
+    pairs = found.items() if isinstance(found, Mapping) else ()
+    return {str(name): float(value) for name, value in pairs if is_number(value) and math.isfinite(value)}
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether it can be drawn; an integer of 400 digits cannot, and True is none."""
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
+
+
+def flat(tree: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves with dotted names."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{lead}{key}.")
+        else:
+            yield f"{lead}{key}", value
+
+
+# ---------------------------------------------------------------- files
+
+
+def _object(path: Path, missing: dict[str, str], subject: str) -> dict[str, Any]:
+    found = files.read_object(path)
+    if not found:
+        is_there = path.is_file()
+        missing[subject] = f"{path.name} is {'damaged' if is_there else 'missing'}"
+    cleaned: dict[str, Any] = _clean(found)
+    return cleaned
+
+
+def _clean(value: Any, key: str = "") -> Any:
+    """Return the value with texts fit to be shown; what stands under the name of a secret is not shown at all."""
+    if isinstance(value, dict):
+        return {fit(str(name)): _clean(item, str(name)) for name, item in value.items()}
+    if is_secret(key, value):
+        return "(secret)"
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    return fit(value) if isinstance(value, str) else value
+
+
+def _curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
+    """Return what is in metrics.jsonl; the updates of a phase are counted on from those of the phases before it."""
+    columns: dict[str, tuple[array[float], array[float]]] = {}
+    phases: dict[str, tuple[int, int]] = {}
+    shares: list[tuple[int, tuple[int, ...]]] = []
+    num_rows = damaged = 0
+    begun = 0
+    for row in files.read_lines(directory.metrics):
+        update, phase = (row.get("update"), fit(str(row.get("phase", "")))) if row else (None, "")
+        if row is None or type(update) is not int or not 0 <= update < 2**53:
+            damaged += 1
+            continue
+        num_rows += 1
+        if phase not in phases:
+            begun = max((end for _, end in phases.values()), default=0)
+            phases[phase] = (begun, begun)
+        at = phases[phase][0] + update
+        phases[phase] = (phases[phase][0], max(phases[phase][1], at))
+        if isinstance(row.get("balance/shares"), list):
+            shares.append((at, tuple(value for value in row["balance/shares"] if type(value) is int)))
+        for key, value in row.items():
+            if key not in ("update", "phase") and (key in columns or len(columns) < _MOST_KEYS) and is_number(value):
+                x, y = columns.setdefault(key, (array("d"), array("d")))
+                x.append(at)
+                y.append(value)
+    if not num_rows:
+        what = "has no rows yet" if directory.metrics.is_file() else "is missing"
+        missing["metrics"] = f"{directory.metrics.name} {what}"
+    if damaged:
+        lines = "1 line" if damaged == 1 else f"{damaged:,} lines"
+        missing["some metrics"] = f"{lines} of {directory.metrics.name} cannot be read, and {_are(damaged)} left out"
+    of = {fit(key): Curve(x, y) for key, (x, y) in columns.items()}
+    return Curves(of, phases, shares, num_rows, damaged)
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
+def _config(directory: RunDirectory, missing: dict[str, str]) -> dict[str, Any]:
+    """Return the configuration as the run resolved it, flat."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        tree = yaml.safe_load(read_guarded(directory.config, directory.path))
+    except AccelRunError as error:
+        missing["configuration"] = fit(f"{directory.config.name}: {error.problems[0].what}")
+        return {}
+    return {key: _clean(value, key) for key, value in flat(_clean(tree))} if isinstance(tree, dict) else {}
+
+
+def _defaults(record: Mapping[str, Any], missing: dict[str, str]) -> dict[str, Any]:
+    """Return what the configuration of that task would be if nothing had been said, flat."""
+    import yaml
+
+    words = [word for word in record.get("overrides") or () if isinstance(word, str) and word.startswith("task=")]
+    task_file = record.get("task_file")
+    file = Path(task_file) if isinstance(task_file, str) and Path(task_file).is_file() else None
+    try:
+        if task_file and file is None:
+            raise FileNotFoundError(task_file)
+        return dict(flat(yaml.safe_load(to_yaml(compose(Request(tuple(words), file))))))
+    except (AccelRunError, OSError):
+        missing["defaults"] = f"the defaults of task {record.get('task', 'unknown')} are not known here"
+        return {}
+
+
+def _samples(directory: RunDirectory, missing: dict[str, str]) -> Samples | None:
+    try:
+        found = read_samples(directory.gpu_csv)
+    except AccelRunError as error:
+        missing["machine"] = fit(f"{directory.gpu_csv.name}: {error.problems[0].what}")
+        return None
+    if not len(found):
+        missing["machine"] = f"{directory.gpu_csv.name} has no sample yet"
+        return None
+    return found
+
+
+def _checkpoints(directory: RunDirectory, missing: dict[str, str]) -> Iterator[Checkpoint]:
+    folder = directory.checkpoints
+    try:
+        names = sorted(name for name in files.names(folder) if name.startswith("update-"))
+    except AccelRunError:
+        names = []
+    if not names:
+        missing["checkpoints"] = "there is no checkpoint" if folder.is_dir() else "the folder checkpoints is missing"
+    found = {name: dict(_sizes(folder / name)) for name in names}
+    is_read = sum(sum(sizes.values()) for sizes in found.values()) <= _MOST_READ
+    for name, sizes in found.items():
+        problems = tuple(map(fit, verify(folder / name))) if is_read else None
+        yield Checkpoint(fit(name), sum(sizes.values()), sizes, problems)
+
+
+def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    try:
+        for path in folder.iterdir():
+            yield path.name, path.lstat().st_size
+    except OSError:
+        return
+
+
+def _between(updates: Sequence[float]) -> Iterator[float]:
+    """Yield how many updates each row stands for: those since the row before it."""
+    before = 0.0
+    for update in updates:
+        yield update - before if update > before else 1.0
+        before = update
+
+
+def _inner(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree or None
+
+
+_MOST_KEYS = 400  # of metrics.jsonl: what lies beyond is no metric of a run
+_MOST_READ = 1 << 30  # bytes of checkpoints that are read to say whether they are whole

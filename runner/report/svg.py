@@ -1,0 +1,136 @@
+"""Figures as SVG inside a page: text stays text, colours follow the page's, and no name is used twice."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from xml.etree import ElementTree as Tree
+
+from runner.base.packages import require
+from runner.base.picture import COLORS
+
+SPACE = "http://www.w3.org/2000/svg"
+_LINK = "{http://www.w3.org/1999/xlink}href"
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Figures made inside are for the page: text is kept as text, and no name is taken for a formula.
+
+    Raises MissingPackage where matplotlib is missing.
+    """
+    matplotlib = require("matplotlib", "plots")
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def as_svg(figure: Any, name: str, title: str, described: str) -> str:
+    """Return the figure as an <svg> element for the page; to be called inside `drawing`.
+
+    name       begins every id in it, so that several figures on a page have none in common
+    described  what a reader who does not see it is told
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    root = Tree.fromstring(buffer.getvalue())  # what matplotlib wrote a line ago
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{{{SPACE}}}metadata", f"{{{SPACE}}}style"):
+                parent.remove(child)
+    _rename(root, name)
+    for element in root.iter():
+        for key, value in element.attrib.items():
+            element.attrib[key] = _shortened(key, _recoloured(value))
+    _, _, width, height = (float(number) for number in root.attrib["viewBox"].split())
+    root.attrib |= {"width": "100%", "role": "img", "aria-labelledby": f"{name}-title {name}-desc", "id": name}
+    root.attrib.pop("height", None)
+    for tag, text in (("desc", described), ("title", title)):
+        element = Tree.Element(f"{{{SPACE}}}{tag}", {"id": f"{name}-{tag}"})
+        element.text = text
+        root.insert(0, element)
+    root.attrib["style"] = f"aspect-ratio: {width:.4g} / {height:.4g}"
+    Tree.register_namespace("", SPACE)
+    return Tree.tostring(root, encoding="unicode")
+
+
+def _rename(root: Tree.Element, name: str) -> None:
+    """Ids that something refers to begin with `name`; the others are taken away."""
+    used = set()
+    for element in root.iter():
+        for value in element.attrib.values():
+            used.update(_REFERENCE.findall(value))
+        if _LINK in element.attrib:
+            used.add(element.attrib[_LINK].removeprefix("#"))
+    for element in root.iter():
+        if "id" in element.attrib:
+            known = element.attrib.pop("id")
+            if known in used:
+                element.attrib["id"] = f"{name}-{known}"
+        link = element.attrib.pop(_LINK, None)
+        if link is not None:
+            element.attrib["href"] = f"#{name}-{link.removeprefix('#')}"
+        for key, value in element.attrib.items():
+            element.attrib[key] = _REFERENCE.sub(lambda match: f"url(#{name}-{match[1]})", value)
+
+
+def _recoloured(value: str) -> str:
+    return _HEX.sub(lambda match: PALETTE.get(match[0], match[0]), value)
+
+
+def _shortened(key: str, value: str) -> str:
+    """Return coordinates with one decimal: a tenth of a point is less than anybody sees."""
+    return _LONG.sub(_rounded, value) if key in _COORDINATES else value
+
+
+def _rounded(match: re.Match[str]) -> str:
+    return f"{float(match[0]):.1f}".removesuffix(".0")
+
+
+_HEX = re.compile(r"#[0-9a-f]{6}")
+_REFERENCE = re.compile(r"url\(#([^)]+)\)")
+_LONG = re.compile(r"-?\d+\.\d{2,}")
+_COORDINATES = ("d", "x", "y", "x1", "x2", "y1", "y2", "width", "height", "points")
+INK, MUTED, GRID = "#111111", "#666666", "#d9d9d9"
+# A colour of a figure -> the page's own, which has a light and a dark value.
+PALETTE = {
+    INK: "var(--ink)",
+    "#222222": "var(--ink)",
+    "#404040": "var(--ink)",
+    "#444444": "var(--strong)",
+    "#595959": "var(--muted)",
+    MUTED: "var(--muted)",
+    GRID: "var(--grid)",
+    "#e0e0e0": "var(--grid)",
+    "#ffffff": "var(--card)",
+    "#ededed": "var(--grid)",
+    **{color.lower(): f"var(--c{number})" for number, color in enumerate(COLORS)},
+    **{
+        color: f"var(--s{number})"
+        for number, color in enumerate(("#e3eef8", "#fcebd8", "#e2f2df", "#f5e1ee", "#eeeeee", "#fcf6cf"))
+    },
+}
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "accel-run",
+    "text.parse_math": False,
+    "axes.formatter.use_mathtext": False,
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "grid.color": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "path.simplify_threshold": 0.3,
+}
+Draw = Callable[[], Any]

@@ -1,0 +1,130 @@
+"""`accel-run runs`, the one way to name a run, and the script that makes a run again."""
+
+# ruff: noqa: E501 - tables
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.base.configuration import Request
+from runner.base.errors import ConfigError
+from runner.cli import main
+from runner.commands.arguments import read_of_a_run
+from runner.engine.again import script
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run in each state, the first written to last, and it is where we are."""
+    states: dict[str, dict[str, object]] = {
+        "fine": {"state": "done", "exit_code": 0, "task": "gpt", "metrics": {"val/loss": 1.25}},
+        "broken": {"state": "failed", "exit_code": 70, "task": "gpt"},
+        "saved": {"state": "preempted", "exit_code": 75, "task": "gpt"},
+        "killed": {"state": "running", "pid": 0, "task": "gpt"},
+        "alive": {"state": "running", "host": "elsewhere", "task": "\x1b[31mgpt"},
+        "odd": {"state": 3, "metrics": {"val/loss": "x"}, "task": ["x"]},
+    }
+    for age, (name, record) in enumerate(states.items()):
+        path = tmp_path / "outputs" / name
+        path.mkdir(parents=True)
+        (path / "run.json").write_text(json.dumps(record))
+        (path / "plan.json").write_text(json.dumps({"phases": [{"name": "train", "updates": 40}]}))
+        rows = [
+            {"update": 10, "phase": "train", "train/loss": 3.0},
+            {"update": 20, "phase": "train", "train/loss": 2.5},
+        ]
+        (path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"update": 30, "ph')
+        for file in ("run.json", "metrics.jsonl"):
+            os.utime(path / file, (1.7e9 - age, 1.7e9 - age))
+    (tmp_path / "outputs" / "no run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_run_is_listed_the_newest_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "task", "state", "updates", "metric", "written", "size"]
+    told = [re.split(r"  +", line)[:5] for line in lines]
+    assert told == [
+        ["fine", "gpt", "finished", "20/40", "val/loss 1.25"],
+        ["broken", "gpt", "failed (70)", "20/40", "train/loss 2.5"],
+        ["saved", "gpt", "preempted (75)", "20/40", "train/loss 2.5"],
+        ["killed", "gpt", "killed", "20/40", "train/loss 2.5"],
+        ["alive", "\\x1b[31mgpt", "running", "20/40", "train/loss 2.5"],
+        ["odd", "-", "unknown", "20/40", "-"],
+    ]
+
+
+def test_the_list_as_json_says_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--json", "output_root=outputs"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["state"] for row in rows] == ["finished", "failed", "preempted", "killed", "running", "unknown"]
+    size = sum(path.stat().st_size for path in (folder / "outputs" / "fine").iterdir())
+    assert rows[0] == {
+        "name": "fine", "path": "outputs/fine", "task": "gpt", "state": "finished", "exit_code": 0, "phase": None, "update": 20, "total": 40,
+        "metrics": {"val/loss": 1.25}, "written": "2023-11-14T22:13:20+00:00", "bytes": size,
+    }  # fmt: skip
+
+
+def test_no_runs_and_slips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs"]) == 0
+    assert capsys.readouterr().err == "there is no run in outputs yet; start one with: accel-run train\n"
+    assert main(["runs", "first"]) == 78
+
+
+def test_a_run_is_named_alone_or_as_a_key_but_once() -> None:
+    assert read_of_a_run(["mine", "seed=1"]).overrides == ("seed=1", "run=mine")
+    assert read_of_a_run(["run=mine"]).overrides == ("run=mine",)
+    assert read_of_a_run([]).overrides == ()
+    with pytest.raises(ConfigError, match="names a second run, besides mine"):
+        read_of_a_run(["mine", "run=other"])
+
+
+@pytest.mark.parametrize("words", [["status"], ["export"], ["inference"], ["advise"], ["report"]])
+def test_every_command_that_reads_a_run_finds_it_the_same_way(
+    words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for named in (["nowhere"], ["run=nowhere"], ["outputs/no run"]):
+        assert main([*words, *named]) == 66
+        told = capsys.readouterr().err
+        what = (
+            "the folder outputs/no run is no run: it has none of run.json"
+            if " " in named[0]
+            else "there is no run 'nowhere' in outputs"
+        )
+        assert what in told
+        assert "fine, broken" in told
+
+
+WORDS = (
+    "optimizer.lr=0.1",
+    "run=mine",
+    'inference.prompt=it\'s $HOME `id` "x"\n; exit 3 #',
+    "data.path=/a b/\u00e4\udcff",
+    "-x",
+)
+
+
+def test_the_script_of_a_run_has_its_words_to_the_letter(tmp_path: Path) -> None:
+    here = tmp_path / "with space" / "and 'quote"
+    here.mkdir(parents=True)
+    program = tmp_path / "py thon"
+    program.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -c 'import os, sys; print([os.getcwd(), *sys.argv[1:]])' \"$@\"\n"
+    )
+    program.chmod(0o755)
+    text = script(Request(WORDS, Path("/t/my task.py"), Path("/c")), "mine", here, str(program), started_elsewhere=True)
+    (tmp_path / "command.sh").write_bytes(text)
+    done = subprocess.run(["sh", "command.sh", "run=again"], cwd=tmp_path, capture_output=True, check=True)
+    told = [str(here), "-m", "runner", "train", "--task", "/t/my task.py", "--config-dir", "/c", *(word for word in WORDS if word != "run=mine"), "run=again"]  # fmt: skip
+    assert eval(done.stdout) == told  # the list of our own program
+    assert b"torchrun" in text

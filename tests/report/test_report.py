@@ -1,0 +1,264 @@
+"""Laws of the page about a run: all of it is there or named as missing, it needs nothing else, and it runs nothing."""
+
+# ruff: noqa: E501 - tables
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.cli import main
+from runner.measure.results import Results
+from runner.report.charts import binned, smoothed
+from runner.report.page import MOST_BYTES
+from runner.report.story import Curve
+from tests.report.runs import full_run, make_run, plan, record, rows, watched
+
+matplotlib = pytest.importorskip("matplotlib")
+pytest.importorskip("PIL.Image")
+
+CHARTS = {"time", "loss", "metrics", "throughput", "steps", "lr", "norm", "memory", "ranks", "pipeline", "machine", "gpus", "ladder", "heat"}  # fmt: skip
+TAGS = {
+    "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "section", "div", "span", "p", "h1", "h2", "pre", "code",
+    "figure", "figcaption", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "b", "dl", "dt", "dd", "details", "summary", "img",
+    "svg", "g", "path", "text", "tspan", "defs", "use", "clippath", "rect", "pattern", "desc", "image",
+}  # fmt: skip
+
+
+class Page(HTMLParser):
+    """The page as a browser reads it: its tags with their attributes, and the words in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self.texts: dict[str, str] = {}  # id -> the words directly in it
+        self._id: str | None = None
+        self.text = text
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._id = dict(attrs).get("id")
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+        if self._id:
+            self.texts[self._id] = self.texts.get(self._id, "") + data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def is_sound(page: Page) -> None:
+    """It is small, names nothing outside, runs nothing, and no id stands in it twice."""
+    assert len(page.text.encode()) < MOST_BYTES
+    assert {tag for tag, _ in page.tags} <= TAGS
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    for tag, attrs in page.tags:
+        assert not [key for key in attrs if key.startswith("on")], (tag, attrs)
+        for key in ("src", "href", "xlink:href", "action", "data", "srcset"):
+            assert (attrs.get(key) or "#").startswith(("#", "data:image/png;base64,")), (tag, attrs)
+        for target in re.findall(r"url\(([^)]*)\)", " ".join(str(value) for value in attrs.values())):
+            assert target.startswith("#")
+            assert target[1:] in ids
+    (style,) = re.findall(r"<style>(.*?)</style>", page.text, re.DOTALL)
+    assert "url(" not in style
+    assert "@import" not in style
+    first, second, *_ = page.all("meta")
+    assert first == {"charset": "utf-8"}
+    assert second["http-equiv"] == "Content-Security-Policy"
+    assert "default-src 'none'" in str(second["content"])
+    assert "script" not in str(second["content"])
+
+
+def labelled(page: Page) -> dict[str, str]:
+    """Return the id of each chart -> what a reader who does not see it is told."""
+    found = {}
+    for attrs in page.all("svg"):
+        title, described = str(attrs["aria-labelledby"]).split()
+        assert attrs["role"] == "img"
+        assert page.texts[title].strip()
+        found[str(attrs["id"])] = page.texts[described].strip()
+    assert all(found.values())
+    return found
+
+
+def report(folder: Path, *words: str) -> Page:
+    """Return the page that the command writes with these words."""
+    out = folder / "page.html"
+    assert main(["report", *words, f"output_root={folder}", f"out={out}"]) == 0
+    page = Page(out.read_text())
+    is_sound(page)
+    return page
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    path = full_run(tmp_path)
+    from PIL import Image
+
+    (path / "plots").mkdir()
+    Image.effect_noise((900, 500), 40).save(path / "plots" / "maps.png")
+    (path / "plots" / "gpu0.png").write_bytes(b"drawn anew")
+    (path / "plots" / "broken.png").write_bytes(b"\x89PNG none")
+    (path / "predictions").mkdir()
+    (path / "predictions" / "sample.txt").write_text("to be & not to be <b>")
+    blocks = {"baseline": [10.0, 11.0, 10.5], "compile": [5.0, 5.5, 5.2]}
+    Results(path / "benchmarks").put(blocks, {"compile": {"ratio": {"middle": 2.0, "low": 1.9, "high": 2.1, "num": 3}}})
+    return path
+
+
+def test_a_page_shows_all_that_a_run_has_left(full: Path, tmp_path: Path) -> None:
+    page = report(tmp_path, "full")
+    told = labelled(page)
+    assert told.keys() == CHARTS
+    assert "compute 7.0 s" in told["time"]
+    assert "training loss from 2.54 at update 10" in told["loss"]
+    assert "Card: peak 3 of 16 GiB, 19%" in told["memory"]
+    assert "rank 1 waited 20% of its time" in told["ranks"]
+    assert "1f1b, 4 micro-batches" in told["pipeline"]
+    assert "gpu1 utilisation 50 % on average" in told["gpus"]
+    for words in (
+        "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched", "to be & not to be <b>", "rank 0 holds the others up",
+        "damaged: MANIFEST.json is missing", "optimizer.lr", "auto: native", "sh ", "plots/broken.png", "Compute: 78% of the time after start-up (7.0 of 9.0 s)",
+    ):  # fmt: skip
+        assert words in page.words, words
+    (picture,) = page.all("img")
+    assert "plots/maps.png" in str(picture["alt"])
+
+
+def test_what_is_not_there_is_named_with_the_reason(tmp_path: Path) -> None:
+    make_run(tmp_path, "bare", run__json={"state": "failed", "exit_code": 70, "task": "gpt"})
+    (tmp_path / "bare" / "error.json").write_text(
+        json.dumps({"cause": "it raised", "where": "mine.py:3", "exit_code": 70})
+    )
+    page = report(tmp_path, "bare")
+    assert not page.all("svg")
+    missing = page.text[page.text.index('id="missing"') :]
+    for words in ("metrics.jsonl is missing", "gpu.csv: there is no such file", "plan.json is missing", "environment.json is missing", "config.yaml:",
+                  "there is no checkpoint", "accel-run inference run=bare", "accel-run benchmark task=gpt"):  # fmt: skip
+        assert words in missing, words
+    assert "mine.py:3: it raised (exit 70)" in page.words
+
+
+def test_a_run_that_goes_on_and_damaged_lines_are_told(tmp_path: Path) -> None:
+    path = make_run(
+        tmp_path, "mine", run__json=record("mine", state="running", host="elsewhere", evidence=None, metrics=None)
+    )
+    good = [json.dumps(row) for row in rows(20)]
+    (path / "metrics.jsonl").write_text("\n".join([*good[:9], "{torn", "[]", *good[9:], '{"update": 210, "half']))
+    page = report(tmp_path, "mine")
+    assert "running on elsewhere" in page.words
+    assert "2 lines of metrics.jsonl cannot be read, and are left out" in page.words
+    assert "to 2.02 at update 200" in labelled(page)["loss"], "the last line is being written, and is no damage"
+    assert "2.1 s: compute 1.2 s" in labelled(page)["time"], "of a run without a summary, its rows tell where time goes"
+
+
+def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
+    path = full_run(tmp_path)
+    (path / "plan.json").write_text(json.dumps(plan("ddp")))
+    row = ', "phase": "train", "lr": 0.1, "train/loss": 2.%d, "train/grad_norm": 1.%d, "perf/items_per_s": 9%d, "perf/forward_ms": 1.%d}\n'
+    lines = [f'{{"update": {number}{row % ((number % 97,) * 4)}' for number in range(1, 100_001)]
+    (path / "metrics.jsonl").write_text(
+        "".join([*lines, '{"update": 100000, "phase": "train", "val/loss": 2, "val/f1": 1}\n'])
+    )
+    told = labelled(report(tmp_path, "full"))
+    assert CHARTS - told.keys() == {"ladder", "heat", "pipeline"}
+    assert "weights: 3.7e-06 GiB, gradients: 3e-06 GiB, optimizer: 7.5e-06 GiB, all else: 3 GiB" in told["memory"]
+
+
+def test_what_strangers_wrote_is_neither_markup_nor_a_secret(tmp_path: Path) -> None:
+    evil = "</title><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m$\\frac{\udc80\x00&amp;\ufffe'\""
+    token = "hf_" + "a1B2" * 10
+    strange = plan("ddp") | {"device_name": evil, "reasons": {"optimizer.lr": token}}
+    path = make_run(
+        tmp_path, "enemy",
+        run__json=record("enemy", command=f"{evil} {token}", task=evil, metrics={f"val/{evil}": 1.0}, phases={evil: {"kind": evil}}, api_key="hunter2hunter2"),
+        plan__json=strange, environment__json={"git": {"commit": evil, "db_password": "hunter2hunter2"}, "inventory": {"devices": [{"name": evil}]}},
+        metrics__jsonl=[row | {f"val/{evil}": 1.0, "phase": f"{row['phase']}{evil}"} for row in rows(12)],
+        events__jsonl=[{"time": evil, "kind": evil, "text": f"{evil} {token}"}],
+        config__yaml=f"optimizer:\n  lr: {json.dumps(evil.replace(chr(0xdc80), ''))}\n", gpu__csv=watched(10).replace("Card", "<b onclick=x>"),
+    )  # fmt: skip
+    (path / "predictions").mkdir()
+    (path / "predictions" / "<script>x.txt").write_text(evil.replace("\udc80", "") + token)
+    page = report(tmp_path, "enemy")
+    assert len(labelled(page)) >= 8
+    assert "alert(1)" in page.words, "it is shown, as text"
+    for secret in (token, "hunter2hunter2"):
+        assert secret not in page.text
+    assert "\x1b" not in page.text
+    assert "\x00" not in page.text
+    assert report(tmp_path, "enemy", str(path)).words.count("Comparison of 2 runs") >= 1
+
+
+def test_nonsense_in_every_file_is_no_fault_of_the_page(tmp_path: Path) -> None:
+    wrong: Any = {"phases": 3, "evidence": {"seconds": "x", "parts_s": {"forward": "y"}, "ranks_s": 7}, "metrics": [1], "baselines": 4, "started": 5,
+                  "command": ["a"], "overrides": 3, "task": {"x": 1}, "state": []}  # fmt: skip
+    odd = {"choices": {"parallelism": {"function": "pipeline", "options": {"schedule": "x"}}}, "batch": {"shares": "x", "micro_batch_size": 0},
+           "ranks": 3, "reasons": []}  # fmt: skip
+    lines = [
+        {"update": 1, "train/loss": math_nan}, {"update": -1}, {"update": True}, {"update": 5, "lr": 10**400, "val/x": "a"},
+        {"update": 5, "phase": ["x"], "perf/forward_ms": -3.0, "balance/shares": ["a"]}, {"update": 1e400}, {"no": 1},
+    ]  # fmt: skip
+    path = make_run(tmp_path, "odd", run__json=wrong, plan__json=odd, environment__json={"inventory": {"devices": 3, "cpu": []}}, metrics__jsonl=lines,
+                    config__yaml="a: &a [*a]\n", gpu__csv="a,b\n1,2\n", events__jsonl=[{"kind": [1]}])  # fmt: skip
+    (path / "checkpoints" / "update-0000000001").write_text("a file")
+    report(tmp_path, "odd")
+    report(tmp_path, "odd", str(path))
+
+
+math_nan = float("nan")
+
+
+def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Path) -> None:
+    for name, lr in (("one", "0.5"), ("two", "0.25")):
+        make_run(
+            tmp_path, name, run__json=record(name), plan__json=plan("ddp"), metrics__jsonl=list(rows(20)),
+            config__yaml=f"run: {name}\nseed: 3\noptimizer:\n  lr: {lr}\n",
+        )  # fmt: skip
+    page = report(tmp_path, "one", "two")
+    told = labelled(page)
+    assert len(told) == 6
+    assert all("one ends at" in words and "two ends at" in words for words in told.values())
+    differ = page.text[page.text.index('id="differences"') : page.text.index('id="charts"')]
+    assert "<td>optimizer.lr</td><td>0.5</td><td>0.25</td>" in differ
+    assert "seed" not in differ
+
+
+def test_the_page_lies_in_the_run_and_is_written_over_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_run(tmp_path, "mine", run__json=record("mine"))
+    for _ in range(2):
+        assert main(["report", "run=mine", f"output_root={tmp_path}"]) == 0
+    assert (path / "report.html").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "work.html").write_text("<p>mine")
+    ways = {
+        f"out={tmp_path}/work.html": 78, "out=page.txt": 78, f"out={tmp_path}/no/page.html": 73, "nowhere": 66, "--fast": 78, "outt=x": 78,
+        "run=other": 78, str(tmp_path): 66, f"benchmarks={tmp_path}/none": 66,
+    }  # fmt: skip
+    for word, code in ways.items():
+        assert main(["report", "mine", word, f"output_root={tmp_path}"]) == code, word
+        assert "Traceback" not in capsys.readouterr().err
+    assert (tmp_path / "work.html").read_text() == "<p>mine"
+
+
+@pytest.mark.parametrize("count", [1, 7, 319, 321, 5000])
+def test_a_thinned_curve_keeps_its_extremes_its_mean_and_its_gaps(count: int) -> None:
+    generator = np.random.default_rng(count)
+    y = generator.normal(size=count)
+    y[count // 2 :: 50] = np.nan
+    line = binned(Curve(list(range(count)), y.tolist()))
+    assert len(line.x) <= 320
+    assert np.nanmin(line.low, initial=9) == np.nanmin(y, initial=9)
+    assert np.nanmax(line.high, initial=-9) == np.nanmax(y, initial=-9)
+    assert np.isnan(line.mean).any() == (np.isnan(y).any() and count <= 320)
+    assert np.allclose(smoothed(Curve(list(range(count)), [3.0] * count)).y, 3.0)
