@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.schema import did_you_mean
-from runner.base.values import Auto, Fraction, PositiveInt
+from runner.base.values import Auto, Fraction, Positive, PositiveInt
 
 # torch is imported inside the functions: allocator_environment must be usable before torch is loaded.
 if TYPE_CHECKING:
@@ -107,6 +108,59 @@ def selective(
     kept = "matrix products and attention" if save == "matmul" else "attention"
     said = _said(blocks, blocks, f"computed again in the backward pass except {kept}")
     return _report(model, device, channels_last, fraction, allocator, said, len(blocks))
+
+
+def budget(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    limit_gib: Positive | None = None,
+    recompute: Auto | list[int] = "auto",
+    channels_last: Auto | bool = "auto",
+    fraction: Fraction | None = None,
+    allocator: str | None = None,
+) -> MemoryReport:
+    """Compute again as few of the task's blocks as the device's memory asks for.
+
+    Gradients are the same bit for bit; passes without gradients are not touched. The plan follows the run on weights
+    without content and takes the blocks that free most bytes for an operation, until the prediction is below the limit.
+
+    limit_gib      GiB that the run may take of the device; null: all that the device has
+    recompute      numbers of the blocks, from 0, without repeats; auto: those the plan finds, all where it finds none
+    channels_last  lay out convolution weights as N, H, W, C; auto: where there are any, on cuda and cpu
+    fraction       largest share of the GPU's memory this process may take; null: all
+    allocator      settings of torch's allocator, such as expandable_segments:True; null: torch's own
+    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0, and for the
+    number of a block that is not there.
+    Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., 2022, on choosing.
+    """
+    blocks = list(dict.fromkeys(blocks))
+    unknown = [number for number in recompute if not 0 <= number < len(blocks)] if recompute != "auto" else []
+    if unknown:
+        what = f"names block {unknown[0]}, but the task has {len(blocks)}, counted from 0"
+        raise ConfigError(Problem(what, "memory.recompute", "say memory.recompute=auto"))
+    chosen = list(blocks) if recompute == "auto" else [blocks[number] for number in recompute]
+    for block in chosen:
+        _checkpoint_forward(block)
+    said = _said(chosen, blocks, "computed again in the backward pass")
+    return _report(model, device, channels_last, fraction, allocator, said, len(chosen))
+
+
+@contextmanager
+def computing_again(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, these blocks keep only their inputs."""
+    before = {block: vars(block).get("forward") for block in blocks}
+    for block in before:
+        _checkpoint_forward(block)
+    try:
+        yield
+    finally:
+        for block, forward in before.items():
+            if forward is None:
+                del vars(block)["forward"]
+            else:
+                vars(block)["forward"] = forward
 
 
 def allocator_environment(text: str | None) -> dict[str, str]:
@@ -299,4 +353,9 @@ _ATTENTION_OPERATIONS = (
     "_scaled_dot_product_fused_attention_overrideable",
 )
 
-MEMORIES: Mapping[str, Callable[..., MemoryReport]] = {"none": none, "checkpoint": checkpoint, "selective": selective}
+MEMORIES: Mapping[str, Callable[..., MemoryReport]] = {
+    "none": none,
+    "checkpoint": checkpoint,
+    "selective": selective,
+    "budget": budget,
+}

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from runner.axes.memory import computing_again
 from runner.axes.optimizer import state_tensors
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.configuration import Choice, Configuration, task_source
@@ -28,9 +29,11 @@ from runner.engine.faults import fault_of
 from runner.engine.kinds import Gradients
 from runner.engine.loop import Position, train_updates
 from runner.engine.phantom import Block, Ledger, Phantom, in_layers
+from runner.plan.budget import Blocks, computed_again
 from runner.plan.inventory import Inventory
 from runner.plan.need import Bytes, Event, Layer, Traced
 from runner.plan.plan import PhasePlan, Plan, make_plan
+from runner.plan.strategy import HEADROOM
 
 FEW = 2  # samples that are passed for real where a task cannot be followed
 UPDATES = 2  # the optimizer makes its state in the first one
@@ -57,6 +60,7 @@ class Forecast:
         plan = make_plan(_alone(configuration), inventory)
         self.keeps_ahead = plan.choices["prefetch"].function == "stream"
         self.plan = _on_the_host(plan)
+        self.limit = _limit(plan)
         self.phases = [phase for phase in self.plan.selected if phase.kind == "train"]
         self._stack = ExitStack()
         self._parts: Parts | None = None
@@ -72,17 +76,34 @@ class Forecast:
 
     def of(self, micro_batch_size: int) -> list[Traced]:
         """Return what each phase that trains takes with this micro-batch."""
+        if not self.limit:
+            return self._all(micro_batch_size)
+        known: dict[Blocks, list[Traced]] = {}
+
+        def with_these(blocks: Blocks) -> list[Traced]:
+            if blocks not in known:
+                known[blocks] = self._all(micro_batch_size, blocks)
+            return known[blocks]
+
+        def takes(blocks: Blocks) -> int:
+            return max(traced.peak.total for traced in with_these(blocks))
+
+        largest = max(with_these(()), key=lambda traced: traced.peak.total)
+        chosen = computed_again(largest.blocks, takes, self.limit)
+        return [dataclasses.replace(traced, recompute=chosen) for traced in with_these(chosen)]
+
+    def _all(self, size: int, recompute: Blocks = ()) -> list[Traced]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if not self._why_not:
                 try:
-                    return [self._followed(phase, micro_batch_size) for phase in self.phases]
+                    return [self._followed(phase, size, recompute) for phase in self.phases]
                 except Exception as error:
                     if isinstance(error, AccelRunError) and not isinstance(error, TaskFault):
                         raise  # it would be raised in the real run too
                     self._why_not = _words(error, self._source)
                     self.__exit__()
-            return [self._measured(phase, micro_batch_size) for phase in self.phases]
+            return [self._measured(phase, size, recompute) for phase in self.phases]
 
     @property
     def _source(self) -> Path:
@@ -95,16 +116,19 @@ class Forecast:
                 self._parts = assemble(self.plan, self._stack)
         return self._parts
 
-    def _followed(self, phase: PhasePlan, size: int) -> Traced:
+    def _followed(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
         steps = min(2, -(-max(phase.batch.shares) // size))  # more passes take no more memory than two
         batch = Batch(size * steps, size, (size * steps,))
         phase = dataclasses.replace(phase, batch=batch, updates=UPDATES, epochs=None)
-        return _Follower(self._built(), phase, self._phantom, self.keeps_ahead).follow()
+        parts = self._built()
+        blocks = list(dict.fromkeys(parts.task.blocks()))
+        with computing_again([blocks[number] for number in recompute]):
+            return _Follower(parts, phase, self._phantom, self.keeps_ahead).follow()
 
-    def _measured(self, phase: PhasePlan, size: int) -> Traced:
+    def _measured(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
         """Return what few samples take, times as many as are asked for."""
         few = min(size, FEW)
-        return times(self._followed(phase, few), size / few, size, self._why_not)
+        return times(self._followed(phase, few, recompute), size / few, size, self._why_not)
 
 
 class _Follower:
@@ -211,7 +235,7 @@ class _Follower:
             by_layer[block.layer] = by_layer.get(block.layer, 0) + block.size
         layers = tuple(Layer(name, size, ledger.flops_of.get(name, 0) // steps) for name, size in by_layer.items())
         names = {module: name for name, module in self.parts.bare.named_modules()}
-        units = {names[block]: block for block in self.parts.task.blocks() if block in names}
+        units = {names.get(block, "?"): block for block in self.parts.task.blocks()}
         try:
             num_layers: int | None = len(self.parts.task.layers())
         except NotImplementedError:
@@ -304,6 +328,15 @@ def _alone(configuration: Configuration) -> Configuration:
     return dataclasses.replace(configuration, choices=choices, sources={})
 
 
+def _limit(plan: Plan) -> int:
+    """Return the bytes for which memory=budget is to choose blocks, 0 where it is not."""
+    memory = plan.choices["memory"]
+    if memory.function != "budget" or memory.options["recompute"] != "auto":
+        return 0
+    wanted = memory.options["limit_gib"]
+    return int(wanted * 2**30) if wanted is not None else int(min(rank.memory_bytes for rank in plan.ranks) * HEADROOM)
+
+
 def _on_the_host(plan: Plan) -> Plan:
     """Return the plan with the same numbers and formats, for a CPU and one process."""
     replaced = {
@@ -311,7 +344,10 @@ def _on_the_host(plan: Plan) -> Plan:
         "prefetch": Choice("none", "none", {}),
     }
     memory = plan.choices["memory"]
-    memory = dataclasses.replace(memory, options={**memory.options, "fraction": None, "allocator": None})
+    options = {**memory.options, "fraction": None, "allocator": None}
+    if options.get("recompute") == "auto":
+        options["recompute"] = []  # they are tried one after another
+    memory = dataclasses.replace(memory, options=options)
     return dataclasses.replace(
         plan, device="cpu", ranks=plan.ranks[:1], choices={**plan.choices, **replaced, "memory": memory}
     )

@@ -75,6 +75,7 @@ class Traced:
     update_moved_bytes  bytes read and written by the optimizer's step, with clipping
     block_bytes         of the parameters of the largest of these
     num_layers          layers between which a pipeline may split; None where the task does not tell
+    recompute           numbers of the blocks that memory=budget computes again, so that this fits
     is_exact            True: equal to what the same run takes on a CPU, byte for byte
     why_not             what could not be traced, with its place; empty where all was
     """
@@ -91,5 +92,6 @@ class Traced:
     update_moved_bytes: int
     block_bytes: int = 0
     num_layers: int | None = None
+    recompute: tuple[int, ...] = ()
     is_exact: bool = True
     why_not: str = ""

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.axes.memory import MEMORIES, MemoryReport, allocator_environment, checkpoint, none, selective
+from runner.axes.memory import (
+    MEMORIES,
+    MemoryReport,
+    allocator_environment,
+    budget,
+    checkpoint,
+    computing_again,
+    none,
+    selective,
+)
 from runner.base.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -74,6 +83,8 @@ CHECKPOINTS: dict[str, Callable[[Stack], MemoryReport]] = {
     "every 2nd": lambda model: checkpoint(model, list(model.blocks), CPU, every=2),
     "selective matmul": lambda model: selective(model, list(model.blocks), CPU),
     "selective attention": lambda model: selective(model, list(model.blocks), CPU, save="attention"),
+    "budget": lambda model: budget(model, list(model.blocks), CPU),
+    "budget of two": lambda model: budget(model, list(model.blocks), CPU, recompute=[0, 2]),
 }
 
 
@@ -84,7 +95,7 @@ def test_checkpointing_changes_no_gradient_and_no_name(how: str) -> None:
     assert list(model.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
     assert equal(gradients(model), gradients(plain))
-    recomputed = 2 if how == "every 2nd" else 3
+    recomputed = 2 if how in ("every 2nd", "budget of two") else 3
     assert report.checkpointed_blocks == recomputed
     assert sum(model.passes()) == sum(plain.passes()) + recomputed
 
@@ -140,7 +151,22 @@ def test_a_forward_that_was_replaced_before_stays_in_place() -> None:
     assert equal(gradients(model), wanted)
 
 
-@pytest.mark.parametrize("function", [checkpoint, selective])
+def test_blocks_that_are_computed_again_for_a_while_are_then_as_before() -> None:
+    model = stack()
+    with computing_again(model.blocks[:2]):
+        gradients(model)
+    assert model.passes() == [2, 2, 1]
+    assert equal(gradients(model), gradients(stack()))
+    assert model.passes() == [3, 3, 2]
+
+
+def test_the_number_of_a_block_that_is_not_there_is_refused() -> None:
+    model = stack()
+    with pytest.raises(ConfigError, match="block 3, but the task has 3, counted from 0"):
+        budget(model, list(model.blocks), CPU, recompute=[0, 3])
+
+
+@pytest.mark.parametrize("function", [checkpoint, selective, budget])
 def test_a_block_that_is_used_twice_is_wrapped_once(function: Any) -> None:
     model = stack()
     model.blocks[2] = model.blocks[1]
@@ -200,7 +226,7 @@ def test_checkpointing_keeps_less() -> None:
     assert saved_bytes(full) < saved_bytes(half) / 2 < saved_bytes(plain) / 2
 
 
-@pytest.mark.parametrize("function", [checkpoint, selective])
+@pytest.mark.parametrize("function", [checkpoint, selective, budget])
 def test_checkpointing_without_blocks_says_that_it_does_nothing(function: Any) -> None:
     with pytest.warns(UserWarning, match="names no blocks"):
         report = function(nn.Linear(2, 2), [], CPU)

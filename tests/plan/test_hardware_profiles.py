@@ -29,7 +29,7 @@ OPTIONS = {
     "backend": {"default", "fast", "deterministic"},
     "attention": {"auto", "math", "flash", "efficient", "cudnn"},
     "dataloader": {"default", "thread"},
-    "memory": {"none", "checkpoint", "selective"},
+    "memory": {"none", "checkpoint", "selective", "budget"},
     "prefetch": {"none", "stream", "auto"},
 }
 
