@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import types
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.configuration import AXES, GROUPS, function_of, options_of, task_source
-from runner.base.places import shipped
+from runner.base.places import PACKAGE, shipped
 from runner.base.schema import Key, Signature, read_functions, settings_keys
 from runner.base.settings import Settings
 from runner.base.values import Matches
@@ -259,17 +260,44 @@ def _advise(line: _Line) -> list[str]:
 
 
 def _benchmark(line: _Line) -> list[str]:
-    from runner.commands.benchmark import OWN, suite_of
+    from runner.commands.benchmark import OWN
     from runner.measure.suites import SUITES
+    from runner.measure.technique import files_of
 
-    if line.last.startswith("suite="):
-        return [f"suite={name}" for name in SUITES]
-    if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
+    suite = SUITES.get(line.overrides.get("suite", OWN["suite"]))
+    literals = _literals_of(suite[0]) if suite else {}
+    options: Mapping[str, str] = literals.get("OPTIONS", {})
+    is_ladder = "techniques" in options
+    names = list(files_of(line.config_dir)) if is_ladder else []
+    key, has_value, value = line.last.partition("=")
+    if has_value and key == "folder":
+        return [f"{key}={path}" for path in _paths(value, "/")]
+    if has_value and key in {**OWN, **options}:
+        known = {"suite": [*SUITES], "techniques": ["all", *names], "modes": ["all", *literals.get("MODES", ())]}
+        before = value[: max(value.rfind(","), value.rfind("[")) + 1]
+        there = {word.strip() for word in before.strip("[").split(",")}
+        words = known.get(key, [word for word in options.get(key, "").split(",") if not word.isdigit()])
+        return [f"{key}={before}{word}" for word in words if word and word not in there]
+    if line.last.startswith("-") or has_value or line.previous in _PATH_FLAGS:
         return _settings_or_flags(line, "--json")
-    suite = suite_of(line.overrides.get("suite", OWN["suite"]))
-    words = suite.words(line.config_dir) if hasattr(suite, "words") else []
-    own = [f"{key}=" for key in (*OWN, *suite.OPTIONS) if key not in line.overrides]
+    own = [f"{key}=" for key in (*OWN, *options) if key not in line.overrides]
+    words = [*literals.get("WORDS", ()), *names]
     return [*(word for word in words if word not in line.lone), *own, *_settings_or_flags(line)]
+
+
+def _literals_of(suite: str) -> dict[str, Any]:
+    """Return the literals at the top of a suite's module, which is not imported: it measures, with all that takes."""
+    source = (PACKAGE / "measure" / "suites" / f"{suite}.py").read_text(encoding="utf-8")
+    found: dict[str, Any] = {}
+    for statement in ast.parse(source).body:
+        match statement:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=value)
+            ):
+                with suppress(ValueError, TypeError):
+                    found[name] = ast.literal_eval(value) if value else None
+    return found
 
 
 def _tune(line: _Line) -> list[str]:

@@ -27,6 +27,7 @@ from typing import Any
 import safetensors.torch  # noqa: F401 - what a run imports on its way is imported once
 import torch
 import torch._dynamo
+from torch import Tensor
 
 from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
@@ -42,12 +43,14 @@ from runner.engine.session import open_run
 from runner.engine.train import Phase, TrainingRun
 from runner.measure.counting import counted
 from runner.measure.probe import probe
+from runner.measure.sketch import sketch
 from runner.observe.memory import host_peak_gib
 from runner.observe.nvml import Gpu, Nvml, open_nvml, slowed_by
 from runner.plan.plan import PhasePlan
 
 FOREVER = 10**12  # updates: a cell is asked for more until it is ended
 FIRST_UPDATES = 8  # losses and gradient norms of these are told, to be compared with those of the baseline
+MOVED_UPDATES = 3  # after these it is told where the weights have gone: every cell makes more before it is timed
 TIMED_UPDATES = 200  # of a block, its last ones, are timed one by one: more would say nothing new
 
 Answer = dict[str, Any]
@@ -113,17 +116,29 @@ class MeasuredPhase(Phase):
         patient = dataclasses.replace(planned.early_stopping, patience=None)
         super().__init__(run, dataclasses.replace(planned, early_stopping=patient), None)
         self.first: list[StepInfo] = []
+        self.moved: Tensor | None = None  # a sketch of what the first updates did to the weights; None: not known
+        self.draws = False  # they have drawn random numbers, as dropout does
         self.whole = self.total
         self.period_of_evaluation = self.evaluate_every if self.held_out is not None else 0
         self.total = self.work.total = FOREVER
         if not evaluates:
             self.evaluate_every = 0
+        self._weights = [weight for weight in run.parts.bare.parameters() if weight.requires_grad]
+        self._lay = sketch(self._weights)
+        self._drew = self._random_state()
 
     def _between(self, step: StepInfo) -> None:
         if len(self.first) < FIRST_UPDATES:  # copies: CUDA graphs write the next loss into the same memory
             loss, norm = (None if value is None else value.clone() for value in (step.loss_sum, step.grad_norm))
             self.first.append(step._replace(loss_sum=loss, grad_norm=norm))
+        if step.update == MOVED_UPDATES and not self.run_.num_skipped:
+            self.moved = sketch(self._weights) - self._lay
+            self.draws = any(not torch.equal(*pair) for pair in zip(self._drew, self._random_state(), strict=True))
         super()._between(step)
+
+    def _random_state(self) -> list[Tensor]:
+        device = self.run_.parts.world.device
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
     def _tell_progress(self) -> None:
         update = min(self.position.update, self.whole)  # what the task does may follow from it
@@ -289,6 +304,8 @@ class Cell:
             "attention": [[kind, kernel, num] for (kind, kernel), num in self.phase.work.attention.items()],
             "optimizer_bytes": list(self.phase.work.state_bytes()),
             "skipped_updates": self.run.num_skipped,
+            "moved": None if self.phase.moved is None else self.phase.moved.tolist(),
+            "draws": self.phase.draws,
         }
         if device.type == "cuda":
             found |= {

@@ -449,13 +449,8 @@ def _machine(facts: Mapping[str, Any]) -> str:
     """Return the device a technique ran on and the version of torch; empty where they are not known."""
     try:
         inventory = facts["hardware"]["inventory"]
-        name = inventory["cpu"]["name"]
-        used = [
-            each["name"]
-            for each in inventory["devices"]
-            if each["usable"] and facts.get("device", "cuda:0") == f"{each['kind']}:{each['index']}"
-        ]
-        return f"{(used or [name])[0]}, torch {inventory['torch_version']}"
+        name = facts.get("device_name") or inventory["cpu"]["name"]
+        return f"{name}, torch {inventory['torch_version']}"
     except (KeyError, TypeError):
         return ""
 

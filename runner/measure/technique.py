@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.base.configuration import Choice, Configuration, function_of, merge_overrides
+from runner.base.configuration import Choice, Configuration, PhaseSettings, function_of, merge_overrides
 from runner.base.errors import ConfigError, Problem
 from runner.base.guarded_yaml import read_guarded
 from runner.base.places import shipped
@@ -31,9 +31,13 @@ class Technique:
     def why_not(self, configuration: Configuration) -> str:
         """Return what it lacks in this configuration; empty where it has what it needs."""
         for group, option in self.needs.items():
-            chosen = configuration.choices[group].name
-            if chosen != option:
-                return f"needs {group}={option}, but the training has {group}={chosen}"
+            found = {"the training": configuration.choices[group]}
+            for phase in _trained(configuration):
+                own = {"optimizer": phase.optimizer, "scheduler": phase.scheduler}
+                found |= {phase.name: own[group]} if group in own else {}
+            for who, choice in found.items():
+                if choice.name != option:
+                    return f"needs {group}={option}, but {who} has {group}={choice.name}"
         return ""
 
 
@@ -42,10 +46,14 @@ def techniques(config_dir: Path | None) -> dict[str, Technique]:
 
     A file of the user's stands in the place of ours of the same name. Raises ConfigError, SecurityRefusal.
     """
-    found: dict[str, Technique] = {}
+    return {name: _read(file, file.parent) for name, file in files_of(config_dir).items()}
+
+
+def files_of(config_dir: Path | None) -> dict[str, Path]:
+    """Return the name of each technique -> its file, unread, in the order of `techniques`."""
+    found: dict[str, Path] = {}
     for root in [shipped("conf"), *([config_dir] if config_dir else [])]:
-        for file in sorted((root / FOLDER).glob("*.yaml")):
-            found[file.stem] = _read(file, root / FOLDER)
+        found |= {file.stem: file for file in (root / FOLDER).glob("*.yaml")}
     place = {name: number for number, name in enumerate(ORDER)}
     return {name: found[name] for name in sorted(found, key=lambda name: (place.get(name, len(ORDER)), name))}
 
@@ -73,19 +81,34 @@ def stacked(members: Iterable[Technique], base: Technique, configuration: Config
     for technique in members:
         words = merge_overrides(words, technique.overrides)
     names = [word.partition("=")[2] for word in words if word.startswith("optimizer=")]
-    return words if not names else (*words, *_carried(configuration.choices["optimizer"], names[-1], words))
+    if not names:
+        return words
+    of_phases = (
+        word
+        for phase in _trained(configuration)
+        for word in _carried(phase.optimizer, names[-1], words, f"phase.{phase.name}.optimizer")
+    )
+    return (*words, *_carried(configuration.choices["optimizer"], names[-1], words), *of_phases)
 
 
-def _carried(before: Choice, option: str, words: Iterable[str]) -> list[str]:
-    """Return the keys of an optimizer as words for another one, where that has them too and nobody sets them."""
+def _trained(configuration: Configuration) -> list[PhaseSettings]:
+    """Return the phases that train and have settings of their own; none where the task declares none."""
+    return [phase for phase in configuration.phases if phase.kind == "train" and configuration.own_keys]
+
+
+def _carried(before: Choice, option: str, words: Iterable[str], group: str = "optimizer") -> list[str]:
+    """Return the keys of an optimizer as words for another one, where that has them too and nobody sets them.
+
+    group  where they are set: of the run, or of a phase, which is then said to have that other one
+    """
     signature = function_of("optimizer", option)
     said = {word.partition("=")[0] for word in words}
     if signature is None or option == before.name:
         return []
-    return [
-        f"optimizer.{key}={_word(value)}"
+    return [f"{group}={option}"] * (group != "optimizer") + [
+        f"{group}.{key}={_word(value)}"
         for key, value in before.options.items()
-        if key in signature.keys and f"optimizer.{key}" not in said
+        if key in signature.keys and f"optimizer.{key}" not in said and f"{group}.{key}" not in said
     ]
 
 

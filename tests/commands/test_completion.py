@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ import pytest
 from runner.base.configuration import GROUPS, options_of, shipped_options
 from runner.cli import main
 from runner.commands import COMMANDS
+from runner.commands.benchmark import OWN
 from runner.commands.complete import _Line, candidates
 from runner.commands.completion import SCRIPTS
+from runner.measure.suites import SUITES, ladder
+from runner.measure.technique import techniques
 
 TASK = """
 SETTINGS = {}
@@ -38,6 +42,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "with space").mkdir()
     (tmp_path / "mine" / "optimizer").mkdir(parents=True)
+    (tmp_path / "mine" / "benchmark" / "technique").mkdir(parents=True)
+    (tmp_path / "mine" / "benchmark" / "technique" / "quick.yaml").write_text("overrides: [precision=bf16]\n")
     (tmp_path / "mine" / "optimizer" / "heavy.yaml").write_text("option: sgd\nmomentum: 0.99\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -127,6 +133,20 @@ OFFERS = {
     "accel-run infer inference.c": "inference.colour=",
     "accel-run infer run=second inference.colour=t": "inference.colour=true",
     "accel-run explain optim": "optimizer optimizer.",
+    "accel-run benchmark f": "fp16 flash fused folder=",
+    "accel-run benchmark fp16 f": "flash fused folder=",
+    "accel-run benchmark re": "reset resume= resume_allow=",
+    "accel-run benchmark --config-dir mine qui": "quick",
+    "accel-run benchmark suite=l": "suite=ladder suite=loader",
+    "accel-run benchmark suite=loader w": "workers= watchdog= weights= watchdog.",
+    "accel-run benchmark suite=loader cache=none,": "cache=none,memory cache=none,device",
+    "accel-run benchmark suite=nothing ste": "",
+    "accel-run benchmark st": "steps=",
+    "accel-run benchmark techniques=[bf16,f": ("techniques=[bf16,fp16 techniques=[bf16,flash techniques=[bf16,fused"),
+    "accel-run benchmark modes=": "modes=all modes=isolated modes=cumulative modes=leave_one_out modes=best",
+    "accel-run benchmark precision=f": "precision=fp16 precision=fp32",
+    "accel-run benchmark folder=mi": "folder=mine/",
+    "accel-run benchmark --j": "--json",
     "accel-run explain optimizer.lr": "optimizer.lr optimizer.lr_scales",
     "accel-run explain optimizer.lr +hardware=a": "+hardware=a100 +hardware=auto",
 }
@@ -139,6 +159,21 @@ def test_what_is_offered(line: str, folder: Path) -> None:
 
 def test_every_command_that_is_shown_is_offered_and_no_other() -> None:
     assert offered("accel-run ") == [name for name, (_, summary) in COMMANDS.items() if summary]
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_word_and_key_of_a_suite_is_offered_and_means_something_to_it(suite: str, folder: Path) -> None:
+    module = import_module(f"runner.measure.suites.{SUITES[suite][0]}")
+    found = offered(f"accel-run benchmark suite={suite} ")
+
+    own = found[: found.index("precision=")]
+    words = [word for word in own if not word.endswith("=")]
+    assert words == ([*module.WORDS, *techniques(None)] if suite == "ladder" else [])
+    assert set(own) - set(words) == {f"{key}=" for key in (*OWN, *module.OPTIONS)} - {"suite="}
+
+
+def test_the_words_of_the_ladder_are_what_it_does() -> None:
+    assert ("all", *ladder.ACTIONS) == ladder.WORDS
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -185,7 +220,16 @@ def test_an_unknown_shell_is_exit_78(words: str, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    "words", ["train optim", "train precision=", "train optimizer.", "inference inference.", "status ", "train --task "]
+    "words",
+    [
+        "train optim",
+        "train precision=",
+        "train optimizer.",
+        "inference inference.",
+        "status ",
+        "train --task ",
+        "benchmark ",
+    ],
 )
 def test_a_completion_takes_less_than_200_ms_of_cpu_and_no_torch(words: str, folder: Path) -> None:
     code = "import sys, runner.cli as c; c.main(sys.argv[1:]); sys.exit(bool({'torch', 'hydra'} & {*sys.modules}))"

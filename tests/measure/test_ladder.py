@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +17,12 @@ from runner.base.errors import ConfigError, DataError, InputMissing, Problem
 from runner.commands.benchmark import run as benchmark
 from runner.measure import contest
 from runner.measure.results import Results
+from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Wanted, screen
 from runner.measure.suites import ladder
 from runner.measure.suites.ladder import Row, run
 from runner.measure.technique import BASELINE, ORDER, Technique, chosen, stacked, techniques
+from runner.measure.trial import Arena, Measured, Trials
 from tests.measure.suites import asked
 
 TASK = Path(__file__).parent / "task_to_measure.py"
@@ -162,6 +166,73 @@ def test_what_is_kept_of_a_column_is_what_was_said_of_it(measured: tuple[Report,
     json.dumps(dict(report.data), allow_nan=False)
 
 
+def test_the_baseline_is_measured_alone(tmp_path: Path, config_dir: Path) -> None:
+    results = Results(tmp_path)
+    results.put({BASELINE: [1.0, 1.0], "bf16": [2.0]}, {})
+
+    report = run(wanted_in(tmp_path, config_dir, BASELINE, steps="4", rounds="3"))
+
+    assert [row["cell"] for row in report.data["rows"]] == [BASELINE]
+    columns = results.columns()
+    assert columns["bf16"] == [2.0]
+    assert len(columns[BASELINE]) == 4
+
+
+def test_the_best_is_measured_where_nothing_else_is(tmp_path: Path, config_dir: Path) -> None:
+    """Nothing is known of its members then: it is all of them together."""
+    report = run(wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", modes="best", steps="4", rounds="4"))
+
+    assert [(row["cell"], row["members"]) for row in report.data["rows"]] == [
+        (BASELINE, []),
+        ("best", ["nothing", "quick"]),
+    ]
+    assert report.data["rows"][1]["ratio"]["middle"] > 1
+    assert set(Results(tmp_path).columns()) == {BASELINE, "best"}
+
+
+@pytest.mark.parametrize("at", ["between", "within"])
+def test_what_is_stopped_leaves_what_it_has_measured(
+    tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Between stages, or by a signal while blocks are made; the signal means again what it meant."""
+    monkeypatch.setattr(contest, "BLOCK_S", 0.05)
+    turn, made, handler = Arena._turn, [], signal.getsignal(signal.SIGTERM)
+
+    def stopped(arena: Arena, trials: Trials, measured: Measured, number: int) -> None:
+        turn(arena, trials, measured, number)
+        made.append(number)
+        if len(made) == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def stage(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if at == "within":
+        monkeypatch.setattr(Arena, "_turn", stopped)
+    monkeypatch.setattr(ladder.Ladder, "_stack", stage)
+    wanted = wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", rounds="30" if at == "within" else "3")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(wanted)
+
+    results = Results(tmp_path)
+    assert set(results.columns()) == {BASELINE, "nothing", "quick"}
+    assert results.facts()["techniques"]["quick"]["verdict"] == "better"
+    assert results.facts()["techniques"]["quick"]["peak_gib"] > 0
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_what_gains_nothing_and_takes_long_to_begin_is_put_on_top_of_nothing(tmp_path: Path, config_dir: Path) -> None:
+    asked = ladder._asked(wanted_in(tmp_path, config_dir, techniques="[nothing,quick,slow]"))
+    climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), lambda _: None)
+    better, worse = Ratio(1.2, 1.15, 1.25, 9), Ratio(0.9, 0.88, 0.92, 9)
+    for name, ratio, seconds in (("nothing", worse, 1.0), ("quick", better, 100.0), ("slow", worse, 100.0)):
+        climbing.rows.append(Row(name, "isolated", (name,), ratio=ratio, start_s=0.5, compile_s=seconds))
+
+    assert [each.name for each in climbing._startable(asked.members)] == ["nothing", "quick"]
+    assert "worse alone, and would take 302 s to begin" in climbing.skipped["up to slow"]
+
+
 def test_a_technique_measured_again_replaces_its_column_only(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
     results.put({BASELINE: [1.0, 1.0], "bf16": [2.0], "nothing": [3.0]}, {})
@@ -187,7 +258,8 @@ def test_a_technique_measured_again_replaces_its_column_only(tmp_path: Path, con
         ((), {"rounds": "-1"}, "must be a whole number above 0"),
         ((), {"batch": "0"}, "must be a whole number above 0"),
         ((), {"modes": "alone"}, "alone is none of them"),
-        (("baseline",), {}, "must name a technique"),
+        ((), {"techniques": "[]"}, "must name a technique"),
+        (("all", "plots"), {}, "plots: must stand alone, but stands with all"),
         (("reset", "nothing"), {}, "must stand alone"),
         (("impossible",), {}, "nonsense"),
     ],
@@ -297,6 +369,32 @@ def test_another_optimizer_keeps_the_mathematics_of_the_one_before() -> None:
         key: value for key, value in before.items() if key in used.options
     }
     assert used.options["weight_decay"] == 0.03
+
+
+PHASES = """
+PHASES = {"first": {"optimizer.lr": 0.01, "optimizer.weight_decay": 0.0}, "second": {"needs": ["first"]}}
+SETTINGS = {"optimizer.lr": 0.005, "updates": 10}
+def build(*, width: int = 3): ...
+"""
+
+
+@pytest.mark.parametrize("given", [(), ("phase.second.optimizer.betas=[0.8,0.9]",), ("optimizer.lr=0.5",)])
+def test_another_optimizer_keeps_the_mathematics_of_each_phase(tmp_path: Path, given: tuple[str, ...]) -> None:
+    task = tmp_path / "phased.py"
+    task.write_text(PHASES)
+    before = compose(Request(given, task))
+    known = techniques(None)
+
+    after = compose(Request((*given, *stacked([known["8bit"]], known[BASELINE], before)), task))
+
+    for ours, theirs in zip(before.phases, after.phases, strict=True):
+        assert theirs.optimizer.name == "adamw8bit"
+        shared = ours.optimizer.options.keys() & theirs.optimizer.options.keys()
+        assert {"lr", "weight_decay", "betas"} <= shared
+        assert all(ours.optimizer.options[key] == theirs.optimizer.options[key] for key in shared)
+    assert known["8bit"].why_not(before) == ""
+    other = compose(Request(("phase.first.optimizer=sgd",), task))
+    assert known["8bit"].why_not(other) == "needs optimizer=adamw, but first has optimizer=sgd"
 
 
 def test_a_later_technique_takes_the_place_of_what_an_earlier_one_has_set() -> None:

@@ -26,7 +26,7 @@ FigureCanvasAgg = pytest.importorskip("matplotlib.backends.backend_agg").FigureC
 INVENTORY = {
     "torch_version": "2.13.0",
     "cpu": {"name": "a processor"},
-    "devices": [{"kind": "cuda", "index": 0, "usable": True, "name": "a card"}],
+    "devices": [],
 }
 COLUMNS = {
     BASELINE: [100.0, 101.0, 99.0, 100.0],
@@ -44,7 +44,7 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fact(middle: float, low: float, high: float, **more: Any) -> dict[str, Any]:
-    return {"ratio": {"middle": middle, "low": low, "high": high, "num": 10}, **more}
+    return {"ratio": {"middle": middle, "low": low, "high": high, "num": 10}, "device_name": "a card", **more}
 
 
 @pytest.fixture
@@ -406,7 +406,7 @@ def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
 def test_any_times_and_any_facts_can_be_drawn(tmp_path: Path, columns: dict[str, list[float]], odd: Any) -> None:
     results = Results(tmp_path)
     results.reset()
-    keys = ("ratio", "members", "is_wrong", "device")
+    keys = ("ratio", "members", "is_wrong", "device_name")
     results.put(columns, {name: {"mode": "cumulative", **dict.fromkeys(keys, odd)} for name in columns})
     if not any(columns.values()):
         with pytest.raises(InputMissing):

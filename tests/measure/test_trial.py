@@ -84,6 +84,32 @@ def test_what_computes_something_else_is_flagged(trials: Trials) -> None:
     assert numerics.differ
 
 
+OTHERS = {
+    "as quick": ("optimizer.kernel=fused", "task.sleep_ms=0"),
+    "other rate": ("optimizer.lr=0.003",),
+    "other rule": ("optimizer=sgd",),
+    "opposite": ("task.gradient=-1.0",),
+}
+
+
+def test_what_moves_the_weights_elsewhere_is_flagged_though_its_losses_are_alike(arena: Arena) -> None:
+    """Losses of a few updates at the beginning of a warm-up tell nothing of what the optimizer does."""
+    cells = [Cell("as it is"), *(Cell(name, words) for name, words in OTHERS.items())]
+
+    found = arena.measure(cells, LIMITS, lambda _: None)
+
+    off = {name: found.numerics(found.of(name)) for name in OTHERS}
+    assert {name for name, numerics in off.items() if numerics is not None and numerics.differ} == {*OTHERS} - {
+        "as quick"
+    }
+    assert all(numerics is not None and numerics.moved is not None for numerics in off.values())
+    assert off["other rate"].loss == 0.0  # type: ignore[union-attr]
+    assert off["other rate"].moved == pytest.approx(9.0, rel=0.01)  # type: ignore[union-attr]
+    assert off["opposite"].moved > 1.5  # type: ignore[union-attr, operator]
+    assert off["as quick"].moved < 0.01  # type: ignore[union-attr, operator]
+    assert "weights moved" in str(off["opposite"])
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("unknown", "nonsense=1: unknown key"), ("dies", "ended with 9"), ("raises", "as planned")]
 )

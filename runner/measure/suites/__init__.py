@@ -1,8 +1,8 @@
 """One file per suite of `accel-run benchmark`, and the table of them.
 
 A suite is a module with `OPTIONS`, its own key=value words and what they are when nobody says, and `run`, which takes
-a Wanted and returns a Report. One that knows words besides has `words`, which takes the user's folder of configuration
-and returns them.
+a Wanted and returns a Report. OPTIONS, and WORDS where a suite knows words besides, are literals: the completion of
+shells reads them without importing what measures.
 """
 
 # suite -> (module in runner.measure.suites, what it answers)

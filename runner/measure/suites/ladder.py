@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from runner.base.configuration import Configuration, Request, compose, merge_overrides
@@ -19,11 +21,12 @@ from runner.measure.results import Results, finite
 from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.technique import BASELINE, Technique, chosen, stacked, techniques
-from runner.measure.trial import Arena, Cell, Measured, Numerics, Trials, enough
+from runner.measure.trial import LEAST_ROUNDS, Arena, Cell, Interrupted, Measured, Numerics, Trials, enough
 from runner.plan.inventory import take_inventory
 from runner.plan.plan import make_plan
 
 MODES = ("isolated", "cumulative", "leave_one_out", "best")
+WORDS = ("all", "init", "reset", "clean", "plots")  # besides the names of techniques
 # modes: all of them; where techniques are named by words, isolated
 OPTIONS = {"techniques": "all", "modes": "", "steps": "50", "batch": "", "rounds": "60"}
 
@@ -57,6 +60,7 @@ class Row:
     attention: str = ""
     update_j: float | None = None
     device: str = ""
+    device_name: str = ""
     why_not: str = ""
     updates_ms: tuple[float, ...] = ()
 
@@ -100,37 +104,46 @@ class Asked:
         return tuple(technique for technique in members if words.issuperset(technique.overrides))
 
 
-def words(config_dir: Path | None) -> list[str]:
-    """Return the words that the suite knows."""
-    return ["all", *ACTIONS, *techniques(config_dir)]
-
-
 def run(wanted: Wanted) -> Report:
     """Measure the ladder, or do with its results what the word says. Raises AccelRunError."""
     results = Results(wanted.folder, wanted.prefix)
-    if set(wanted.words) & ACTIONS.keys():
+    actions = [word for word in wanted.words if word in ACTIONS]
+    if actions:
         if len(wanted.words) > 1:
-            what = f"must stand alone, but stands with {' '.join(wanted.words[1:])}"
-            raise ConfigError(Problem(what, wanted.words[0], "say one after the other"))
-        action = ACTIONS[wanted.words[0]]
+            others = list(wanted.words)
+            others.remove(actions[0])
+            what = f"must stand alone, but stands with {' '.join(others)}"
+            raise ConfigError(Problem(what, actions[0], "say one after the other"))
+        action = ACTIONS[actions[0]]
         return action(results, wanted)
     asked, kept = _asked(wanted), _columns_of(results)  # both may be wrong, and then nothing is measured
-    ladder = Ladder(asked, wanted)
-    ladder.climb()
-    columns = {row.name: row.updates_ms for row in ladder.rows if row.updates_ms}
-    if wanted.words and not {BASELINE, "all"} & set(wanted.words) and BASELINE in kept:
-        del columns[BASELINE]  # techniques that are not measured now were measured with that one
     task = asked.configuration.choices["task"].name
-    results.put(columns, {row.name: as_json(row) | {"task": task} for row in ladder.rows if row.name in columns})
+    # Techniques that are not measured now were measured with the baseline that is there.
+    kept_too = {BASELINE} if wanted.words and not {BASELINE, "all"} & set(wanted.words) and BASELINE in kept else set()
+
+    def keep(rows: Sequence[Row]) -> None:
+        columns = {row.name: row.updates_ms for row in rows if row.updates_ms and row.name not in kept_too}
+        results.put(columns, {row.name: as_json(row) | {"task": task} for row in rows if row.name in columns})
+
+    ladder = Ladder(asked, wanted, keep)
+    try:
+        ladder.climb()
+    except KeyboardInterrupt:
+        if ladder.rows:
+            wanted.say(f"stopped; what was measured until now is in {results.csv}")
+        raise
     drawn = pictures.draw(results, task) if "all" in wanted.words else []
     return dataclasses.replace(ladder.report(), files=(results.csv, results.json, *drawn))
 
 
 class Ladder:
-    """Measures stage by stage: what a stage finds decides what the next one tries."""
+    """Measures stage by stage: what a stage finds decides what the next one tries.
 
-    def __init__(self, asked: Asked, wanted: Wanted) -> None:
-        self.asked, self.wanted = asked, wanted
+    keep  told the new rows at the end of each stage, and where one is interrupted: what was measured is never lost
+    """
+
+    def __init__(self, asked: Asked, wanted: Wanted, keep: Callable[[Sequence[Row]], None]) -> None:
+        self.asked, self.wanted, self.keep = asked, wanted, keep
         self.arena: Arena
         self.rows: list[Row] = []
         self.skipped: dict[str, str] = {}
@@ -141,21 +154,40 @@ class Ladder:
         """Make all stages that are asked for."""
         self.skipped |= _impossible(self.asked)
         members = tuple(technique for technique in self.asked.members if technique.name not in self.skipped)
-        if not members:
+        if not members and self.asked.members:
             why = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
             raise ConfigError(Problem(f"nothing of it can be measured here: {why}", "techniques"))
         with place_of(dataclasses.replace(self.wanted, request=self.asked.request)) as place:
             self.arena = place.arena
             self.arena.prepare(Cell(BASELINE))
             self.notes += place.notes
-            if "isolated" in self.asked.modes:
-                self._alone(members)
+            if "isolated" in self.asked.modes or not members:
+                with self._kept():
+                    self._alone(members)
                 members = tuple(technique for technique in members if technique.name not in self.skipped)
                 members = self._without_rivals(members)
-            if {"cumulative", "leave_one_out"} & set(self.asked.modes) and members:
-                self._stack(members)
-            if "best" in self.asked.modes and len(members) > 1:
-                self._best(members)
+            if {"cumulative", "leave_one_out"} & set(self.asked.modes) and members and self._has_time("stack"):
+                members = self._startable(members)
+                with self._kept():
+                    self._stack(members)
+            if "best" in self.asked.modes and (len(members) > 1 or not self.rows) and self._has_time("best"):
+                with self._kept():
+                    self._best(members)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """The rows of a stage are kept at its end, however it ends."""
+        before = len(self.rows)
+        try:
+            yield
+        finally:
+            self.keep(self.rows[before:])
+
+    def _has_time(self, stage: str) -> bool:
+        if self.deadline - time.monotonic() >= LEAST_S or not self.rows:
+            return True
+        self.notes.append(f"{stage}: not tried: the time was over; budget_s= gives it more")
+        return False
 
     def row(self, name: str) -> Row | None:
         """Return what is known of the cell of that name; None where it was not tried."""
@@ -171,17 +203,15 @@ class Ladder:
         return Report(self._headline(), tables, notes, self.skipped, data)
 
     def _headline(self) -> str:
-        best = self.row("best") or max(
-            (row for row in self.rows if row.is_better), key=lambda row: row.ratio.middle if row.ratio else 0.0,
-            default=None,
-        )  # fmt: skip
-        if best is None or not best.is_better:
+        better = [row for row in self.rows if row.is_better]
+        best = next((row for row in better if row.mode == "best"), max(better, key=_gain, default=None))
+        if best is None:
             return "nothing is clearly faster than the baseline and computes the same"
         return f"fastest: {' + '.join(best.members)}, {best.ratio} more updates in the same time than the baseline"
 
     def _alone(self, members: Sequence[Technique]) -> None:
         """Measure each technique alone against the baseline; one that cannot be is skipped."""
-        self.wanted.say(f"measures each alone: {', '.join(_names(members))}")
+        self.wanted.say(f"measures each alone: {', '.join(_names(members)) or BASELINE}")
         share = SHARE_ALONE if set(self.asked.modes) != {"isolated"} else 1.0
         trials = self._measured("isolated", [self.asked.cell(each.name, [each]) for each in members], share)
         for technique in members:
@@ -216,26 +246,39 @@ class Ladder:
             self.rows[-1] = dataclasses.replace(row, own=own)
 
     def _best(self, members: Sequence[Technique]) -> None:
-        """Measure anew what looks best: the fastest of many is partly the luckiest."""
+        """Measure anew what looks best: the fastest of many is partly the luckiest, in every trial that chooses it."""
         tried: dict[tuple[str, ...], tuple[Technique, ...]] = {}
         for those in self._candidates(members):
             if those:
                 tried.setdefault(stacked(those, self.asked.base, self.asked.configuration), those)
-        if not tried:
-            return
-        names = {f"candidate {number}": those for number, those in enumerate(tried.values(), 1)}
-        self.wanted.say("measures the best combination anew")
-        trials = self._measured("best", [self.asked.cell(name, those) for name, those in names.items()], 1.0)
-        found = [_row(trials, name, "best", _names(those), self.asked.steps) for name, those in names.items()]
-        better = [row for row in found if row.is_better]
-        if better:
-            best = max(better, key=lambda row: row.ratio.middle if row.ratio else 0.0)
-            self.rows.append(dataclasses.replace(best, name="best"))
+        if len(tried) > 1:
+            names = {f"candidate {number}": those for number, those in enumerate(tried.values(), 1)}
+            self.wanted.say(f"looks for the best of {len(tried)} combinations")
+            cells = [self.asked.cell(name, those) for name, those in names.items()]
+            trials = self._measured("best", cells, SHARE_OF_CHOICE)
+            found = [_row(trials, name, "best", _names(those), self.asked.steps) for name, those in names.items()]
+            better = [row for row in found if row.is_better]
+            if not better:
+                self.notes.append("measured anew, no combination was clearly faster than the baseline")
+                return
+            chosen_one = names[max(better, key=_gain).name]
+        elif tried:
+            (chosen_one,) = tried.values()
         else:
-            self.notes.append("measured anew, no combination was clearly faster than the baseline")
+            self.notes.append("best: nothing was clearly faster alone or with others, so nothing is combined")
+            return
+        self.wanted.say(f"measures the best combination anew: {' + '.join(_names(chosen_one))}")
+        trials = self._measured("best", [self.asked.cell("best", chosen_one)], 1.0)
+        row = _row(trials, "best", "best", _names(chosen_one), self.asked.steps)
+        if row.ratio is None:
+            self.skipped["best"] = row.why_not
+        else:
+            self.rows.append(row)
 
     def _candidates(self, members: Sequence[Technique]) -> list[tuple[Technique, ...]]:
-        """Return combinations that may be the fastest."""
+        """Return combinations that may be the fastest; all together where nothing is known of any."""
+        if not any(row.ratio for row in self.rows):
+            return [self.asked.in_it(members)]
         alone = tuple(each for each in members if (row := self.row(each.name)) and row.is_better)
         seen = [row for row in self.rows if row.is_better]
         fastest = max(seen, key=lambda row: row.ratio.middle if row.ratio else 0.0, default=None)
@@ -265,6 +308,23 @@ class Ladder:
             self.notes.append(f"{rival.name} and {technique.name} exclude each other; {faster.name} was faster")
         return tuple(sorted(kept, key=list(members).index))
 
+    def _startable(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
+        """Return those to be put on top of each other: without one that gains nothing and whose starts take the time.
+
+        Each cell begins anew, so what compiles for a minute does so in every cell that it is in.
+        """
+        left_s = self.deadline - time.monotonic()
+        for technique in members:
+            row = self.row(technique.name)
+            if row is None or row.ratio is None or row.is_better or not math.isfinite(row.start_s + row.compile_s):
+                continue
+            starts_s = (row.start_s + row.compile_s) * len(members)  # on top of others, and with one of them left out
+            if starts_s > SHARE_OF_STARTS * left_s and len(members) > 1:
+                what = f"{row.verdict} alone, and would take {starts_s:.0f} s to begin on top of others"
+                self.skipped[f"up to {technique.name}"] = f"{what}; budget_s= gives it more"
+                members = tuple(each for each in members if each != technique)
+        return tuple(members)
+
     def _measured(self, stage: str, cells: Sequence[Cell], share: float) -> Trials:
         """Measure cells against the baseline in this share of the time that is left."""
         least = min(ROUNDS[0], self.asked.rounds)
@@ -275,7 +335,13 @@ class Ladder:
             least=math.ceil(self.asked.steps / least),
             start_s=max(LEAST_START_S, SHARE_OF_START * budget_s),
         )
-        trials = self.arena.measure([Cell(BASELINE, self.asked.base.overrides), *cells], limits, self.wanted.say)
+        try:
+            with _raising_at_a_stop():
+                given = [Cell(BASELINE, self.asked.base.overrides), *cells]
+                trials = self.arena.measure(given, limits, self.wanted.say)
+        except Interrupted as stopped:
+            self._keep_some(stopped.trials, stage)
+            raise
         if trials.needs_s:
             needed = self.wanted.budget_s * trials.needs_s / limits.budget_s
             self.notes.append(f"{stage}: there was no time to try every cell; {enough(needed, trials)}")
@@ -286,6 +352,16 @@ class Ladder:
         if self.row(BASELINE) is None:
             self.rows.append(_row(trials, BASELINE, BASELINE, (), self.asked.steps))
         return trials
+
+    def _keep_some(self, trials: Trials, stage: str) -> None:
+        """Of a stage that was interrupted there are rows of what can be told of one cell alone."""
+        for measured in trials.cells:
+            name = measured.cell.name
+            if len(measured.blocks_ms) >= LEAST_ROUNDS and self.row(name) is None and name != "best":
+                is_alone = stage == "isolated" and name != BASELINE
+                members = (name,) if is_alone else ()
+                if is_alone or name == BASELINE:
+                    self.rows.append(_row(trials, name, stage if is_alone else BASELINE, members, self.asked.steps))
 
     def _add(
         self, trials: Trials, name: str, mode: str, members: tuple[str, ...], cell: str = "",
@@ -299,6 +375,31 @@ class Ladder:
         if row.why_not:
             self.skipped[name] = row.why_not
         return row
+
+
+@contextmanager
+def _raising_at_a_stop() -> Iterator[None]:
+    """The first SIGINT or SIGTERM raises KeyboardInterrupt here; a second one ends the program as it would have."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = {number for number, handler in before.items() if handler is not signal.SIG_IGN}
+
+    def restore() -> None:
+        for number in heard:
+            signal.signal(number, before[number])
+
+    def stop(*_: object) -> None:
+        restore()
+        raise KeyboardInterrupt
+
+    for number in heard:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        restore()
 
 
 # ---------------------------------------------------------------- what is asked
@@ -322,7 +423,7 @@ def _asked(wanted: Wanted) -> Asked:
     modes = options["modes"] or ("isolated" if words else "all")
     names = words or (list(known) if options["techniques"] == "all" else _listed(options["techniques"]))
     members = chosen(names, known)
-    if not members:
+    if not members and BASELINE not in names:
         raise ConfigError(Problem("must name a technique to be compared with the baseline", "techniques"))
     request = wanted.request
     if "batch" in numbers:
@@ -403,6 +504,7 @@ def _row(trials: Trials, name: str, mode: str, members: tuple[str, ...], steps: 
         attention=", ".join(sorted({kernel for _, kernel, _ in calls})),
         update_j=sum(measured.block_j.values()) / len(measured.block_j) if measured.block_j else None,
         device=measured.opened["device"],
+        device_name=measured.opened["device_name"],
         why_not=measured.why_not,
         updates_ms=_evenly([ms for number in sorted(measured.updates_ms) for ms in measured.updates_ms[number]], steps),
     )
@@ -509,6 +611,8 @@ ACTIONS: Mapping[str, Callable[[Results, Wanted], Report]] = {
 }  # fmt: skip
 SHARE_ALONE = 0.5  # of the time, for each technique alone: what the others try stands on it
 SHARE_OF_STACK = 0.75  # of the time that is left then
+SHARE_OF_CHOICE = 0.5  # of what is then left, for choosing among combinations; the rest is for the one that was chosen
+SHARE_OF_STARTS = 0.6  # of the time of a stage, that the starts of one technique may take where it gains nothing
 SHARE_OF_START = 0.3  # of a stage, that one cell may take to begin: compilation must not take the others' time
 LEAST_START_S = 20.0
 NOTICED_S = 0.1  # that a run may begin later without anybody noticing

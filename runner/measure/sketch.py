@@ -1,0 +1,47 @@
+"""A few numbers in the place of all weights: what two processes compare without sending their weights to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+NUM_SUMS = 1024
+
+
+def sketch(weights: Iterable[Tensor]) -> Tensor:
+    """Return NUM_SUMS sums of the weights (NUM_SUMS,): each weight is in one of them, with a sign.
+
+    Sum and sign follow from its place. It is linear: the difference of two sketches is the sketch of the difference.
+    The lengths and angles of what is sketched are those of the sketches, to about 1 / sqrt(NUM_SUMS). The same on every
+    device, but for rounding. Nobody waits for the device, and no random state is touched.
+    Source: Charikar, Chen and Farach-Colton, Finding frequent items in data streams, ICALP 2002.
+    """
+    sums: Tensor | None = None
+    with torch.no_grad():
+        for number, weight in enumerate(weights):
+            flat = weight.detach().reshape(-1)
+            for begin in range(0, flat.numel(), CHUNK):
+                part = flat[begin : begin + CHUNK]
+                signed = part.to(_WIDE.get(part.device.type, torch.float64)) * _signs(part, begin, number)
+                rows = torch.nn.functional.pad(signed, (0, -len(signed) % NUM_SUMS)).view(-1, NUM_SUMS)
+                added = rows.sum(0).roll(number * 131)
+                sums = added if sums is None else sums + added.to(sums.device)
+    return torch.zeros(NUM_SUMS) if sums is None else sums
+
+
+def _signs(part: Tensor, begin: int, number: int) -> Tensor:
+    """Return -1 or 1 for each value by its place alone, without a pattern in which equal values would cancel.
+
+    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (mix64).
+    """
+    mixed = torch.arange(begin, begin + part.numel(), device=part.device, dtype=torch.int64) + (number << 40)
+    for shift, factor in _MIX:
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return (mixed >> 32 & 1) * 2 - 1
+
+
+_MIX = ((33, -0x00AE502812AA7333), (33, -0x3B314601E57A13AD))  # as signed numbers of 64 bits
+CHUNK = 1 << 20  # values at a time: 8 MiB of signs, whatever the size of the model
+_WIDE = {"mps": torch.float32}  # it has no float64
