@@ -165,7 +165,8 @@ class Ladder:
                 with self._kept():
                     self._alone(members)
                 members = tuple(technique for technique in members if technique.name not in self.skipped)
-                members = self._without_rivals(members)
+                if set(self.asked.modes) != {"isolated"}:
+                    members = self._without_rivals(members)
             if {"cumulative", "leave_one_out"} & set(self.asked.modes) and members and self._has_time("stack"):
                 members = self._startable(members)
                 with self._kept():
@@ -536,8 +537,8 @@ def _speeds(rows: Sequence[Row]) -> Table:
 
 def _costs(rows: Sequence[Row]) -> Table:
     columns = (
-        "cell", "peak memory, GiB", "optimizer, MiB", "loss off, %", "gradient off, %", "computes", "attention",
-        "energy, J",
+        "cell", "peak memory, GiB", "optimizer, MiB", "loss off, %", "gradient off, %", "weights off, %", "computes",
+        "attention", "energy, J",
     )  # fmt: skip
     told: list[list[Value]] = []
     for row in rows:
@@ -546,6 +547,7 @@ def _costs(rows: Sequence[Row]) -> Table:
             [
                 row.name, row.peak_gib, row.optimizer_mib,
                 None if off is None else 100 * max(off.loss, off.later), None if off is None else 100 * off.grad_norm,
+                None if off is None or off.moved is None else 100 * off.moved,
                 "" if off is None else "something else" if off.differ else "the same",
                 row.attention, row.update_j,
             ]
