@@ -65,15 +65,15 @@ def _rename(root: Tree.Element, name: str) -> None:
         for value in element.attrib.values():
             used.update(_REFERENCE.findall(value))
         if _LINK in element.attrib:
-            used.add(element.attrib[_LINK].removeprefix("#"))
+            used.add(element.attrib[_LINK][1:])
     for element in root.iter():
         if "id" in element.attrib:
             known = element.attrib.pop("id")
             if known in used:
                 element.attrib["id"] = f"{name}-{known}"
         link = element.attrib.pop(_LINK, None)
-        if link is not None:
-            element.attrib["href"] = f"#{name}-{link.removeprefix('#')}"
+        if link is not None:  # to something in the figure, or a raster in itself as data:
+            element.attrib["href"] = f"#{name}-{link[1:]}" if link.startswith("#") else link
         for key, value in element.attrib.items():
             element.attrib[key] = _REFERENCE.sub(lambda match: f"url(#{name}-{match[1]})", value)
 

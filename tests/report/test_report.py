@@ -4,8 +4,14 @@
 
 from __future__ import annotations
 
+import html
+import http.server
 import json
 import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -65,7 +71,8 @@ def is_sound(page: Page) -> None:
     for tag, attrs in page.tags:
         assert not [key for key in attrs if key.startswith("on")], (tag, attrs)
         for key in ("src", "href", "xlink:href", "action", "data", "srcset"):
-            assert (attrs.get(key) or "#").startswith(("#", "data:image/png;base64,")), (tag, attrs)
+            target = attrs.get(key) or ""
+            assert not target or target[1:] in ids or target.startswith("data:image/png;base64,"), (tag, attrs)
         for target in re.findall(r"url\(([^)]*)\)", " ".join(str(value) for value in attrs.values())):
             assert target.startswith("#")
             assert target[1:] in ids
@@ -100,24 +107,26 @@ def report(folder: Path, *words: str) -> Page:
     return page
 
 
-@pytest.fixture
-def full(tmp_path: Path) -> Path:
-    path = full_run(tmp_path)
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The page of a run that has left everything."""
+    folder = tmp_path_factory.mktemp("full")
+    path = full_run(folder)
     from PIL import Image
 
     (path / "plots").mkdir()
-    Image.effect_noise((900, 500), 40).save(path / "plots" / "maps.png")
+    Image.linear_gradient("L").resize((900, 500)).save(path / "plots" / "maps.png")
     (path / "plots" / "gpu0.png").write_bytes(b"drawn anew")
     (path / "plots" / "broken.png").write_bytes(b"\x89PNG none")
     (path / "predictions").mkdir()
     (path / "predictions" / "sample.txt").write_text("to be & not to be <b>")
     blocks = {"baseline": [10.0, 11.0, 10.5], "compile": [5.0, 5.5, 5.2]}
     Results(path / "benchmarks").put(blocks, {"compile": {"ratio": {"middle": 2.0, "low": 1.9, "high": 2.1, "num": 3}}})
-    return path
+    return report(folder, "full")
 
 
-def test_a_page_shows_all_that_a_run_has_left(full: Path, tmp_path: Path) -> None:
-    page = report(tmp_path, "full")
+def test_a_page_shows_all_that_a_run_has_left(full: Page) -> None:
+    page = full
     told = labelled(page)
     assert told.keys() == CHARTS
     assert "compute 7.0 s" in told["time"]
@@ -196,7 +205,6 @@ def test_what_strangers_wrote_is_neither_markup_nor_a_secret(tmp_path: Path) -> 
         assert secret not in page.text
     assert "\x1b" not in page.text
     assert "\x00" not in page.text
-    assert report(tmp_path, "enemy", str(path)).words.count("Comparison of 2 runs") >= 1
 
 
 def test_nonsense_in_every_file_is_no_fault_of_the_page(tmp_path: Path) -> None:
@@ -262,3 +270,92 @@ def test_a_thinned_curve_keeps_its_extremes_its_mean_and_its_gaps(count: int) ->
     assert np.nanmax(line.high, initial=-9) == np.nanmax(y, initial=-9)
     assert np.isnan(line.mean).any() == (np.isnan(y).any() and count <= 320)
     assert np.allclose(smoothed(Curve(list(range(count)), [3.0] * count)).y, 3.0)
+
+
+# ---------------------------------------------------------------- in a browser
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WIDTHS = (390, 1280)
+# The page in two windows of these widths; a script around them, not in them, tells what is seen there.
+AROUND = """<!doctype html><meta charset="utf-8"><body style="margin:0; white-space:nowrap">FRAMES<script>
+window.onload = () => {
+  const seen = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument, root = page.documentElement;
+    const charts = [...page.querySelectorAll("svg")].map(chart => [chart.id, chart.getBoundingClientRect()]);
+    return {
+      width: root.clientWidth, needs: root.scrollWidth, back: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
+      small: charts.filter(([, box]) => box.width < 250 || box.height < 60).map(([id]) => id), charts: charts.length,
+      ink: frame.contentWindow.getComputedStyle(page.querySelector("svg text")).fill,
+    };
+  });
+  document.body.insertAdjacentHTML("beforeend", "<pre id=seen>" + JSON.stringify(seen) + "</pre>");
+};
+</script>"""
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[str, list[str]]]:
+    """The address of a server on this machine, and what it is asked for."""
+    paths: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", paths
+    server.shutdown()
+    server.server_close()
+
+
+def shown(text: str, folder: Path, *, dark: bool) -> tuple[list[dict[str, Any]], list[str], Path]:
+    """Return what a browser shows in each width, what it writes to its console, and a picture of it."""
+    (folder / "page.html").write_text(text)
+    frames = "".join(
+        f'<iframe src="page.html" width="{width}" height="2400" style="border:0"></iframe>' for width in WIDTHS
+    )
+    (folder / "around.html").write_text(AROUND.replace("FRAMES", frames))
+    picture = folder / "picture.png"
+    words = [
+        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--hide-scrollbars",
+        "--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--window-size={sum(WIDTHS)},2400", f"--screenshot={picture}", "--dump-dom",
+        (folder / "around.html").as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True)
+    (found,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
+    return json.loads(html.unescape(found)), re.findall(r"CONSOLE.*", done.stderr), picture
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_browser_shows_it_in_both_lights_and_widths_and_asks_nobody(
+    full: Page, asked: tuple[str, list[str]], tmp_path: Path, dark: bool
+) -> None:
+    from PIL import Image
+
+    address, paths = asked
+    intruder = (
+        f"<img src='{address}/image'><script src='{address}/script'></script><script>document.body.remove()</script>"
+    )
+    intruder += f"<link rel=stylesheet href='{address}/style'><iframe src='{address}/frame'></iframe>"
+    text = full.text.replace("</main>", f"{intruder}</main>") if dark else full.text
+    seen, console, picture = shown(text, tmp_path, dark=dark)
+    assert paths == []
+    assert all("Content Security Policy" in line for line in console), console
+    assert bool(console) == dark, "what does not belong to it is refused, and that is the only thing said"
+    assert [frame["width"] for frame in seen] == list(WIDTHS)
+    for frame in seen:
+        assert frame["needs"] <= frame["width"], "nothing hangs out of the window"
+        assert frame["charts"] == len(CHARTS)
+        assert frame["small"] == []
+        lights = [sum(map(int, re.findall(r"\d+", frame[key])[:3])) / 3 for key in ("back", "ink")]
+        assert (lights[0] < 60 and lights[1] > 180) if dark else (lights[0] > 230 and lights[1] < 60), frame
+    with Image.open(picture) as image:
+        assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 500, "the charts are drawn"
