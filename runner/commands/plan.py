@@ -1,48 +1,107 @@
-"""`accel-run plan`: what would be done here, or on the machine of a profile, and why."""
+"""`accel-run plan`: what would be done here, or on the machine of a profile, and why; what it takes, and if it fits."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from runner.base.configuration import compose, facts_of_profiles
 from runner.base.secret import fit_to_show
 from runner.commands.arguments import SETTINGS_HELP, read
 
-HELP = f"""usage: accel-run plan [key=value ...]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-Shows every value of the run with its reason, and stops. With a hardware profile it plans for that machine,
-also when it is not here; without one, for this machine. Exit 78 with all problems when something cannot be.
+    from runner.base.configuration import Configuration
+    from runner.plan.fits import Needs
+    from runner.plan.inventory import Inventory
+    from runner.plan.plan import Plan
+    from runner.plan.sheet import Change
+
+HELP = f"""usage: accel-run plan [--probe] [key=value ...]
+
+Shows every value of the run with its reason, what it takes of memory and about how long an update takes, and stops.
+With a hardware profile it plans for that machine, also when it is not here; without one, for this machine. Where the
+run would not fit, it lists what would. Exit 78 with all problems when something cannot be.
+
+  --probe    make three real updates here, in a folder of their own, and keep what they show of this machine: later
+             plans are corrected by it
 
 {SETTINGS_HELP}
 examples
   accel-run plan
   accel-run plan +hardware=t4
-  accel-run plan global_batch_size=64 micro_batch_size=16
+  accel-run plan +hardware=t4 task.size=124m global_batch_size=256
+  accel-run plan --probe
 """
 
 
 def run(words: list[str]) -> int:
     """Print the plan."""
-    from runner.base.configuration import compose
-    from runner.plan.plan import inventory_for, make_plan, rank_table, wants_footprint
+    from runner.plan.plan import inventory_for, make_plan, rank_table
 
-    configuration = compose(read(words).request)
+    probes = "--probe" in words
+    configuration = compose(read([word for word in words if word != "--probe"]).request)
+    if probes:
+        from runner.measure.real_updates import probe
+
+        lines = probe(configuration.request, lambda text: print(f"probe: {text}", file=sys.stderr, flush=True))
+        print(fit_to_show("\n".join(lines)), end="\n\n", flush=True)
     inventory, whose = inventory_for(configuration)
-    need = None
-    if wants_footprint(configuration, inventory):
-        from runner.engine.footprint import footprint
-
-        need = footprint(configuration, inventory)
-    plan = make_plan(configuration, inventory, footprint=need)
+    needs = _needs(configuration, inventory)
+    plan = make_plan(configuration, inventory, needs=needs)
     print(f"plan for {whose}: {plan.device_name}")
     print("\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch), end="\n\n")
     if plan.world_size > 1:
         print("\n".join(rank_table(plan)), end="\n\n")
     if plan.batch.stages > 1:
-        from runner.engine.footprint import layout
+        from runner.engine.layout import layout
 
         print(layout(configuration, inventory, plan), end="\n\n")
+    print("\n".join(_memory(configuration, inventory, plan, needs)), end="\n\n")
     print(fit_to_show(table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()])))
     for note in plan.notes:
         print(fit_to_show(f"note: {note}"))
+    print(fit_to_show(f"\nnext: {command(configuration)}"))
     return 0
+
+
+def _needs(configuration: Configuration, inventory: Inventory) -> Needs:
+    """Return what the run takes, traced in a process of its own."""
+    from runner.launch.apart import needs_apart
+
+    return needs_apart(configuration, inventory, beyond=True)
+
+
+def _memory(configuration: Configuration, inventory: Inventory, plan: Plan, needs: Needs) -> list[str]:
+    from runner.plan.estimate import peaks_of
+    from runner.plan.sheet import sheet
+
+    profiles = [configuration.hardware, *facts_of_profiles(configuration.request.config_dir).values()]
+    peaks = {}
+    for name in {rank.name for rank in plan.ranks}:
+        correction = needs.corrections.get(name)
+        rates = correction.flops_per_s if correction else {}
+        peaks[name] = peaks_of(name, plan.choices["precision"].name, profiles, rates)
+    changes: Sequence[Change] = ()
+    if not all(each.prediction.fits for each in plan.memory):
+        from runner.engine.changes import changes_of
+        from runner.launch.apart import apart
+
+        changes = apart(changes_of, configuration, inventory, plan, needs, peaks)
+    return sheet(plan, needs, peaks, changes)
+
+
+def command(configuration: Configuration) -> str:
+    """Return the command that trains as planned."""
+    request = configuration.request
+    words = [word for word in request.overrides if not word.startswith("--")]
+    if request.task_file:
+        words += ["--task", str(request.task_file)]
+    if request.config_dir:
+        words += ["--config-dir", str(request.config_dir)]
+    return shlex.join(["accel-run", "train", *words])
 
 
 def shown(value: object) -> str:

@@ -21,11 +21,13 @@ from runner.engine.evidence import Evidence
 from runner.engine.saving import CHECKPOINTS, SavePolicy, Toll
 from runner.observe import limits
 from runner.observe.events import Console, Events
+from runner.observe.memory import allocator_notes
 from runner.observe.notices import Notice
 from runner.observe.progress import Progress, make_progress
 from runner.observe.report import EndOfRun, Memory, StartOfRun, Technique, end_summary, prints_only_ascii, start_report
 from runner.plan.inventory import Inventory
 from runner.plan.plan import Plan, rank_table
+from runner.plan.sheet import short
 
 if TYPE_CHECKING:
     from runner.engine.assemble import Parts
@@ -156,6 +158,7 @@ class Screen:
                 run_dir=str(self.directory.shown),
                 notes=(*plan.notes, *parts.notes, *_saves(plan)),
                 phases=tuple(map(str, plan.selected)) if plan.own_keys else (),
+                memory=tuple(short(plan.memory)),
             ),
             ascii_only=self._ascii,
         )
@@ -191,8 +194,7 @@ class Screen:
         if run.num_skipped:
             notes.append(f"{run.num_skipped} updates were skipped because float16 overflowed")
         notes += [_toll(run.toll, total)] if run.toll.num_saves else []
-        if evidence.num_alloc_retries:
-            notes.append(f"the GPU was nearly full: torch had to give memory back {evidence.num_alloc_retries} times")
+        notes += allocator_notes(evidence.num_alloc_retries, evidence.fragmentation, evidence.device_reserved_gib)
         before, after = run.state_bytes
         if after < before:
             notes.append(f"optimizer state {after / 2**20:.1f} MiB instead of {before / 2**20:.1f} MiB")

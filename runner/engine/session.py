@@ -30,10 +30,10 @@ from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.durable.files import read_object, read_rows
 from runner.engine.again import script
 from runner.plan.environment import environment
+from runner.plan.fits import Needs
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.plan import Plan, make_plan
 from runner.plan.ranks import RankDevice
-from runner.plan.strategy import Footprint
 
 if TYPE_CHECKING:
     from runner.base.world import World
@@ -52,7 +52,7 @@ class Job:
     plan: Plan
     inventory: Inventory
     name: str
-    footprint: Footprint | None = None
+    needs: Needs | None = None
 
     @property
     def folder(self) -> Path:

@@ -66,7 +66,7 @@ from runner.engine.stopping import EarlyStopping
 from runner.engine.tasks import explained
 from runner.engine.watchdog import CHECKPOINT, DATA, EVALUATION, FINISH, SEARCH, SUMMARY, UPDATE, Pulse
 from runner.observe.benchmark import Benchmark
-from runner.observe.memory import host_peak_gib, restart_host_peak
+from runner.observe.memory import allocator_metrics, host_peak_gib, restart_host_peak
 from runner.observe.monitor import NoMonitor
 from runner.observe.profiler import Profiler, Subject
 from runner.observe.trackers import Tracker
@@ -687,9 +687,7 @@ class Phase:
         self._add_ranks()
         device = parts.world.device
         if device.type == "cuda":
-            found["memory/allocated_gib"] = torch.cuda.memory_allocated(device) / 2**30
-            found["memory/reserved_gib"] = torch.cuda.memory_reserved(device) / 2**30
-            found["memory/peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+            found |= allocator_metrics(torch.cuda.memory_stats(device))
         return found
 
     def _write(self, row: Row) -> None:

@@ -6,10 +6,16 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.base.parent import die_with_parent
+
+if TYPE_CHECKING:
+    from runner.base.configuration import Configuration
+    from runner.plan.fits import Needs
+    from runner.plan.inventory import Inventory
 
 Answer = TypeVar("Answer")
 
@@ -21,6 +27,21 @@ def apart(function: Callable[..., Answer], *given: Any) -> Answer:
     """
     with ProcessPoolExecutor(1, get_context("fork"), initializer=_settle_in, initargs=(os.getpid(),)) as process:
         return process.submit(function, *given).result()
+
+
+def needs_apart(configuration: Configuration, inventory: Inventory, *, beyond: bool = False) -> Needs:
+    """Return what training takes, traced where fake tensors and what may abort a process do no harm.
+
+    beyond  trace what is needed to say what more would fit
+    Raises what the task raises.
+    """
+    import runner.engine.needs  # once, before the fork
+    from runner.plan.fits import Needs
+
+    try:
+        return apart(runner.engine.needs.needs_of, configuration, inventory, beyond)
+    except BrokenProcessPool:
+        return Needs({}, why_not="the process that traced the model died")
 
 
 def _settle_in(parent: int) -> None:

@@ -21,12 +21,13 @@ from runner.base.ranks import Member, member_of, starter
 from runner.base.scratch import private_folder
 from runner.durable.files import read_object
 from runner.engine.session import Ended, Job, name_of, record_failure, take_part
+from runner.launch.apart import apart, needs_apart
 from runner.launch.launcher import launched
 from runner.observe.trackers import must_be_installed
+from runner.plan.fits import Needs
 from runner.plan.inventory import Inventory, take_inventory
-from runner.plan.plan import Plan, allow_for, make_plan, wants_footprint
+from runner.plan.plan import Plan, allow_for, make_plan, wants_needs
 from runner.plan.ranks import RankDevice
-from runner.plan.strategy import Footprint
 
 if TYPE_CHECKING:
     from runner.launch.local import Ending
@@ -99,8 +100,8 @@ def _from_here(request: Request, configuration: Configuration, name: str) -> tup
     """Train in this process, or start the ranks that the plan wants and watch over them."""
     alone = configuration.choices["parallelism"].function == "single"
     inventory = _inventory(configuration, is_forked=not alone)
-    need = _footprint(configuration, inventory) if wants_footprint(configuration, inventory) else None
-    job = Job(request, configuration, make_plan(configuration, inventory, footprint=need), inventory, name, need)
+    needs = needs_apart(configuration, inventory) if wants_needs(configuration, inventory) else None
+    job = Job(request, configuration, make_plan(configuration, inventory, needs=needs), inventory, name, needs)
     if job.plan.world_size == 1:
         _tell_of_crashes()
         with private_folder():
@@ -122,16 +123,7 @@ def _inventory(configuration: Configuration, *, is_forked: bool) -> Inventory:
         return take_inventory()
     import torch  # noqa: F401 - once, before the forks
 
-    from runner.launch.apart import apart
-
     return apart(take_inventory)
-
-
-def _footprint(configuration: Configuration, inventory: Inventory) -> Footprint:
-    import runner.engine.footprint  # once, before the forks
-    from runner.launch.apart import apart
-
-    return apart(runner.engine.footprint.footprint, configuration, inventory)
 
 
 def _taken_part(job: Job, member: Member) -> Ended:
@@ -210,7 +202,7 @@ def _without(job: Job, lost: tuple[int, ...], began: float) -> Job:
     if _has_begun(job, began):
         settings = dataclasses.replace(settings, resume="auto")
     configuration = dataclasses.replace(job.configuration, choices=choices, settings=settings)
-    plan = make_plan(configuration, job.inventory, left, job.footprint)
+    plan = make_plan(configuration, job.inventory, left, job.needs)
     Console().info(f"goes on from the last checkpoint with {len(left)} rank{'s' * (len(left) > 1)}: {plan.batch}")
     return dataclasses.replace(job, configuration=configuration, plan=plan)
 
@@ -240,8 +232,8 @@ def _as_member(request: Request, configuration: Configuration, name: str, member
     wants_gpu = gpus and configuration.settings.device != "cpu"
     mine = RankDevice.of(gpus[member.local_rank % len(gpus)] if wants_gpu else None, inventory)
     timeout_s = float(configuration.choices["parallelism"].options.get("timeout_s", 600.0))
-    is_open = wants_footprint(configuration, inventory, member.world_size)
-    need = _footprint(configuration, inventory) if is_open and member.rank == 0 else None
+    is_first = member.rank == 0
+    needs = needs_apart(configuration, inventory) if is_first and wants_needs(configuration, inventory) else None
     with private_folder(), joined(member, torch.device(mine.device), timeout_s=timeout_s) as world:
         source = task_source(configuration.choices["task"].name, request.task_file).read_bytes()
         _must_agree(
@@ -256,9 +248,9 @@ def _as_member(request: Request, configuration: Configuration, name: str, member
             )
         )
         ranks = [RankDevice(**fields) for fields in world.gather(dataclasses.asdict(mine))]
-        told = world.from_first(dataclasses.asdict(need) if need else None)
+        told = world.from_first(dataclasses.asdict(needs) if needs else None)
         try:
-            plan = make_plan(configuration, inventory, ranks, Footprint(**told) if told else None)
+            plan = make_plan(configuration, inventory, ranks, Needs.from_dict(told) if told else None)
         except ConfigError as error:
             raise _OfAll(error.problems) from error
         plan = Plan.from_json(world.from_first(plan.to_json()))

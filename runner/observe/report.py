@@ -27,6 +27,7 @@ class StartOfRun:
     batch_per_rank     samples of one update on each rank, where they are not all micro_batch_size x accumulation_steps
     notes              lines to add: resumed from where, where the tracker writes
     phases             a line for each phase to run, where the task declares them; they have batches of their own
+    memory             a line for each kind of device: what is predicted of it; empty where nothing was
     """
 
     run_name: str
@@ -44,6 +45,7 @@ class StartOfRun:
     batch_per_rank: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
+    memory: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def start_report(start: StartOfRun, *, ascii_only: bool = False) -> str:
         *_repeat("technique", (_technique(technique) for technique in off_last)),
         ("parameters", f"{_count(start.num_parameters)} total, {_count(start.num_trainable)} trainable"),
         *(_repeat("phase", start.phases) or [("batch", _batch(start))]),
+        *_repeat("memory", start.memory),
         ("directory", start.run_dir),
         *_repeat("note", start.notes),
     ]

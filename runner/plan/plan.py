@@ -21,9 +21,10 @@ from runner.base.phases import GROUPS as PHASE_GROUPS
 from runner.base.schema import defaults
 from runner.base.settings import DataSettings, EarlyStoppingSettings, EvaluateSettings, Settings
 from runner.base.shares import lines, table
+from runner.plan.fits import Needs, Part, RankMemory, passes_of, predicted, sized
 from runner.plan.inventory import Device, Inventory, inventory_of_profile, read_cpu, take_inventory
 from runner.plan.ranks import RankDevice, gpus_of_ranks, shares_of
-from runner.plan.strategy import Footprint, choose
+from runner.plan.strategy import choose
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Plan:
     phases     all phases of the task, in order; `selected` names those that run
     own_keys   keys of the phases where the task declares some, as in the configuration
     config_dir the user's folder of configuration, None where there is none
+    memory     what is predicted for each rank in each phase that trains; empty where nothing was traced
     """
 
     device: str
@@ -99,6 +101,7 @@ class Plan:
     phases: tuple[PhasePlan, ...]
     own_keys: Mapping[str, Any]
     config_dir: str | None = None
+    memory: tuple[RankMemory, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -168,6 +171,7 @@ class Plan:
         tree["batch"] = _batch_from(tree["batch"])
         tree["ranks"] = tuple(RankDevice(**rank) for rank in tree["ranks"])
         tree["notes"] = tuple(tree["notes"])
+        tree["memory"] = tuple(RankMemory.from_dict(each) for each in tree["memory"])
         return Plan(**tree)
 
 
@@ -193,19 +197,18 @@ def make_plan(
     configuration: Configuration,
     inventory: Inventory,
     ranks: Sequence[RankDevice] | None = None,
-    footprint: Footprint | None = None,
+    needs: Needs | None = None,
 ) -> Plan:
     """Derive the mechanics of a run.
 
-    ranks      devices of ranks that somebody else has started; None: as many as the configuration asks for, here
-    footprint  what training takes, where `wants_footprint` says that it matters
+    ranks  devices of ranks that somebody else has started; None: as many as the configuration asks for, here
+    needs  what training takes, where `wants_needs` says that it matters
 
     Raises ConfigError with every problem, DeviceMissing if a device asked for by name is not in the inventory.
     """
-    planner = _Planner(configuration, inventory)
-    planner.footprint = footprint
+    planner = _Planner(configuration, inventory, needs)
     chosen = planner.gpu()
-    planner.choose_strategy(chosen, ranks, footprint)
+    planner.choose_strategy(chosen, ranks)
     gpu = planner.gather(chosen, ranks)
     planner.device = gpu
     planner.fit_profile(gpu)
@@ -215,6 +218,7 @@ def make_plan(
     phases = tuple(planner.phase(phase) for phase in configuration.phases)
     if planner.problems:
         raise ConfigError(planner.problems)
+    memory = planner.memory(phases)
     first = planner.ranks[0]
     return Plan(
         device=first.device,
@@ -234,6 +238,7 @@ def make_plan(
         phases=phases,
         own_keys=planner.own_keys,
         config_dir=str(configuration.request.config_dir) if configuration.request.config_dir else None,
+        memory=memory,
     )
 
 
@@ -252,16 +257,15 @@ def allow_for(configuration: Configuration) -> None:
         os.environ.update(allocator_environment(allocator))
 
 
-def wants_footprint(configuration: Configuration, inventory: Inventory, world_size: int | None = None) -> bool:
-    """Tell whether the plan depends on what the model takes: several GPUs, and a strategy or shares to be found.
+def wants_needs(configuration: Configuration, inventory: Inventory) -> bool:
+    """Tell whether the plan depends on what the model takes: a GPU, and a strategy or a micro-batch to be found.
 
-    world_size  of ranks that somebody else has started
+    Elsewhere nothing is traced before a run, so that it starts as fast as it can.
     """
     parallelism, settings = configuration.choices["parallelism"], configuration.settings
-    follows_speed = parallelism.options.get("shares") == "speed" and settings.micro_batch_size == "auto"
-    is_open = parallelism.function == "auto" or follows_speed
-    num_gpus = len(inventory.usable)
-    return is_open and settings.device in ("auto", "cuda") and num_gpus > 0 and (world_size or num_gpus) > 1
+    is_open = parallelism.function == "auto" or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
+    has_gpu = any(device.kind == "cuda" for device in inventory.usable)
+    return is_open and has_gpu and settings.device.partition(":")[0] in ("auto", "cuda")
 
 
 def _devices_here(chosen: Device | None, inventory: Inventory) -> list[RankDevice]:
@@ -303,11 +307,11 @@ def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
 
 
 class _Planner:
-    def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
+    def __init__(self, configuration: Configuration, inventory: Inventory, needs: Needs | None) -> None:
         self.configuration = configuration
         self.inventory = inventory
+        self.needs = needs if needs is not None and needs.demands else None
         self.ranks: tuple[RankDevice, ...] = ()
-        self.footprint: Footprint | None = None
         self.choices = dict(configuration.choices)
         self.reasons = {key: source for key, source in configuration.sources.items() if key != "hardware"}
         self.notes: list[str] = []
@@ -333,21 +337,19 @@ class _Planner:
             fix="say device=auto to take what is here",
         )
 
-    def choose_strategy(
-        self, chosen: Device | None, ranks: Sequence[RankDevice] | None, footprint: Footprint | None
-    ) -> None:
+    def choose_strategy(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> None:
         """Put a strategy in the place of `auto`."""
         if self.choices["parallelism"].function != "auto":
             return
-        there = list(ranks or _devices_here(chosen, self.inventory))
-        if footprint is None or len(there) == 1:
+        there = self._corrected(ranks or _devices_here(chosen, self.inventory))
+        if self.needs is None or len(there) == 1:
             name = "single" if len(there) == 1 else "ddp"
             reason = f"auto: one device ({there[0].name})" if len(there) == 1 else "auto: several devices"
             self.choose("parallelism", name, reason)
             return
         settings = self.configuration.settings
         micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
-        strategy = choose(footprint, there, settings.global_batch_size, micro)
+        strategy = choose(self.needs, there, settings.global_batch_size, micro)
         if isinstance(strategy, Problem):
             self.problems.append(strategy)
             self.choose("parallelism", "single", "auto")
@@ -363,16 +365,27 @@ class _Planner:
             what = f"cannot be one of {len(ranks)} ranks that were started"
             self.problems.append(Problem(what, "parallelism=single", "say parallelism=ddp, or start one process"))
         if ranks is not None or parallelism.function == "single":
-            self.ranks = tuple(ranks or [RankDevice.of(chosen, self.inventory)])
+            self.ranks = self._corrected(ranks or [RankDevice.of(chosen, self.inventory)])
             return chosen
         wanted = parallelism.options.get("world_size", "auto")
         gpus, why = gpus_of_ranks(chosen, wanted, self.inventory)
-        self.ranks = tuple(RankDevice.of(gpu, self.inventory) for gpu in gpus)
+        self.ranks = self._corrected([RankDevice.of(gpu, self.inventory) for gpu in gpus])
         self.set("parallelism", "world_size", len(gpus), why or self.reasons.get("parallelism.world_size", "as given"))
         weakest = min((gpu for gpu in gpus if gpu is not None), key=lambda gpu: gpu.capability or (0, 0), default=None)
         if weakest is not None and len({gpu.capability for gpu in gpus if gpu is not None}) > 1:
             self.notes.append(f"all ranks compute in one format: {weakest.name} decides which")
         return weakest
+
+    def _corrected(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:
+        """Return the devices with what was measured on them, and with no more memory than this process may take."""
+        fraction = self.choices["memory"].options.get("fraction")
+        found = [self.needs.corrected(rank) if self.needs else rank for rank in ranks]
+        return tuple(
+            dataclasses.replace(rank, free_bytes=min(rank.capacity_bytes, int(fraction * rank.memory_bytes)))
+            if fraction and rank.is_gpu
+            else rank
+            for rank in found
+        )
 
     def _best_gpu(self, usable: tuple[Device, ...]) -> Device | None:
         kinds = {item.get("kind", "cuda") for item in self.configuration.hardware.get("devices") or ()}
@@ -458,7 +471,7 @@ class _Planner:
     def phase(self, phase: PhaseSettings) -> PhasePlan:
         """Return a phase with its batch divided and the kernel of its optimizer chosen as for that of the run."""
         lead = f"phase.{phase.name}." if self.own_keys else ""
-        batch = self._divided(phase.global_batch_size, phase.micro_batch_size, lead)
+        batch = self._divided(phase.global_batch_size, phase.micro_batch_size, lead, phase.name)
         optimizer = phase.optimizer
         if optimizer.options.get("kernel") == "auto":
             kernel, why = _kernel(self.device, self.choices["parallelism"].function, optimizer.function)
@@ -480,8 +493,26 @@ class _Planner:
             scheduler=phase.scheduler,
         )
 
-    def _divided(self, global_batch_size: int, micro_batch_size: int | Literal["auto"], lead: str) -> Batch:
-        batch, why = self._shared(global_batch_size, micro_batch_size)
+    def memory(self, phases: Sequence[PhasePlan]) -> tuple[RankMemory, ...]:
+        """Return what is predicted for every rank in every phase that was traced."""
+        if self.needs is None:
+            return ()
+        found = []
+        part = Part(self.choices["parallelism"].function, len(self.ranks))
+        for phase in phases:
+            demand = self.needs.demands.get(phase.name)
+            for number, rank in enumerate(self.ranks if demand else ()):
+                assert demand is not None
+                share = phase.batch.shares[number] if phase.batch.stages == 1 else phase.batch.global_batch_size
+                samples = max(1, min(share, phase.batch.micro_batch_size))
+                prediction = predicted(demand, samples, rank, part)
+                found.append(RankMemory(phase.name, number, samples, prediction, demand.is_exact))
+        return tuple(found)
+
+    def _divided(
+        self, global_batch_size: int, micro_batch_size: int | Literal["auto"], lead: str, phase: str | None = None
+    ) -> Batch:
+        batch, why = self._shared(global_batch_size, micro_batch_size, phase)
         if isinstance(batch, Problem):
             where = f"{lead}{batch.where}" if lead else batch.where
             problem = dataclasses.replace(batch, where=where)
@@ -496,6 +527,8 @@ class _Planner:
             whole = "auto: the whole share of an update in one pass"
             if not batch.in_one_pass:
                 whole = "auto: what the smallest device holds, so that shares are free to follow speed"
+                if self.choices["parallelism"].options.get("shares") != "speed":
+                    whole = f"auto: what fits; the whole share of {max(batch.shares)} would not"
             self.reasons[f"{lead}micro_batch_size"] = reason if batch.stages > 1 else whole
         self.reasons[f"{lead}shares"] = why
         is_even = len(set(batch.shares)) == 1
@@ -504,7 +537,7 @@ class _Planner:
         self.reasons[f"{lead}accumulation_steps"] = f"{samples} / {of_rank}"
         return batch
 
-    def _shared(self, total: int, micro: int | Literal["auto"]) -> tuple[Batch | Problem, str]:
+    def _shared(self, total: int, micro: int | Literal["auto"], phase: str | None) -> tuple[Batch | Problem, str]:
         """Return an update's samples dealt to the ranks and cut into micro-batches, and why so."""
         function, count = self.choices["parallelism"].function, len(self.ranks)
         if function == "pipeline" and count > 1:
@@ -516,9 +549,32 @@ class _Planner:
         shares, why = shares_of(wanted, total, self.ranks)
         if isinstance(shares, Problem):
             return shares, why
-        if wanted == "speed" and micro == "auto" and self.footprint is not None:
-            micro = min(self.footprint.samples_on(min(rank.memory_bytes for rank in self.ranks)), max(shares))
-        return divide(total, micro, shares, ragged=function != "single"), why
+        is_free = micro == "auto"
+        if micro == "auto" and self.needs is not None and all(rank.is_gpu for rank in self.ranks):
+            micro = self._held(self.needs, shares, phase, follows_speed=wanted == "speed" and count > 1)
+        return divide(total, micro, shares, ragged=function != "single" or is_free), why
+
+    def _held(
+        self, needs: Needs, shares: Sequence[int], phase: str | None, *, follows_speed: bool
+    ) -> int | Literal["auto"]:
+        """Return the micro-batch that every device holds; auto where each holds the whole share of its rank."""
+        part, largest = Part(self.choices["parallelism"].function, len(self.ranks)), max(shares)
+        held = needs.held(phase, self.ranks, largest, part)
+        if follows_speed:
+            return max(1, held)
+        if all(
+            predicted(demand, max(1, share), rank, part).fits
+            for demand in needs.of(phase)
+            for rank, share in zip(self.ranks, shares, strict=True)
+        ):
+            return "auto"
+        if not held:
+            rank, demand = min(self.ranks, key=lambda rank: rank.capacity_bytes), needs.worst(1)
+            least = predicted(demand, 1, rank, part)
+            text = f"a pass of one sample is predicted to take {sized(least.total)}"
+            note = f"{text}, but {rank.device} has {sized(least.capacity)}: accel-run plan lists what would fit"
+            self.notes += [note] if note not in self.notes else []
+        return passes_of(largest, held)
 
 
 PASSES_PER_STAGE = 4  # micro-batches for each stage of a pipeline: with 2 stages 1 / 9 of the time is idle

@@ -8,18 +8,38 @@ from dataclasses import dataclass
 from runner.base.errors import DeviceMissing, Problem
 from runner.base.shares import Shares, equal, fixed, proportional
 from runner.plan.inventory import Device, Inventory
+from runner.plan.overhead import overhead_of
 
 CPU_RANKS = 2
 
 
 @dataclass(frozen=True)
 class RankDevice:
-    """The device of one rank, as torch calls it there: `cuda:1` or `cpu`."""
+    """The device of one rank, as torch calls it there: `cuda:1` or `cpu`.
+
+    free_bytes           what others leave of it now; None where nobody tells, as for a device that is not here
+    overhead_bytes       what libraries hold beside the tensors; communication_bytes more where there are other ranks
+    unseen               share of the tensors by which kernels may take more than a CPU's
+    """
 
     device: str
     name: str
     uuid: str = ""
     memory_bytes: int = 0
+    free_bytes: int | None = None
+    overhead_bytes: int = 0
+    communication_bytes: int = 0
+    unseen: float = 0.0
+
+    @property
+    def is_gpu(self) -> bool:
+        """Tell whether torch's caching allocator hands out its memory."""
+        return self.device.startswith("cuda")
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Return what a run may take of it; 0 where nobody knows."""
+        return self.memory_bytes if self.free_bytes is None else min(self.memory_bytes, self.free_bytes)
 
     @staticmethod
     def of(gpu: Device | None, inventory: Inventory) -> RankDevice:
@@ -27,8 +47,14 @@ class RankDevice:
         if gpu is None:
             cpu = inventory.cpu
             cores = f"{cpu.logical_cores} core{'s' * (cpu.logical_cores != 1)}"
-            return RankDevice("cpu", f"CPU ({cpu.name}, {cores})", "", cpu.memory_bytes)
-        return RankDevice(gpu.torch_name, gpu.name, gpu.uuid, gpu.memory_bytes)
+            return RankDevice(
+                "cpu", f"CPU ({cpu.name}, {cores})", "", cpu.memory_bytes, None, overhead_of("cpu", None).libraries
+            )
+        held = overhead_of(gpu.kind, gpu.capability)
+        return RankDevice(
+            gpu.torch_name, gpu.name, gpu.uuid, gpu.memory_bytes, gpu.free_bytes,
+            held.libraries, held.communication, held.unseen,
+        )  # fmt: skip
 
 
 def gpus_of_ranks(first: Device | None, wanted: int | str, inventory: Inventory) -> tuple[list[Device | None], str]:
@@ -61,7 +87,7 @@ def shares_of(wanted: str | Sequence[int], total: int, ranks: Sequence[RankDevic
     if isinstance(wanted, (list, tuple)):
         return fixed(wanted, len(ranks), total), "as given"
     even = equal(len(ranks), total)
-    memories = [rank.memory_bytes for rank in ranks]
+    memories = [rank.capacity_bytes for rank in ranks]
     if wanted == "equal" or isinstance(even, Problem):
         return even, "equal: as even as whole numbers are"
     if wanted == "speed":

@@ -7,44 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.base.errors import Problem
+from runner.plan.fits import Demand, Needs, Part, predicted, sized
 from runner.plan.ranks import RankDevice
 
-GIB = 2**30
-HEADROOM = 0.9  # of a device's memory: the rest is for context, workspaces and fragmentation
 UNEQUAL = 1.1  # memories that differ by more are unequal
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What training takes, in bytes, whatever the device.
-
-    weights      parameters and buffers
-    gradients    of the parameters that are trained
-    state        of their optimizer
-    activations  kept for the backward pass, for one sample
-    largest      parameters of the largest block, which fsdp gathers at once
-    num_layers   layers that a pipeline may split between; None where the task does not tell
-    """
-
-    weights: int
-    gradients: int
-    state: int
-    activations: int
-    largest: int = 0
-    num_layers: int | None = None
-
-    @property
-    def model(self) -> int:
-        """Return what does not depend on the number of samples."""
-        return self.weights + self.gradients + self.state
-
-    def samples_on(self, memory_bytes: int) -> int:
-        """Return how many samples a device passes at once beside the whole model; at least 1."""
-        return max(1, int((memory_bytes * HEADROOM - self.model) / max(1, self.activations)))
-
-    def __str__(self) -> str:
-        parts = f"weights {_gib(self.weights)}, gradients {_gib(self.gradients)}, optimizer {_gib(self.state)}"
-        return f"{parts}, activations {_gib(self.activations)} a sample"
 
 
 @dataclass(frozen=True)
@@ -56,7 +22,7 @@ class Strategy:
     reason: str
 
 
-def choose(need: Footprint, ranks: Sequence[RankDevice], total: int, micro: int | None) -> Strategy | Problem:
+def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | None) -> Strategy | Problem:
     """Return the simplest strategy by which an update of `total` samples fits the devices, or what is missing.
 
     ddp where each device holds the whole model and at least one sample: with unequal devices its shares follow speed,
@@ -65,38 +31,47 @@ def choose(need: Footprint, ranks: Sequence[RankDevice], total: int, micro: int 
 
     micro  samples of a pass; None: the whole share
     """
-    count, memories = len(ranks), [rank.memory_bytes * HEADROOM for rank in ranks]
+    count, rooms = len(ranks), [rank.capacity_bytes for rank in ranks]
     if count == 1:
         return Strategy("single", {}, f"auto: one device ({ranks[0].name})")
-    if not all(memories):
+    if not all(rooms):
         return Strategy("ddp", {}, "auto: several devices of unknown memory; a copy of the model on each")
-    are_unequal = max(memories) > UNEQUAL * min(memories)
-    least = need.model + (micro or 1) * need.activations
-    room = f"{_gib(min(memories))} of the {'smaller' if are_unequal else 'same'} device"
-    if least <= min(memories):
+    samples = micro or 1
+    need = needs.worst(samples)
+    are_unequal = max(rooms) > UNEQUAL * min(rooms)
+    least = max(predicted(need, samples, rank, Part("ddp", count)).total for rank in ranks)
+    room = f"{sized(min(rooms))} of the {'smaller' if are_unequal else 'same'} device"
+
+    def hold(strategy: str, size: int = samples) -> bool:
+        return needs.fits(ranks, [size] * count, Part(strategy, count))
+
+    if hold("ddp"):
         if not are_unequal:
             return Strategy("ddp", {}, f"auto: the model fits each of {count} devices ({need}; room {room})")
-        fits = need.model + (micro or -(-total // count)) * need.activations <= min(memories)
+        fits = hold("ddp", micro or -(-total // count))
         shares, why = ("speed", "even shares fit, so speed decides") if fits else ("memory", "even shares do not fit")
         return Strategy(
             "ddp", {"shares": shares}, f"auto: the model fits each of {count} unequal devices; {why} ({need})"
         )
-    shard = least - need.model + need.model / count + 2 * need.largest
-    if shard <= min(memories) and not are_unequal:
-        return Strategy("fsdp", {}, f"auto: a copy takes {_gib(least)}, above {room}; a part of it fits ({need})")
-    if need.num_layers is not None and need.num_layers >= count and least <= sum(memories):
+    if hold("fsdp") and not are_unequal:
+        return Strategy("fsdp", {}, f"auto: a copy takes {sized(least)}, above {room}; a part of it fits ({need})")
+    if need.num_layers is not None and need.num_layers >= count and _fits_together(need, samples, ranks):
         why = "fsdp cuts evenly and the smaller device is too small for that" if are_unequal else "too large for fsdp"
-        return Strategy("pipeline", {}, f"auto: a copy takes {_gib(least)}, above {room}; {why} ({need})")
-    if shard <= min(memories):
-        return Strategy("fsdp", {}, f"auto: a copy takes {_gib(least)}, above {room}; even parts of it fit ({need})")
+        return Strategy("pipeline", {}, f"auto: a copy takes {sized(least)}, above {room}; {why} ({need})")
+    if hold("fsdp"):
+        return Strategy("fsdp", {}, f"auto: a copy takes {sized(least)}, above {room}; even parts of it fit ({need})")
+    held = needs.held(None, ranks, samples, Part("ddp", count))
+    smaller = f"micro_batch_size={held}, " if held else ""
     hint = "" if need.num_layers is not None else "; a task with layers() can be split unevenly"
     return Problem(
-        f"needs {_gib(least)} for a pass of {micro or 1} ({need}), but the devices have"
-        f" {' + '.join(_gib(rank.memory_bytes) for rank in ranks)}",
+        f"needs {sized(least)} for a pass of {samples} ({need}), but the devices have {' + '.join(map(sized, rooms))}",
         "parallelism=auto",
-        f"say memory=checkpoint, optimizer=adamw8bit or a smaller model{hint}",
+        f"say {smaller}memory=checkpoint, optimizer=adamw8bit or a smaller model{hint}",
     )
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:.3g} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.3g} MiB"
+def _fits_together(need: Demand, samples: int, ranks: Sequence[RankDevice]) -> bool:
+    """Tell whether the devices together hold one copy, cut between layers, beside what libraries hold on each."""
+    whole = predicted(need, samples, ranks[0])
+    held = sum(rank.overhead_bytes + rank.communication_bytes for rank in ranks)
+    return whole.total - whole.parts["libraries"] + held <= sum(rank.capacity_bytes for rank in ranks)

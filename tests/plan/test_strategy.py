@@ -5,18 +5,29 @@ from __future__ import annotations
 import pytest
 
 from runner.base.errors import Problem
+from runner.plan.fits import GIB, Demand, Needs, Part, Point, predicted
+from runner.plan.need import Bytes
 from runner.plan.ranks import RankDevice
-from runner.plan.strategy import GIB, Footprint, choose
+from runner.plan.strategy import choose
 
 
 def devices(*gib: float) -> list[RankDevice]:
     return [RankDevice(f"cuda:{index}", f"a GPU of {size} GiB", "", int(size * GIB)) for index, size in enumerate(gib)]
 
 
-def model(gib: float, *, activations: float = 0.05, layers: int | None = 24) -> Footprint:
+def model(gib: float, *, activations: float = 0.05, layers: int | None = 24) -> Demand:
     """A model that takes `gib` in all but activations, as float32 with AdamW: a quarter each, twice for the state."""
     quarter = int(gib * GIB / 4)
-    return Footprint(quarter, quarter, 2 * quarter, int(activations * GIB), largest=quarter // 24, num_layers=layers)
+
+    def traced(samples: int) -> Point:
+        peak = Bytes(quarter, 0, quarter, 2 * quarter, int(samples * activations * GIB))
+        return Point(samples, peak, peak.total, 0, 0)
+
+    return Demand("train", (traced(1), traced(2)), largest=quarter // 24, num_layers=layers)
+
+
+def needs(demand: Demand) -> Needs:
+    return Needs({demand.phase: demand})
 
 
 @pytest.mark.parametrize(
@@ -34,9 +45,9 @@ def model(gib: float, *, activations: float = 0.05, layers: int | None = 24) -> 
     ],
 )
 def test_the_simplest_that_fits_is_taken(
-    need: Footprint, there: list[RankDevice], micro: int | None, name: str, options: dict[str, str], words: str
+    need: Demand, there: list[RankDevice], micro: int | None, name: str, options: dict[str, str], words: str
 ) -> None:
-    found = choose(need, there, 32, micro)
+    found = choose(needs(need), there, 32, micro)
     assert not isinstance(found, Problem)
     assert (found.name, found.options) == (name, options), found.reason
     assert found.reason.startswith("auto: ")
@@ -44,9 +55,9 @@ def test_the_simplest_that_fits_is_taken(
 
 
 def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
-    found = choose(model(40, layers=None), devices(11, 8), 32, None)
+    found = choose(needs(model(40, layers=None)), devices(11, 8), 32, None)
     assert isinstance(found, Problem)
-    assert "needs 40" in found.what
+    assert "needs 50" in found.what
     assert "11 GiB + 8 GiB" in found.what
     assert "memory=checkpoint" in found.fix
     assert "layers()" in found.fix
@@ -54,7 +65,7 @@ def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
 
 def test_shares_that_follow_speed_pass_what_the_smallest_device_holds() -> None:
     """Whatever the shares become, no pass is larger than that."""
-    need = model(4, activations=0.3)
-    fits = need.samples_on(8 * GIB)
-    assert need.model + fits * need.activations <= 8 * GIB * 0.9 < need.model + (fits + 1) * need.activations
-    assert model(20).samples_on(8 * GIB) == 1
+    need, there, part = model(4, activations=0.3), devices(11, 8), Part("ddp", 2)
+    held = needs(need).held(None, there, 32, part)
+    assert predicted(need, held, there[1], part).total <= 8 * GIB < predicted(need, held + 1, there[1], part).total
+    assert needs(model(20)).held(None, there, 32, part) == 0

@@ -1,0 +1,99 @@
+"""What would make a run fit that does not: settings tried one by one, then together, each traced as the run itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from runner.base.configuration import Configuration, compose, merge_overrides, options_of
+from runner.base.errors import AccelRunError
+from runner.engine.needs import needs_of
+from runner.plan.estimate import Peaks
+from runner.plan.fits import Needs
+from runner.plan.inventory import Inventory
+from runner.plan.plan import Plan, make_plan
+from runner.plan.sheet import Change, seconds_of
+
+Words = tuple[str, ...]
+
+
+def changes_of(
+    configuration: Configuration, inventory: Inventory, plan: Plan, needs: Needs, peaks: Mapping[str, Peaks]
+) -> list[Change]:
+    """Return what would make the run fit, the fastest first: each setting alone, or where none does all together.
+
+    Belongs into a process of its own, as needs_of does.
+    """
+    before = _seconds(plan, needs, peaks)
+    single = list(_candidates(configuration, inventory, plan))
+    found = [change for words in single if (change := _tried(configuration, inventory, words, before, peaks))]
+    if not found:
+        together: Words = ()
+        for words in single:
+            if words[0].startswith("parallelism="):
+                continue
+            together = (*together, *words)
+            change = _tried(configuration, inventory, together, before, peaks) if together != words else None
+            if change:
+                found.append(change)
+                break
+    return sorted(found, key=lambda change: (change.factor or 1.0, change.bytes))
+
+
+def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) -> Iterator[Words]:
+    """Yield settings that take less, from those that cost least."""
+    if any(phase.micro_batch_size != "auto" for phase in configuration.phases):
+        yield ("micro_batch_size=auto",)
+    gpus = [device for device in inventory.usable if device.kind == "cuda"]
+    used = [gpu for gpu in gpus if gpu.torch_name in {rank.device for rank in plan.ranks}]
+    if plan.choices["precision"].name in ("fp32", "tf32") and used:
+        if all(gpu.native_bf16 for gpu in used):
+            yield ("precision=bf16",)
+        elif all(gpu.fp16_tensor_cores for gpu in used):
+            yield ("precision=fp16",)
+    if plan.choices["optimizer"].function in ("adamw", "adam"):
+        yield ("optimizer=adamw8bit",)
+    known = options_of("memory", configuration.request.config_dir)
+    if plan.choices["memory"].function in ("none", "selective"):
+        for name in ("budget", "checkpoint"):
+            if name in known:
+                yield (f"memory={name}",)
+    if len(gpus) > 1 and plan.choices["parallelism"].function in ("single", "ddp"):
+        yield ("parallelism=fsdp",)
+        yield ("parallelism=pipeline",)
+
+
+def _tried(
+    configuration: Configuration, inventory: Inventory, words: Words, before: float | None, peaks: Mapping[str, Peaks]
+) -> Change | None:
+    """Return what the run would take with these settings; None where it cannot be, or would not fit either."""
+    request = configuration.request
+    try:
+        changed = compose(dataclasses.replace(request, overrides=merge_overrides(request.overrides, words)))
+        needs = needs_of(changed, inventory)
+        plan = make_plan(changed, inventory, needs=needs)
+    except AccelRunError:
+        return None
+    if not plan.memory or not all(each.prediction.fits for each in plan.memory):
+        return None
+    most = max(each.prediction.total for each in plan.memory)
+    seconds = _seconds(plan, needs, peaks)
+    factor = seconds / before if seconds and before else None
+    return Change(_resolved(words, plan), most, factor)
+
+
+def _resolved(words: Words, plan: Plan) -> Words:
+    """Return the settings as they can be pasted: with the number in the place of auto."""
+    size = f"micro_batch_size={plan.batch.micro_batch_size}"
+    is_one = not plan.own_keys  # phases have micro-batches of their own
+    return tuple(size if word == "micro_batch_size=auto" and is_one else word for word in words)
+
+
+def _seconds(plan: Plan, needs: Needs, peaks: Mapping[str, Peaks]) -> float | None:
+    """Return about how long an update of every phase takes together; None where that is not known."""
+    found = [
+        seconds_of(plan, phase, needs.demands[phase.name], peaks)
+        for phase in plan.selected
+        if phase.name in needs.demands
+    ]
+    return sum(each.middle for each in found if each) if found and all(found) else None

@@ -1,0 +1,104 @@
+"""About how long an update takes on a device, from its operations and bytes and the device's peaks. An estimate.
+
+Products of matrices reach about half of a device's peak in training (Chowdhery et al., PaLM, 2022, table 3: 46 %;
+Korthikanti et al., 2022, table 5: 42 to 57 %), streams of memory about 80 % of its bandwidth (as STREAM shows on GPUs).
+The bytes are counted operation by operation, without caches and fusion. What computes and what moves may overlap or
+not, so the answer is a range: the longer of the two, and their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.plan.fits import Demand
+
+OF_COMPUTE, OF_MEMORY = 0.5, 0.8
+FACTS = {"fp32": "fp32_tflops", "tf32": "tf32_tflops", "bf16": "bf16_tensor_tflops", "fp16": "fp16_tensor_tflops"}
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a device does at most.
+
+    flops_per_s, bytes_per_s  as its profile says; measured  operations per second of real updates, None if never seen
+    """
+
+    flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    measured: float | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Tell whether anything can be said."""
+        return self.measured is not None or (self.flops_per_s is not None and self.bytes_per_s is not None)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A range of seconds, and what it rests on."""
+
+    low: float
+    high: float
+    how: str
+
+    @property
+    def middle(self) -> float:
+        """Return the number by which two are compared."""
+        return (self.low + self.high) / 2
+
+    def __str__(self) -> str:
+        unit, factor = ("s", 1.0) if self.high >= 1 else ("ms", 1e3)
+        low, high = f"{self.low * factor:.3g}", f"{self.high * factor:.3g}"
+        return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
+
+
+def peaks_of(
+    name: str, precision: str, profiles: Iterable[Mapping[str, Any]], measured: Mapping[str, float] | None = None
+) -> Peaks:
+    """Return the peaks of the device of that name.
+
+    profiles  facts of hardware profiles; the first that has the device counts
+    measured  precision -> operations per second, as a probe has found
+    """
+    rate = (measured or {}).get(precision)
+    for facts in profiles:
+        for device in facts.get("devices") or ():
+            if str(device.get("name", "")).lower() != name.lower():
+                continue
+            flops, memory = device.get(FACTS[precision]), device.get("memory_bandwidth_gb_s")
+            flops = device.get("fp32_tflops") if flops is None else flops
+            return Peaks(flops * 1e12 if flops else None, memory * 1e9 if memory else None, rate)
+    return Peaks(measured=rate)
+
+
+def update_seconds(demand: Demand, passes: Iterable[int], peaks: Peaks) -> Seconds | None:
+    """Return about how long an update of a rank takes; None where nothing is known of its device.
+
+    passes  samples of each forward and backward pass
+    """
+    points = [demand.at(samples) for samples in passes]
+    flops, moved = sum(point.flops for point in points), sum(point.moved_bytes for point in points)
+    if peaks.measured is not None:
+        seconds = flops / peaks.measured
+        return Seconds(
+            seconds, seconds, f"{_big(flops)}FLOP at the {_big(peaks.measured)}FLOP/s that a probe has shown"
+        )
+    if peaks.flops_per_s is None or peaks.bytes_per_s is None:
+        return None
+    moved += demand.update_moved_bytes
+    compute, memory = flops / (peaks.flops_per_s * OF_COMPUTE), moved / (peaks.bytes_per_s * OF_MEMORY)
+    how = (
+        f"{_big(flops)}FLOP at {OF_COMPUTE:.0%} of {_big(peaks.flops_per_s)}FLOP/s,"
+        f" {_big(moved)}B at {OF_MEMORY:.0%} of {_big(peaks.bytes_per_s)}B/s"
+    )
+    return Seconds(max(compute, memory), compute + memory, how)
+
+
+def _big(value: float) -> str:
+    """Return a number with its unit's prefix: `1.43 T`."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.3g} "

@@ -1,0 +1,316 @@
+"""Whether a run fits a device, by parts; the most samples of a pass that do; what would make it fit.
+
+The bytes come from a trace on the CPU (runner.plan.need). Here they become those of a device: its allocator
+(runner.plan.segments), its share of the work in each strategy, what its libraries hold (overhead.yaml), and what was
+corrected by measurements on the same machine (runner.plan.corrections).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.plan.corrections import Correction
+from runner.plan.need import Bytes, Layer, Traced
+from runner.plan.ranks import RankDevice
+from runner.plan.segments import Allocator, replay
+
+GIB = 2**30
+PARTS = tuple(part.name for part in dataclasses.fields(Bytes))
+TOP_LAYERS = 5
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was traced with one micro-batch.
+
+    reserved     bytes that torch's allocator takes from a GPU's driver for peak.total
+    flops        of the forward and backward pass of a micro-batch; moved_bytes are read and written by these
+    """
+
+    micro_batch_size: int
+    peak: Bytes
+    reserved: int
+    flops: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a phase takes as a function of the micro-batch: as traced at some points, affine between and beyond them.
+
+    largest      bytes of parameters of the largest block, which fsdp gathers at once
+    num_layers   layers that a pipeline may split between; None where the task does not tell
+    layers       those that keep most activations, the first the most, in the largest pass that was traced;
+                 `blocks.*.mlp` is that of all blocks
+    kept         bytes of activations of all layers there
+    is_exact     the trace is equal to a run on a CPU
+    why_not      what could not be traced; the figures are then too small
+    """
+
+    phase: str
+    points: tuple[Point, ...]
+    update_moved_bytes: int = 0
+    largest: int = 0
+    num_layers: int | None = None
+    layers: tuple[Layer, ...] = ()
+    kept: int = 0
+    is_exact: bool = True
+    why_not: str = ""
+
+    @staticmethod
+    def of(traces: Sequence[Traced], allocator: Allocator) -> Demand:
+        """Return what traces of one phase with different micro-batches come to."""
+        traces = sorted(traces, key=lambda traced: traced.micro_batch_size)
+        widest = traces[-1]
+        kept: dict[str, Layer] = {}
+        for layer in widest.layers:
+            name = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.name)  # those of all blocks together
+            before = kept.get(name, Layer(name, 0, 0))
+            kept[name] = Layer(name, before.activations + layer.activations, before.flops + layer.flops)
+        return Demand(
+            widest.phase,
+            tuple(
+                Point(
+                    traced.micro_batch_size,
+                    traced.peak,
+                    max(traced.peak.total, replay(traced.events, allocator).reserved),
+                    traced.flops,
+                    traced.moved_bytes,
+                )
+                for traced in traces
+            ),
+            widest.update_moved_bytes,
+            widest.block_bytes,
+            widest.num_layers,
+            tuple(sorted(kept.values(), key=lambda layer: -layer.activations)[:TOP_LAYERS]),
+            sum(layer.activations for layer in widest.layers),
+            all(traced.is_exact for traced in traces),
+            next((traced.why_not for traced in traces if traced.why_not), ""),
+        )
+
+    @staticmethod
+    def from_dict(tree: Mapping[str, Any]) -> Demand:
+        """Return what `dataclasses.asdict` made of one, also by way of JSON."""
+        points = tuple(Point(**{**point, "peak": Bytes(**point["peak"])}) for point in tree["points"])
+        return Demand(**{**tree, "points": points, "layers": tuple(Layer(**layer) for layer in tree["layers"])})
+
+    def at(self, samples: int) -> Point:
+        """Return what a pass of so many samples takes; from one trace alone an upper bound for fewer samples."""
+        first, last = self._around(samples)
+        if first is last:
+            return _scaled(first, samples)
+        share = (samples - first.micro_batch_size) / (last.micro_batch_size - first.micro_batch_size)
+        peak = {name: _between(getattr(first.peak, name), getattr(last.peak, name), share) for name in PARTS}
+        return Point(
+            samples,
+            Bytes(**peak),
+            max(Bytes(**peak).total, _between(first.reserved, last.reserved, share)),
+            _between(first.flops, last.flops, share),
+            _between(first.moved_bytes, last.moved_bytes, share),
+        )
+
+    def is_traced_at(self, samples: int) -> bool:
+        """Tell whether the figures for so many samples are those of a trace."""
+        return any(point.micro_batch_size == samples for point in self.points)
+
+    def _around(self, samples: int) -> tuple[Point, Point]:
+        points = self.points
+        for point in points:
+            if point.micro_batch_size == samples or len(points) == 1:
+                return point, point
+        place = next((number for number, each in enumerate(points) if each.micro_batch_size > samples), len(points) - 1)
+        return points[max(1, place) - 1], points[max(1, place)]
+
+    def __str__(self) -> str:
+        """Return in a line what does not depend on the samples, and what each of them adds."""
+        one, two = self.at(self.points[-1].micro_batch_size), self.at(self.points[-1].micro_batch_size + 1)
+        fixed = f"weights {sized(one.peak.parameters + one.peak.buffers)}, gradients {sized(one.peak.gradients)}"
+        each = max(0, two.peak.total - one.peak.total)
+        return f"{fixed}, optimizer {sized(one.peak.optimizer)}, {sized(each)} a sample"
+
+
+def _between(first: int, last: int, share: float) -> int:
+    return max(0, round(first + (last - first) * share))
+
+
+def _scaled(point: Point, samples: int) -> Point:
+    """Return a bound by one trace: what a sample brings is taken off or added, what is not known to be so stays."""
+    factor = samples / point.micro_batch_size
+    less = factor < 1
+    peak = dataclasses.replace(
+        point.peak,
+        activations=round(point.peak.activations * factor),
+        inputs=round(point.peak.inputs * factor),
+        temporary=point.peak.temporary if less else round(point.peak.temporary * factor),
+    )
+    reserved = round(point.reserved * peak.total / max(1, point.peak.total))
+    return Point(samples, peak, reserved, round(point.flops * factor), round(point.moved_bytes * factor))
+
+
+# ---------------------------------------------------------------- a rank's part
+
+
+@dataclass(frozen=True)
+class Part:
+    """How much of the whole a rank has: the strategy and the number of ranks."""
+
+    strategy: str = "single"
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a rank's device holds at most, in bytes by part: those of `Bytes`, then `allocator` and `libraries`.
+
+    capacity  what there is: free now where the device is here, else all of it; 0: unknown
+    """
+
+    parts: Mapping[str, int]
+    capacity: int
+
+    @property
+    def total(self) -> int:
+        """Return the sum of the parts."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether it is not more than there is; what is not known is taken to be enough."""
+        return not self.capacity or self.total <= self.capacity
+
+
+def predicted(demand: Demand, samples: int, rank: RankDevice, part: Part | None = None) -> Prediction:
+    """Return what the rank's device holds at most with passes of so many samples.
+
+    ddp adds a bucket for each gradient, in which ranks exchange them; fsdp leaves a rank an even part of parameters,
+    gradients and state, and gathers two blocks with the gradients of one; a pipeline leaves it an even part of all, and
+    as many micro-batches in flight as there are stages.
+    Source: Rajbhandari et al., ZeRO, 2020, section 5; Narayanan et al., PipeDream-2BW, 2021 (1F1B); both as written in
+    runner/distributed/.
+    """
+    part = part or Part()
+    point = demand.at(samples)
+    sizes = {name: int(getattr(point.peak, name)) for name in PARTS}
+    over = max(0, point.reserved - point.peak.total) / max(1, point.peak.total) if rank.is_gpu else 0.0
+    if part.count > 1 and part.strategy == "ddp":
+        sizes["gradients"] += point.peak.gradients
+    elif part.count > 1 and part.strategy in ("fsdp", "pipeline"):
+        for name in ("parameters", "gradients", "optimizer"):
+            sizes[name] = -(-sizes[name] // part.count)
+        if part.strategy == "fsdp":
+            sizes["parameters"] += 2 * demand.largest
+            sizes["gradients"] += demand.largest
+    tensors = sum(sizes.values())
+    return Prediction(
+        {
+            **sizes,
+            "allocator": round(tensors * over) + round(tensors * rank.unseen),
+            "libraries": rank.overhead_bytes + (rank.communication_bytes if part.count > 1 else 0),
+        },
+        rank.capacity_bytes if rank.is_gpu else rank.capacity_bytes // part.count,
+    )
+
+
+def biggest(demand: Demand, rank: RankDevice, at_most: int, part: Part | None = None) -> int:
+    """Return the most samples of a pass that fit the device, at most `at_most`; 0 where not even one does."""
+    low, high = 0, at_most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if predicted(demand, middle, rank, part).fits:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def passes_of(share: int, held: int) -> int:
+    """Return the micro-batch for a share of which `held` samples fit at once: as few passes as can be, about equal.
+
+    One that divides the share is taken where it costs at most a third more passes: then all have one shape.
+    """
+    held = max(1, min(held, share))
+    steps = -(-share // held)
+    divisor = next(size for size in range(held, 0, -1) if share % size == 0)
+    return divisor if share // divisor * 3 <= steps * 4 else -(-share // steps)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the phases of a task take, and what is known of the devices of this machine.
+
+    demands      phase that trains -> what it takes
+    corrections  device -> what a probe has measured on it
+    why_not      why nothing, or not all, is known; empty where it is
+    """
+
+    demands: Mapping[str, Demand]
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
+    why_not: str = ""
+
+    @staticmethod
+    def from_dict(tree: Mapping[str, Any]) -> Needs:
+        """Return what `dataclasses.asdict` made of one, also by way of JSON."""
+        return Needs(
+            {name: Demand.from_dict(fields) for name, fields in tree["demands"].items()},
+            {name: Correction(**fields) for name, fields in tree["corrections"].items()},
+            tree["why_not"],
+        )
+
+    def corrected(self, rank: RankDevice) -> RankDevice:
+        """Return the device with what was measured on it."""
+        correction = self.corrections.get(rank.name)
+        return correction.of(rank) if correction else rank
+
+    def of(self, phase: str | None) -> tuple[Demand, ...]:
+        """Return what the phase takes; for None, or a phase that was not traced, what each of them takes."""
+        known = self.demands.get(phase or "")
+        return (known,) if known else tuple(self.demands.values())
+
+    def held(self, phase: str | None, ranks: Sequence[RankDevice], at_most: int, part: Part) -> int:
+        """Return the most samples of a pass that every rank's device holds; 0 where one holds not even one."""
+        return min(biggest(demand, rank, at_most, part) for demand in self.of(phase) for rank in ranks)
+
+    def fits(self, ranks: Sequence[RankDevice], samples: Sequence[int], part: Part) -> bool:
+        """Tell whether each rank's device holds a pass of so many samples in every phase."""
+        return all(
+            predicted(demand, size, rank, part).fits
+            for demand in self.demands.values()
+            for rank, size in zip(ranks, samples, strict=True)
+        )
+
+    def worst(self, samples: int) -> Demand:
+        """Return that of the phase that takes most."""
+        return max(self.demands.values(), key=lambda demand: demand.at(samples).peak.total)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What is predicted for a rank in a phase, with passes of so many samples.
+
+    is_exact  the trace it rests on is equal to a run on a CPU
+    """
+
+    phase: str
+    rank: int
+    samples: int
+    prediction: Prediction
+    is_exact: bool = True
+
+    @staticmethod
+    def from_dict(tree: Mapping[str, Any]) -> RankMemory:
+        """Return what `dataclasses.asdict` made of one, also by way of JSON."""
+        return RankMemory(**{**tree, "prediction": Prediction(**tree["prediction"])})
+
+
+# ---------------------------------------------------------------- words
+
+
+def sized(size: float) -> str:
+    """Return a size as people read it."""
+    if size < 0.1 * 2**20:
+        return f"{size / 2**10:.3g} KiB" if size >= 1 else "0"
+    return f"{size / GIB:.3g} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.3g} MiB"

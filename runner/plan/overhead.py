@@ -1,0 +1,52 @@
+"""What a process holds on a device beside its tensors: overhead.yaml, read for one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What libraries hold, in bytes, with the margin of what is an estimate.
+
+    libraries      context, kernels and workspaces; on a CPU the interpreter and what it has loaded
+    communication  buffers for other ranks, where there are any
+    unseen         share of the tensors by which other kernels may take more
+    """
+
+    libraries: int = 0
+    communication: int = 0
+    unseen: float = 0.0
+
+
+def overhead_of(kind: str, capability: tuple[int, int] | None) -> Overhead:
+    """Return what a process holds on a device of that kind and compute capability; the highest figures if unknown."""
+    if kind == "cpu":
+        return Overhead(libraries=round(_entry("host", (0, 0)) * MIB))
+    known = capability or (99, 0)
+    return Overhead(
+        libraries=round((_entry("context", known) + _entry("workspace", known)) * MIB),
+        communication=round(_entry("communication", known) * MIB),
+        unseen=_entry("unseen", known),
+    )
+
+
+def _entry(name: str, capability: tuple[int, int]) -> float:
+    """Return the figure of the highest capability that is not above this one, the lowest where all are; widened."""
+    facts = _facts()[name]
+    figures = {tuple(map(int, key.split("."))): value for key, value in facts.items() if key[0].isdigit()}
+    below = [known for known in figures if known <= capability]
+    return float(figures[max(below) if below else min(figures)] * facts["margin"])
+
+
+@cache
+def _facts() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return loaded

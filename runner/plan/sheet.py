@@ -1,0 +1,202 @@
+"""What is predicted of a run, as people read it: memory by parts, what more would fit, who keeps it, and how long."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from runner.plan.estimate import Peaks, Seconds, update_seconds
+from runner.plan.fits import Demand, Needs, Part, RankMemory, biggest, sized
+from runner.plan.plan import PhasePlan, Plan
+
+WIDTH = 80  # columns
+COLUMNS = 5  # kinds of ranks beside each other
+MOST = 1_000_000  # samples; more are not looked for
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings with which a run would fit, what it then takes, and about how much longer it takes."""
+
+    words: tuple[str, ...]
+    bytes: int
+    factor: float | None
+
+    def __str__(self) -> str:
+        time = "unknown" if self.factor is None else f"x {self.factor:.2f}"
+        return f"{sized(self.bytes):>9}  {time:>7}  {' '.join(self.words)}"
+
+
+def sheet(plan: Plan, needs: Needs, peaks: Mapping[str, Peaks], changes: Sequence[Change] = ()) -> list[str]:
+    """Return the lines that tell of memory and time.
+
+    peaks    device -> what it does at most
+    changes  what would make the run fit, as found
+    """
+    if not plan.memory:
+        why = needs.why_not or "no phase trains"
+        return _wrapped("memory", f"not predicted: {why}; accel-run plan --probe measures it here")
+    lines: list[str] = []
+    phases = [phase for phase in plan.selected if phase.name in needs.demands]
+    for phase in phases:
+        demand, of_ranks = needs.demands[phase.name], [each for each in plan.memory if each.phase == phase.name]
+        lines += ["", *([f"phase {phase.name}"] if len(phases) > 1 else [])] if lines else []
+        lines += _parts(plan, of_ranks)
+        lines += _more(plan, phase, demand, of_ranks)
+        lines += _layers(demand, of_ranks)
+        lines += _time(plan, phase, demand, peaks)
+    if changes:
+        lines += ["", "what would fit, by the estimated time of an update; peaks are predicted:"]
+        lines += [f"{'peak':>9}  {'time':>7}  say", *map(str, changes)]
+    elif not all(each.prediction.fits for each in plan.memory):
+        lines += ["", *_wrapped("advice", "nothing that was tried would fit: take a smaller model or more memory")]
+    lines += [""]
+    lines += [line for said in _assumed(plan, needs) for line in _wrapped("", said)]
+    return lines
+
+
+def short(memory: Sequence[RankMemory]) -> list[str]:
+    """Return a line for each kind of rank, of the phase that takes most: for the report at the start of a run."""
+    worst: dict[int, RankMemory] = {}
+    for each in memory:
+        if each.rank not in worst or each.prediction.total > worst[each.rank].prediction.total:
+            worst[each.rank] = each
+    lines = []
+    for of_ranks in _alike(list(worst.values())):
+        parts = of_ranks[0].prediction.parts
+        model = sum(parts[name] for name in ("parameters", "buffers", "gradients", "optimizer"))
+        passing = sum(parts[name] for name in ("activations", "inputs", "temporary"))
+        rest = parts["allocator"] + parts["libraries"]
+        known = f"model {sized(model)}, pass {sized(passing)}, allocator and libraries {sized(rest)}"
+        lines.append(f"{_ranks(of_ranks)}: {_verdict(of_ranks[0])} ({known})")
+    return lines
+
+
+def _parts(plan: Plan, of_ranks: Sequence[RankMemory]) -> list[str]:
+    """Return the table of parts, with a column for each kind of rank."""
+    kinds = _alike(of_ranks)
+    shown = kinds if len(kinds) <= COLUMNS else sorted(kinds, key=lambda kind: _room(kind[0]))[:COLUMNS]
+    rows = [("memory", *(_devices(plan, kind) for kind in shown))]
+    rows += [
+        (name, *(sized(kind[0].prediction.parts[name]) for kind in shown))
+        for name in of_ranks[0].prediction.parts
+        if any(kind[0].prediction.parts[name] for kind in kinds)
+    ]
+    rows.append(("predicted", *(sized(kind[0].prediction.total) for kind in shown)))
+    rows.append(("there is", *(_sized(kind[0].prediction.capacity) for kind in shown)))
+    rows.append(("", *("fits" if kind[0].prediction.fits else "DOES NOT FIT" for kind in shown)))
+    widths = [max(len(row[column]) for row in rows) for column in range(1, len(shown) + 1)]
+    lines = [
+        f"{row[0]:<12}  " + "  ".join(cell.rjust(width) for cell, width in zip(row[1:], widths, strict=True))
+        for row in rows
+    ]
+    if len(shown) < len(kinds):
+        lines.append(f"{'':<12}  those of {len(kinds)} kinds of ranks with the least room")
+    return [line.rstrip() for line in lines]
+
+
+def _more(plan: Plan, phase: PhasePlan, demand: Demand, of_ranks: Sequence[RankMemory]) -> list[str]:
+    """Return the most samples of a pass that would fit each kind of rank."""
+    part = Part(plan.choices["parallelism"].function, plan.world_size)
+    found = []
+    for kind in _alike(of_ranks):
+        if not kind[0].prediction.capacity:
+            continue
+        most = biggest(demand, plan.ranks[kind[0].rank], MOST, part)
+        about = "" if demand.is_traced_at(most) or not most else "about "
+        beyond = "more than " if most == MOST else about
+        found.append(f"{beyond}{most:,} on {_ranks(kind)} (this run: {kind[0].samples:,})")
+    return _wrapped("most samples", "of a pass that fit: " + ", ".join(found)) if found else []
+
+
+def _layers(demand: Demand, of_ranks: Sequence[RankMemory]) -> list[str]:
+    """Return which layers keep the activations."""
+    if not demand.kept:
+        return []
+    named = [f"{layer.name or 'the model itself'} {layer.activations / demand.kept:.0%}" for layer in demand.layers]
+    return _wrapped("activations", "are kept by " + ", ".join(named))
+
+
+def _time(plan: Plan, phase: PhasePlan, demand: Demand, peaks: Mapping[str, Peaks]) -> list[str]:
+    """Return about how long an update takes: as long as its slowest rank."""
+    found = seconds_of(plan, phase, demand, peaks)
+    if found is None:
+        unknown = next((rank.name for rank in plan.ranks if not _peaks(peaks, rank.name).is_known), "")
+        return _wrapped(
+            "update time", f"not estimated: no profile tells what {unknown} can do; plan --probe measures it"
+        )
+    rate = phase.batch.global_batch_size / found.middle
+    return _wrapped("update time", f"about {found}, {rate:,.3g} samples/s (estimate: {found.how})")
+
+
+def seconds_of(plan: Plan, phase: PhasePlan, demand: Demand, peaks: Mapping[str, Peaks]) -> Seconds | None:
+    """Return about how long an update takes on the slowest rank; None where nothing is known of one."""
+    slowest: Seconds | None = None
+    for number, rank in enumerate(plan.ranks):
+        share = phase.batch.shares[number] if phase.batch.stages == 1 else phase.batch.global_batch_size
+        whole, rest = divmod(share, max(1, min(share, phase.batch.micro_batch_size)))
+        passes = [min(share, phase.batch.micro_batch_size)] * whole + ([rest] if rest else [])
+        found = update_seconds(demand, passes, _peaks(peaks, rank.name))
+        if found is None:
+            return None
+        if phase.batch.stages > 1:  # each rank has some layers of every pass
+            found = Seconds(found.low / phase.batch.stages, found.high / phase.batch.stages, found.how)
+        slowest = found if slowest is None or found.middle > slowest.middle else slowest
+    return slowest
+
+
+def _assumed(plan: Plan, needs: Needs) -> list[str]:
+    """Return what a reader must know to trust the figures."""
+    said = []
+    if any(rank.is_gpu for rank in plan.ranks):
+        kernel = plan.choices["attention"].name
+        scores = "keeps its scores, as attention=math does" if kernel == "math" else "keeps no scores"
+        said.append("Traced on tensors without content; torch's allocator is modelled, libraries are estimates;")
+        said[-1] += f" attention {scores}."
+    else:
+        said.append("Traced on tensors without content, as a CPU allocates them; libraries are an estimate.")
+    if plan.choices["compile"].name != "off":
+        said.append(f"Traced without compile={plan.choices['compile'].name}, which mostly takes less.")
+    why = [needs.why_not, *(demand.why_not for demand in needs.demands.values())]
+    said += [f"TOO SMALL: not all could be traced: {each}" for each in dict.fromkeys(why) if each]
+    names = dict.fromkeys(rank.name for rank in plan.ranks)
+    return said + [f"{needs.corrections[name]}." for name in names if name in needs.corrections]
+
+
+def _alike(of_ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:
+    """Return neighboring ranks for which the same is predicted, together."""
+    return [list(kind) for _, kind in groupby(of_ranks, key=lambda each: (each.prediction, each.samples))]
+
+
+def _ranks(kind: Sequence[RankMemory]) -> str:
+    first, last = kind[0].rank, kind[-1].rank
+    return f"rank {first}" if first == last else f"ranks {first}-{last}"
+
+
+def _devices(plan: Plan, kind: Sequence[RankMemory]) -> str:
+    return plan.ranks[kind[0].rank].device if len(kind) == 1 else _ranks(kind)
+
+
+def _room(each: RankMemory) -> int:
+    return each.prediction.capacity - each.prediction.total
+
+
+def _verdict(each: RankMemory) -> str:
+    total, capacity = each.prediction.total, each.prediction.capacity
+    of = f" of {sized(capacity)}" if capacity else ""
+    return f"{sized(total)}{of} predicted" + ("" if each.prediction.fits else ", which DOES NOT FIT")
+
+
+def _sized(size: int) -> str:
+    return sized(size) if size else "unknown"
+
+
+def _peaks(peaks: Mapping[str, Peaks], name: str) -> Peaks:
+    return peaks.get(name, Peaks())
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    lead = f"{name:<12}  " if name else ""
+    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False)

@@ -1,0 +1,223 @@
+"""What fits a device: laws of the prediction, of the passes that follow from it, and of the words that tell it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import stat
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.base.configuration import Request, compose
+from runner.plan.corrections import FILE, Correction, corrections, keep
+from runner.plan.estimate import Peaks, peaks_of, update_seconds
+from runner.plan.fits import GIB, Demand, Needs, Part, biggest, passes_of, predicted, sized
+from runner.plan.inventory import Cpu, Device, Inventory
+from runner.plan.need import Bytes, Layer, Traced
+from runner.plan.overhead import overhead_of
+from runner.plan.plan import Plan, make_plan
+from runner.plan.ranks import RankDevice
+from runner.plan.segments import Allocator
+from runner.plan.sheet import WIDTH, Change, sheet, short
+
+MIB = 2**20
+T4 = Device("cuda", 0, "Tesla T4", "GPU-0", 15 * GIB, capability=(7, 5))
+HERE = Inventory((T4,), Cpu("a processor", 8, 16, 64 * GIB))
+
+
+def traced(samples: int, model_gib: float = 1.0, sample_gib: float = 0.5) -> Traced:
+    """A trace by hand: weights, gradients, twice as much state, and activations in blocks of 64 MiB."""
+    quarter, each = int(model_gib * GIB / 4), int(sample_gib * GIB)
+    peak = Bytes(quarter, 0, quarter, 2 * quarter, each * samples, MIB * samples)
+    sizes = [quarter] * 4 + [64 * MIB] * (each * samples // (64 * MIB)) + [MIB] * samples
+    events = tuple(enumerate(sizes))
+    layers = tuple(Layer(f"blocks.{number}.mlp", each * samples // 4, 10**9) for number in range(4))
+    work = 10**12 * samples
+    return Traced("train", samples, 1, peak, events, layers, (), work, work // 100, 10**10, quarter // 8, 4)
+
+
+@cache
+def demand(*samples: int, model_gib: float = 1.0, sample_gib: float = 0.5) -> Demand:
+    return Demand.of([traced(each, model_gib, sample_gib) for each in samples], Allocator())
+
+
+def device(gib: float, **other: int) -> RankDevice:
+    return RankDevice("cuda:0", "a GPU", "", int(gib * GIB), **other)
+
+
+def plan(*words: str, needs: Needs | None, on: Inventory = HERE) -> Plan:
+    return make_plan(compose(Request(words)), on, needs=needs)
+
+
+@given(st.integers(1, 64), st.sampled_from([(8,), (2, 8), (1, 4, 16)]))
+@settings(deadline=None, max_examples=20)
+def test_what_was_traced_is_told_as_it_was_and_more_samples_never_take_less(
+    samples: int, sizes: tuple[int, ...]
+) -> None:
+    need = demand(*sizes)
+    for point in need.points:
+        assert need.at(point.micro_batch_size) == point
+    assert need.at(samples + 1).peak.total >= need.at(samples).peak.total
+    assert need.at(samples).reserved >= need.at(samples).peak.total
+    assert need.at(samples).peak.optimizer == 2 * need.at(samples).peak.gradients, "weights do not follow the samples"
+
+
+@given(
+    st.floats(0.5, 40), st.integers(1, 64), st.sampled_from(["single", "ddp", "fsdp", "pipeline"]), st.integers(2, 8)
+)
+@settings(deadline=None, max_examples=30)
+def test_the_most_samples_that_fit_fit_and_one_more_does_not(gib: float, most: int, strategy: str, count: int) -> None:
+    need, rank = demand(2, 8), device(gib, overhead_bytes=GIB // 2)
+    part = Part(strategy, 1 if strategy == "single" else count)
+    found = biggest(need, rank, most, part)
+    assert not found or predicted(need, found, rank, part).fits
+    assert found == most or not predicted(need, found + 1, rank, part).fits
+
+
+def test_each_strategy_takes_its_part_beside_what_libraries_hold() -> None:
+    need = demand(2, 8)
+    rank = device(16, overhead_bytes=100, communication_bytes=11)
+    alone = predicted(need, 4, rank)
+    assert alone.parts["libraries"] == 100
+    assert alone.total == sum(alone.parts.values())
+    ddp, fsdp = predicted(need, 4, rank, Part("ddp", 4)), predicted(need, 4, rank, Part("fsdp", 4))
+    assert ddp.parts["libraries"] == 111
+    assert ddp.parts["gradients"] == 2 * alone.parts["gradients"], "a bucket for each gradient"
+    assert fsdp.parts["optimizer"] * 4 == alone.parts["optimizer"]
+    assert fsdp.parts["activations"] == alone.parts["activations"], "each rank has samples of its own"
+    on_cpu = predicted(need, 4, RankDevice("cpu", "CPU", "", 64 * GIB), Part("ddp", 4))
+    assert on_cpu.parts["allocator"] == 0
+    assert on_cpu.capacity == 16 * GIB, "ranks on a CPU share its memory"
+    assert predicted(need, 4, device(0)).fits, "what is not known is not said to be too small"
+
+
+@given(st.integers(1, 512), st.integers(1, 512))
+def test_a_share_is_passed_in_as_few_passes_as_fit_or_a_third_more_of_one_shape(share: int, held: int) -> None:
+    size = passes_of(share, held)
+    least, made = -(-share // min(held, share)), -(-share // size)
+    assert 1 <= size <= min(held, share)
+    assert made == least or (share % size == 0 and made * 3 <= least * 4)
+
+
+def test_auto_takes_the_most_that_fits_a_gpu_and_the_whole_share_where_that_does() -> None:
+    words = ("global_batch_size=64", "micro_batch_size=auto", "precision=fp16")
+    needs = Needs({"train": demand(4, 16)})
+    made = plan(*words, needs=needs)
+    size = made.batch.micro_batch_size
+    held = biggest(needs.demands["train"], made.ranks[0], 64)
+    assert size <= held < 64
+    assert made.batch.accumulation_steps * size >= 64
+    assert "what fits; the whole share of 64 would not" in made.reason("micro_batch_size")
+    assert made.memory[0].samples == size
+    assert all(each.prediction.fits for each in made.memory)
+    assert Plan.from_json(made.to_json()) == made
+    small = plan("global_batch_size=8", *words[1:], needs=needs)
+    assert (small.batch.micro_batch_size, small.batch.accumulation_steps) == (8, 1)
+    assert small.reason("micro_batch_size") == "auto: the whole share of an update in one pass"
+    asked = plan("global_batch_size=64", "micro_batch_size=32", needs=needs)
+    assert asked.batch.micro_batch_size == 32, "what was asked for is not changed"
+    assert not asked.memory[0].prediction.fits
+
+
+def test_a_cpu_passes_its_whole_share_whatever_it_takes() -> None:
+    needs = Needs({"train": demand(4, 16, sample_gib=8.0)})
+    made = plan("global_batch_size=64", "micro_batch_size=auto", "device=cpu", needs=needs)
+    assert made.batch.micro_batch_size == 64
+    assert not made.memory[0].prediction.fits
+
+
+def test_what_others_hold_is_not_there() -> None:
+    """Capacity is what is free now, where the device is here, and no more than this process may take."""
+    words, needs = ("global_batch_size=64", "micro_batch_size=auto"), Needs({"train": demand(4, 16)})
+    whole = plan(*words, needs=needs).memory[0]
+    busy = dataclasses.replace(HERE, devices=(dataclasses.replace(T4, free_bytes=5 * GIB),))
+    shared = plan(*words, needs=needs, on=busy).memory[0]
+    half = plan(*words, "memory.fraction=0.5", needs=needs).memory[0]
+    assert (whole.prediction.capacity, shared.prediction.capacity) == (15 * GIB, 5 * GIB)
+    assert half.prediction.capacity == 7.5 * GIB
+    assert shared.samples < half.samples < whole.samples
+
+
+def test_where_not_one_sample_fits_it_is_said() -> None:
+    made = plan("global_batch_size=4", "micro_batch_size=auto", needs=Needs({"train": demand(1, 4, sample_gib=20.0)}))
+    assert made.batch.micro_batch_size == 1
+    assert any(
+        "a pass of one sample is predicted to take" in note and "lists what would fit" in note for note in made.notes
+    )
+
+
+def test_estimates_of_libraries_are_widened_and_an_unknown_gpu_counts_as_the_one_that_holds_most() -> None:
+    known = [overhead_of("cuda", capability) for capability in [(7, 5), (8, 6), (9, 0)]]
+    assert [each.libraries for each in known] == sorted(each.libraries for each in known)
+    assert known[0].libraries > (450 + 16) * MIB
+    assert overhead_of("cuda", None) == overhead_of("cuda", (12, 0)) == known[-1]
+    assert overhead_of("cpu", None).communication == 0
+
+
+def test_seconds_are_a_range_that_grows_with_the_work_and_rests_on_the_profile() -> None:
+    need = demand(2, 8)
+    peaks = peaks_of("tesla t4", "fp16", [compose(Request(("+hardware=t4",))).hardware])
+    assert peaks == Peaks(65e12, 320e9)
+    one, two = update_seconds(need, [4], peaks), update_seconds(need, [4, 4], peaks)
+    assert one is not None and two is not None  # noqa: PT018
+    assert one.low <= one.high < two.high
+    compute, memory = 4e12 / (0.5 * 65e12), (4e10 + 1e10) / (0.8 * 320e9)
+    assert (one.low, one.high) == pytest.approx((max(compute, memory), compute + memory))
+    measured = update_seconds(need, [4], Peaks(measured=1e12))
+    assert measured is not None
+    assert (measured.low, measured.high) == (4.0, 4.0)
+    assert update_seconds(need, [4], peaks_of("a GPU", "fp16", [])) is None
+
+
+def test_a_correction_is_found_again_on_this_machine_and_replaces_the_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_RUN_CACHE", str(tmp_path / "cache"))
+    assert corrections() == {}
+    file = Path(keep(Correction("a GPU", "gpt", "2026-11-22", None, 1.2, {"fp16": 1e12})))
+    keep(Correction("a GPU", "gpt", "2026-11-23", 5, 1.3, {"fp32": 2e12}))
+    found = corrections()["a GPU"]
+    assert found == Correction("a GPU", "gpt", "2026-11-23", 5, 1.3, {"fp16": 1e12, "fp32": 2e12})
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    rank = Needs({}, {"a GPU": found}).corrected(device(16, overhead_bytes=99))
+    assert rank.overhead_bytes == 5
+    assert predicted(demand(2, 8), 4, rank).total > predicted(demand(2, 8), 4, device(16)).total
+    for damaged in ("{", "[]", json.dumps({key: {"a GPU": {"tensors": -1}} for key in json.loads(file.read_text())})):
+        (tmp_path / "cache" / FILE).write_text(damaged)
+        assert corrections() == {}, "what cannot be read was not measured"
+
+
+def test_needs_survive_the_way_between_ranks() -> None:
+    needs = Needs({"train": demand(2, 8)}, {"a GPU": Correction("a GPU", "gpt", "2026-11-22")}, "a reason")
+    again = Needs.from_dict(json.loads(json.dumps(dataclasses.asdict(needs))))
+    assert again.demands["train"].at(5) == needs.demands["train"].at(5)
+    assert (again.corrections, again.why_not) == (needs.corrections, needs.why_not)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_every_line_fits_a_terminal_and_says_what_is_an_estimate(count: int) -> None:
+    gpus = tuple(
+        Device("cuda", number, f"NVIDIA Long Name {number}", f"GPU-{number}", (8 + number) * GIB, capability=(8, 6))
+        for number in range(count)
+    )
+    words = ("global_batch_size=128", "micro_batch_size=16", f"parallelism={'ddp' if count > 1 else 'single'}")
+    needs = Needs({"train": demand(4, 16)}, why_not="an operation without a fake")
+    made = plan(*words, needs=needs, on=dataclasses.replace(HERE, devices=gpus))
+    changes = [Change(("micro_batch_size=4", "optimizer=adamw8bit"), GIB, 1.5), Change(("precision=bf16",), GIB, None)]
+    lines = sheet(made, needs, {gpu.name: Peaks(1e13, 1e11) for gpu in gpus}, changes)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= WIDTH, text
+    assert "DOES NOT FIT" in text or all(each.prediction.fits for each in made.memory)
+    for words_of_it in ("predicted", "blocks.*.mlp 100%", "estimate:", "x 1.50", "unknown", "TOO SMALL"):
+        assert words_of_it in text, text
+    assert all("predicted" in line for line in short(made.memory))
+    untold = sheet(plan(*words, needs=Needs({}, why_not="no"), on=dataclasses.replace(HERE, devices=gpus)), needs, {})
+    assert "not predicted" in untold[0]
+
+
+def test_sizes_are_told_in_the_unit_that_people_read() -> None:
+    assert [sized(size) for size in (0, 2048, 3 * MIB, 2 * GIB)] == ["0", "2 KiB", "3 MiB", "2 GiB"]
