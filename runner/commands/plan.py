@@ -59,7 +59,7 @@ def run(words: list[str]) -> int:
         from runner.engine.layout import layout
 
         print(layout(configuration, inventory, plan), end="\n\n")
-    print("\n".join(_memory(configuration, inventory, plan, needs)), end="\n\n")
+    print(fit_to_show("\n".join(_memory(configuration, inventory, plan, needs))), end="\n\n")
     print(fit_to_show(table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()])))
     for note in plan.notes:
         print(fit_to_show(f"note: {note}"))

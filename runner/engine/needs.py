@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
-from runner.base.configuration import Configuration
-from runner.base.errors import AccelRunError
-from runner.engine.forecast import forecast
+from runner.base.configuration import Configuration, task_source
+from runner.base.errors import AccelRunError, ConfigError, TaskFault
+from runner.base.words import first_line
+from runner.engine.forecast import Forecast
+from runner.engine.tasks import explained
 from runner.plan.corrections import corrections
 from runner.plan.fits import Demand, Needs
 from runner.plan.inventory import Inventory
@@ -28,31 +32,44 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
     Raises what the task raises; belongs into a process of its own, as runner.launch.apart gives it.
     """
     known = corrections()
+    plan = make_plan(configuration, inventory, needs=Needs({}, known))
+    file = plan.task_file
     try:
-        plan = make_plan(configuration, inventory, needs=Needs({}, known))
-        tracer = _Tracer(configuration, inventory, plan)
-        tracer.trace(_sizes(plan))
-        if beyond:
-            tracer.trace({max(1, size // 4) for size in _sizes(plan)})
-        for _ in range(MOST_ROUNDS):
-            needs = Needs(tracer.demands(), known)
-            wanted = _sizes(make_plan(configuration, inventory, needs=needs))
-            if not tracer.trace(wanted):
-                break
-            tracer.trace({max(1, size // 4) for size in wanted})
-    except AccelRunError:
+        with (
+            explained(
+                task_source(plan.choices["task"].name, Path(file) if file else None), "finding out what the model takes"
+            ),
+            Forecast(_free(configuration), inventory) as made,
+        ):
+            tracer = _Tracer(made, Allocator.of(plan.choices["memory"].options.get("allocator")))
+            tracer.trace(_sizes(plan))
+            if beyond:
+                tracer.trace({max(1, size // 4) for size in _sizes(plan)})
+            for _ in range(MOST_ROUNDS):
+                wanted = _sizes(make_plan(configuration, inventory, needs=Needs(tracer.demands(), known)))
+                if not tracer.trace(wanted):
+                    break
+                tracer.trace({max(1, size // 4) for size in wanted})
+    except (ConfigError, TaskFault):
         raise
-    except Exception as error:
-        return Needs({}, known, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    except Exception as error:  # data that is not there yet; or of torch's fake tensors, which lack something
+        why = error.problems[0].what if isinstance(error, AccelRunError) else f"{type(error).__name__}: {error}"
+        return Needs({}, known, first_line(why))
     return Needs(tracer.demands(), known)
+
+
+def _free(configuration: Configuration) -> Configuration:
+    """Return the configuration without the sizes of passes: those that are wanted are named one by one."""
+    settings = dataclasses.replace(configuration.settings, micro_batch_size="auto")
+    phases = tuple(dataclasses.replace(phase, micro_batch_size="auto") for phase in configuration.phases)
+    return dataclasses.replace(configuration, settings=settings, phases=phases)
 
 
 class _Tracer:
     """The traces made so far, by phase and size."""
 
-    def __init__(self, configuration: Configuration, inventory: Inventory, plan: Plan) -> None:
-        self.configuration, self.inventory = configuration, inventory
-        self.allocator = Allocator.of(plan.choices["memory"].options.get("allocator"))
+    def __init__(self, made: Forecast, allocator: Allocator) -> None:
+        self.made, self.allocator = made, allocator
         self.traces: dict[str, list[Traced]] = defaultdict(list)
         self.done: set[int] = set()
 
@@ -60,8 +77,9 @@ class _Tracer:
         """Trace those that were not; tell whether there were any."""
         new = sorted(set(sizes) - self.done)
         self.done |= set(new)
-        for traced in forecast(self.configuration, self.inventory, new) if new else ():
-            self.traces[traced.phase].append(traced)
+        for size in new:
+            for traced in self.made.of(size):
+                self.traces[traced.phase].append(traced)
         return bool(new)
 
     def demands(self) -> dict[str, Demand]:

@@ -77,7 +77,7 @@ class Demand:
                 Point(
                     traced.micro_batch_size,
                     traced.peak,
-                    max(traced.peak.total, replay(traced.events, allocator).reserved),
+                    _reserved(traced, allocator),
                     traced.flops,
                     traced.moved_bytes,
                 )
@@ -131,6 +131,12 @@ class Demand:
         fixed = f"weights {sized(one.peak.parameters + one.peak.buffers)}, gradients {sized(one.peak.gradients)}"
         each = max(0, two.peak.total - one.peak.total)
         return f"{fixed}, optimizer {sized(one.peak.optimizer)}, {sized(each)} a sample"
+
+
+def _reserved(traced: Traced, allocator: Allocator) -> int:
+    """Return what the allocator takes for the peak, also where that is a multiple of what was traced."""
+    held = replay(traced.events, allocator)
+    return max(traced.peak.total, round(traced.peak.total * held.reserved / max(1, held.live)))
 
 
 def _between(first: int, last: int, share: float) -> int:

@@ -160,7 +160,7 @@ def _assumed(plan: Plan, needs: Needs) -> list[str]:
     if plan.choices["compile"].name != "off":
         said.append(f"Traced without compile={plan.choices['compile'].name}, which mostly takes less.")
     why = [needs.why_not, *(demand.why_not for demand in needs.demands.values())]
-    said += [f"TOO SMALL: not all could be traced: {each}" for each in dict.fromkeys(why) if each]
+    said += [f"NOT EXACT: {each}" for each in dict.fromkeys(why) if each]
     names = dict.fromkeys(rank.name for rank in plan.ranks)
     return said + [f"{needs.corrections[name]}." for name in names if name in needs.corrections]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.forkserver import ForkServer
@@ -32,6 +33,32 @@ def test_auto_says_what_the_model_takes_and_the_devices_hold(server: ForkServer,
     assert "the model fits each of 2 unequal devices; even shares fit, so speed decides (weights 3.18 MiB" in ended.out
     one = server.run("plan +hardware=t4 parallelism=auto", tmp_path)
     assert "parallelism                 single      auto: one device (Tesla T4)" in one.out
+    assert re.search(r"there is +15 GiB\n +fits\nmost samples  of a pass that fit: about [\d,]+ on rank 0", one.out), (
+        one.out
+    )
+    assert "samples/s (estimate: " in one.out
+    assert one.out.endswith("next: accel-run train +hardware=t4 parallelism=auto\n")
+
+
+def test_what_does_not_fit_is_told_with_what_would(server: ForkServer, tmp_path: Path) -> None:
+    """Room for tensors: 100 MiB beside what libraries hold, of which a pass of 64 samples takes more."""
+    profile = tmp_path / "conf" / "hardware" / "small.yaml"
+    profile.parent.mkdir(parents=True)
+    profile.write_text(
+        "# @package _global_\nhardware:\n  title: a small GPU\n"
+        "  devices: [{name: Small, memory_gib: 0.66, capability: [7, 5], fp32_tflops: 1, memory_bandwidth_gb_s: 100}]\n"
+    )
+    words = "plan --config-dir conf hardware=small task.size=tiny precision=fp32 global_batch_size=64"
+    ended = server.run(f"{words} micro_batch_size=64", tmp_path)
+    assert ended.code == 0, ended.err
+    assert "DOES NOT FIT" in ended.out
+    rows = re.findall(r"^ *([\d.]+ [GM]iB)  +x ([\d.]+)  (\S+)$", ended.out, re.M)
+    assert [float(factor) for _, factor, _ in rows] == sorted(float(factor) for _, factor, _ in rows)
+    found = {word.partition("=")[0]: word for _, _, word in rows}
+    assert {"micro_batch_size", "memory"} <= found.keys(), ended.out
+    again = server.run(f"{words} {found['micro_batch_size']}", tmp_path)
+    assert "DOES NOT FIT" not in again.out, "what is advised fits"
+    assert again.code == 0
 
 
 def test_the_fault_of_a_task_is_the_tasks(server: ForkServer, tmp_path: Path) -> None:

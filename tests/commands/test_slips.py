@@ -246,7 +246,7 @@ def test_an_error_takes_less_than_600_ms_of_cpu(words: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "words", ["--help", "train --help", "inference --help", "infer --help", "both --help", "plan --help", "explain --help",
-              "runs --help", "status --help", "report --help", "new --help", "completion --help", "completion zsh", "--version", "explain precision", "plan +hardware=t4"],
+              "runs --help", "status --help", "report --help", "new --help", "completion --help", "completion zsh", "--version", "explain precision"],
 )  # fmt: skip
 def test_what_needs_no_torch_does_not_import_it(words: str, tmp_path: Path) -> None:
     code = "import sys; from runner.cli import main; code = main(sys.argv[1:]); sys.exit(99 if 'torch' in sys.modules else code)"

@@ -212,7 +212,7 @@ def test_every_line_fits_a_terminal_and_says_what_is_an_estimate(count: int) -> 
     text = "\n".join(lines)
     assert max(map(len, lines)) <= WIDTH, text
     assert "DOES NOT FIT" in text or all(each.prediction.fits for each in made.memory)
-    for words_of_it in ("predicted", "blocks.*.mlp 100%", "estimate:", "x 1.50", "unknown", "TOO SMALL"):
+    for words_of_it in ("predicted", "blocks.*.mlp 100%", "estimate:", "x 1.50", "unknown", "NOT EXACT"):
         assert words_of_it in text, text
     assert all("predicted" in line for line in short(made.memory))
     untold = sheet(plan(*words, needs=Needs({}, why_not="no"), on=dataclasses.replace(HERE, devices=gpus)), needs, {})
