@@ -30,10 +30,10 @@ from runner.engine.kinds import Gradients
 from runner.engine.loop import Position, train_updates
 from runner.engine.phantom import Block, Ledger, Phantom, in_layers
 from runner.plan.budget import Blocks, computed_again
+from runner.plan.fits import tensors_within
 from runner.plan.inventory import Inventory
 from runner.plan.need import Bytes, Event, Layer, Traced
 from runner.plan.plan import PhasePlan, Plan, make_plan
-from runner.plan.strategy import HEADROOM
 
 FEW = 2  # samples that are passed for real where a task cannot be followed
 UPDATES = 2  # the optimizer makes its state in the first one
@@ -333,8 +333,7 @@ def _limit(plan: Plan) -> int:
     memory = plan.choices["memory"]
     if memory.function != "budget" or memory.options["recompute"] != "auto":
         return 0
-    wanted = memory.options["limit_gib"]
-    return int(wanted * 2**30) if wanted is not None else int(min(rank.memory_bytes for rank in plan.ranks) * HEADROOM)
+    return min(map(tensors_within, plan.ranks))
 
 
 def _on_the_host(plan: Plan) -> Plan:

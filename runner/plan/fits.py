@@ -21,6 +21,7 @@ from runner.plan.segments import Allocator, replay
 GIB = 2**30
 PARTS = tuple(part.name for part in dataclasses.fields(Bytes))
 TOP_LAYERS = 5
+ALLOCATOR = 0.2  # of the tensors: what the allocator adds, before it is known what it does
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Point:
 
     reserved     bytes that torch's allocator takes from a GPU's driver for peak.total
     flops        of the forward and backward pass of a micro-batch; moved_bytes are read and written by these
+    recompute    numbers of the blocks that are computed again, as memory=budget has chosen them
     """
 
     micro_batch_size: int
@@ -36,6 +38,7 @@ class Point:
     reserved: int
     flops: int
     moved_bytes: int
+    recompute: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Demand:
                     _reserved(traced, allocator),
                     traced.flops,
                     traced.moved_bytes,
+                    traced.recompute,
                 )
                 for traced in traces
             ),
@@ -95,7 +99,10 @@ class Demand:
     @staticmethod
     def from_dict(tree: Mapping[str, Any]) -> Demand:
         """Return what `dataclasses.asdict` made of one, also by way of JSON."""
-        points = tuple(Point(**{**point, "peak": Bytes(**point["peak"])}) for point in tree["points"])
+        points = tuple(
+            Point(**{**point, "peak": Bytes(**point["peak"]), "recompute": tuple(point["recompute"])})
+            for point in tree["points"]
+        )
         return Demand(**{**tree, "points": points, "layers": tuple(Layer(**layer) for layer in tree["layers"])})
 
     def at(self, samples: int) -> Point:
@@ -104,7 +111,7 @@ class Demand:
         if first is last:
             return _scaled(first, samples)
         share = (samples - first.micro_batch_size) / (last.micro_batch_size - first.micro_batch_size)
-        peak = {name: _between(getattr(first.peak, name), getattr(last.peak, name), share) for name in PARTS}
+        peak = {name: _between(vars(first.peak)[name], vars(last.peak)[name], share) for name in PARTS}
         return Point(
             samples,
             Bytes(**peak),
@@ -112,6 +119,11 @@ class Demand:
             _between(first.flops, last.flops, share),
             _between(first.moved_bytes, last.moved_bytes, share),
         )
+
+    def recompute_at(self, samples: int) -> tuple[int, ...]:
+        """Return the blocks to compute again with so many samples: those of the next larger pass that was traced."""
+        larger = [point for point in self.points if point.micro_batch_size >= samples]
+        return (larger[0] if larger else self.points[-1]).recompute
 
     def is_traced_at(self, samples: int) -> bool:
         """Tell whether the figures for so many samples are those of a trace."""
@@ -200,7 +212,7 @@ def predicted(demand: Demand, samples: int, rank: RankDevice, part: Part | None 
     """
     part = part or Part()
     point = demand.at(samples)
-    sizes = {name: int(getattr(point.peak, name)) for name in PARTS}
+    sizes = {name: int(vars(point.peak)[name]) for name in PARTS}
     over = max(0, point.reserved - point.peak.total) / max(1, point.peak.total) if rank.is_gpu else 0.0
     if part.count > 1 and part.strategy == "ddp":
         sizes["gradients"] += point.peak.gradients
@@ -219,6 +231,12 @@ def predicted(demand: Demand, samples: int, rank: RankDevice, part: Part | None 
         },
         rank.capacity_bytes if rank.is_gpu else rank.capacity_bytes // part.count,
     )
+
+
+def tensors_within(rank: RankDevice) -> int:
+    """Return about how many bytes of tensors the device holds beside libraries and what its allocator adds."""
+    share = (1 + rank.unseen) * (1 + ALLOCATOR) if rank.is_gpu else 1.0
+    return max(1, int((rank.capacity_bytes - rank.overhead_bytes) / share))
 
 
 def biggest(demand: Demand, rank: RankDevice, at_most: int, part: Part | None = None) -> int:

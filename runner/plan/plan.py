@@ -22,7 +22,7 @@ from runner.base.schema import defaults
 from runner.base.settings import DataSettings, EarlyStoppingSettings, EvaluateSettings, Settings
 from runner.base.shares import lines, table
 from runner.plan.fits import Needs, Part, RankMemory, passes_of, predicted, sized
-from runner.plan.inventory import Device, Inventory, inventory_of_profile, read_cpu, take_inventory
+from runner.plan.inventory import GIB, Device, Inventory, inventory_of_profile, read_cpu, take_inventory
 from runner.plan.ranks import RankDevice, gpus_of_ranks, shares_of
 from runner.plan.strategy import choose
 
@@ -218,6 +218,7 @@ def make_plan(
     phases = tuple(planner.phase(phase) for phase in configuration.phases)
     if planner.problems:
         raise ConfigError(planner.problems)
+    planner.choose_blocks(phases)
     memory = planner.memory(phases)
     first = planner.ranks[0]
     return Plan(
@@ -258,12 +259,15 @@ def allow_for(configuration: Configuration) -> None:
 
 
 def wants_needs(configuration: Configuration, inventory: Inventory) -> bool:
-    """Tell whether the plan depends on what the model takes: a GPU, and a strategy or a micro-batch to be found.
+    """Tell whether the plan depends on what the model takes: blocks to choose, or on a GPU a strategy or micro-batch.
 
     Elsewhere nothing is traced before a run, so that it starts as fast as it can.
     """
     parallelism, settings = configuration.choices["parallelism"], configuration.settings
     is_open = parallelism.function == "auto" or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
+    memory = configuration.choices["memory"]
+    if memory.function == "budget" and memory.options["recompute"] == "auto":
+        return True
     has_gpu = any(device.kind == "cuda" for device in inventory.usable)
     return is_open and has_gpu and settings.device.partition(":")[0] in ("auto", "cuda")
 
@@ -378,14 +382,17 @@ class _Planner:
 
     def _corrected(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:
         """Return the devices with what was measured on them, and with no more memory than this process may take."""
-        fraction = self.choices["memory"].options.get("fraction")
-        found = [self.needs.corrected(rank) if self.needs else rank for rank in ranks]
-        return tuple(
-            dataclasses.replace(rank, free_bytes=min(rank.capacity_bytes, int(fraction * rank.memory_bytes)))
-            if fraction and rank.is_gpu
-            else rank
-            for rank in found
-        )
+        options = self.choices["memory"].options
+        fraction, limit_gib = options.get("fraction"), options.get("limit_gib")
+        found = []
+        for rank in ranks:
+            known = self.needs.corrected(rank) if self.needs else rank
+            limits = [int(fraction * rank.memory_bytes)] if fraction and rank.is_gpu else []
+            limits += [int(limit_gib * GIB)] if limit_gib else []
+            if limits:
+                known = dataclasses.replace(known, free_bytes=min(*limits, rank.capacity_bytes or limits[0]))
+            found.append(known)
+        return tuple(found)
 
     def _best_gpu(self, usable: tuple[Device, ...]) -> Device | None:
         kinds = {item.get("kind", "cuda") for item in self.configuration.hardware.get("devices") or ()}
@@ -492,6 +499,20 @@ class _Planner:
             optimizer=optimizer,
             scheduler=phase.scheduler,
         )
+
+    def choose_blocks(self, phases: Sequence[PhasePlan]) -> None:
+        """Put the blocks to compute again in the place of `auto`: those of the phase that needs most of them."""
+        memory = self.choices["memory"]
+        if memory.function != "budget" or memory.options["recompute"] != "auto" or self.needs is None:
+            return
+        found = [
+            demand.recompute_at(phase.batch.micro_batch_size)
+            for phase in phases
+            if (demand := self.needs.demands.get(phase.name))
+        ]
+        if found:
+            chosen = max(found, key=len)
+            self.set("memory", "recompute", list(chosen), f"auto: {len(chosen)} blocks free what the device lacks")
 
     def memory(self, phases: Sequence[PhasePlan]) -> tuple[RankMemory, ...]:
         """Return what is predicted for every rank in every phase that was traced."""
