@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,7 @@ def loss(story: Story) -> Drawing | str:
         line = binned(raw)
         axes.fill_between(line.x, line.low, line.high, color=COLORS[0], alpha=0.18, linewidth=0)
         axes.plot(line.x, line.mean, color=COLORS[0], linewidth=0.8, alpha=0.45, label="training, each row")
-        smooth = binned(smoothed(raw))
+        smooth = binned(_smoothed_by_phase(story, raw))
         axes.plot(smooth.x, smooth.mean, color=COLORS[0], linewidth=2.0, label="training, smoothed")
         said.append(_from_to("training loss", raw))
     if len(val):
@@ -122,7 +123,7 @@ def metrics(story: Story) -> Drawing | str:
     shown = names[:_MOST_METRICS]
     columns = 1 if len(shown) == 1 else 2
     rows = -(-len(shown) // columns)
-    figure = new_figure(_SIZE[0] * columns, max(_SIZE[1], 2.3 * rows))
+    figure = new_figure(_SIZE[0], _SIZE[1] if rows == 1 else 1.9 * rows)
     for axes, name in zip(np.ravel(figure.subplots(rows, columns, squeeze=False)), shown, strict=False):
         curve = story.curves[name]
         mark = {"marker": "o", "markersize": 4} if len(curve) <= _MARKED else {}
@@ -132,7 +133,8 @@ def metrics(story: Story) -> Drawing | str:
         if baseline is not None:
             axes.axhline(baseline, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.1, label="trivial model")
             axes.legend(fontsize=8)
-        _dress(axes, story, "")
+        _dress(axes, story, "", with_names=columns == 1)
+        axes.tick_params(labelsize=9 if columns == 1 else 8)
         axes.set_title(name.removeprefix("val/"), loc="left", fontsize=10)
     for axes in figure.axes[len(shown) :]:
         axes.set_axis_off()
@@ -297,8 +299,9 @@ def ranks(story: Story) -> Drawing | str:
         return "one process trained" if _world_size(story) < 2 else "the ranks have not told what they took"
     dealt = story.curves.shares
     parts = [part for part in PARTS if any(row.get(part) for row in rows)]
-    figure = new_figure(10.0 if dealt else _SIZE[0], max(2.2, 0.9 + 0.34 * len(rows)))
-    panels = np.ravel(figure.subplots(1, 2 if dealt else 1, squeeze=False))
+    heights = [max(1.3, 0.34 * len(rows)), *([1.8] if dealt else [])]
+    figure = new_figure(_SIZE[0], sum(heights) + 0.9)
+    panels = np.ravel(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False))
     axes = panels[0]
     for row, seconds in enumerate(rows):
         begin = 0.0
@@ -384,7 +387,7 @@ def pipeline(story: Story) -> Drawing | str:
                     ha="center",
                     va="center",
                     fontsize=7,
-                    color="white" if kind == "B" else None,
+                    color="white" if kind == "B" else _ON_LIGHT,
                 )
     axes.set_yticks(range(len(drawn)), [f"device {number}" for number in range(len(drawn))], fontsize=9)
     axes.set_ylim(len(drawn) - 0.4, -0.6)
@@ -453,15 +456,29 @@ def binned(curve: Curve, points: int = 320) -> Line:
 
 
 def smoothed(curve: Curve, share: float = 0.04) -> Curve:
-    """Return the exponential moving mean over this share of the rows, without the pull of its first value."""
+    """Return the exponential moving mean over this share of the rows, forth and back so that it does not lag behind."""
     keep = 1 - 1 / max(1.0, share * len(curve))
+    forth, back = _moving(curve.y, keep), _moving(reversed(curve.y), keep)
+    return Curve(curve.x, [(one + other) / 2 for one, other in zip(forth, reversed(back), strict=True)])
+
+
+def _smoothed_by_phase(story: Story, curve: Curve) -> Curve:
+    """Return the smoothed curve of each phase, one after the other: what one ends with says nothing of the next."""
+    ends = [end for _, end in story.curves.phases.values()]
+    edges = [0, *np.searchsorted(np.asarray(curve.x), ends, side="right").tolist(), len(curve)]
+    parts = [Curve(curve.x[begin:end], curve.y[begin:end]) for begin, end in pairwise(edges) if end > begin]
+    return Curve(curve.x, [value for part in parts for value in smoothed(part).y])
+
+
+def _moving(values: Iterable[float], keep: float) -> list[float]:
+    """Return the exponential moving mean without the pull of its first value; NaN before the first that is finite."""
     mean = weight = 0.0
     found = []
-    for value in curve.y:
+    for value in values:
         if math.isfinite(value):
             mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
         found.append(mean / weight if weight else math.nan)
-    return Curve(curve.x, found)
+    return found
 
 
 def _line(story: Story, key: str, name: str, color: str, *, from_0: bool = False) -> Drawing | str:
@@ -476,12 +493,12 @@ def _line(story: Story, key: str, name: str, color: str, *, from_0: bool = False
     axes.plot(line.x, line.mean, color=color, linewidth=1.6, **mark)
     _dress(axes, story, name)
     if from_0:
-        axes.set_ylim(0, None)
+        axes.set_ylim(min(0.0, float(np.nanmin(line.low))), 1.08 * max(0.0, float(np.nanmax(line.high))) or 1.0)
     return Drawing(figure, _from_to(name, curve))
 
 
-def _dress(axes: Any, story: Story, label: str) -> None:
-    """Name the axes, and shade and name the phases where there are several."""
+def _dress(axes: Any, story: Story, label: str, *, with_names: bool = True) -> None:
+    """Name the axes, and shade the phases where there are several, and name them where there is room."""
     axes.set_ylabel(label)
     axes.set_xlabel("update")
     axes.grid(visible=True)
@@ -493,7 +510,7 @@ def _dress(axes: Any, story: Story, label: str) -> None:
         return
     for number, (name, (begin, end)) in enumerate(phases.items()):
         axes.axvspan(begin, end, color=_SHADES[number % len(_SHADES)], linewidth=0, zorder=0)
-        if (end - begin) / whole > 0.012 * (len(name) + 1):
+        if with_names and (end - begin) / whole > 0.012 * (len(name) + 1):
             axes.text(
                 (begin + end) / 2,
                 1.01,
@@ -606,7 +623,7 @@ def _of_samples(story: Story, names: Sequence[str]) -> Drawing | str:
         if values is not None and np.isfinite(values).any():
             means.append(f"{words} {np.nanmean(values):.0f} % on average, at most {np.nanmax(values):.0f} %")
     gaps = int(story.samples.gaps().sum())
-    note = f"{gaps} stretches in which nobody watched are hatched" if gaps else ""
+    note = f"hatched: {gaps} time{'s' * (gaps > 1)} nobody watched" if gaps else ""
     return Drawing(found, "; ".join(means) or "over time", note)
 
 
@@ -629,6 +646,7 @@ def _list(tree: Any, key: str) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
+_ON_LIGHT = "#10202c"  # letters on a colour that is light in both lights of the page
 _LEGEND: Mapping[str, Any] = {"fontsize": 8, "handlelength": 1.0, "columnspacing": 1.0}
 _HELD = (
     "weights and optimizer: the size of their files in the newest checkpoint; gradients: as many bytes as the weights "

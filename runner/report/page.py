@@ -89,6 +89,7 @@ class Page:
     tiles: Sequence[Tile] = ()
     limited: str = ""
     time: Sequence[Chart] = ()
+    parts: Sequence[str] = ()
     verdicts: Sequence[Any] = ()
     rules: Sequence[Table] = ()
     advice: str = ""
@@ -128,6 +129,7 @@ def page_of(story: Story, benchmarks: Path | None = None) -> Page:
         tiles=_tiles(story),
         limited=_limited(story),
         time=time,
+        parts=limits.table(story.parts_s, story.total_s, (story.evidence.updates if story.evidence else None) or 0),
         verdicts=_verdicts(story),
         rules=_rules(story),
         advice=f"accel-run advise run={story.name} tries what may make it faster, and says what it gained",
@@ -480,17 +482,21 @@ def _environment(story: Story) -> Table:
     known = dict(story.environment)
     inventory = known.pop("inventory", None)
     inventory = dict(inventory) if isinstance(inventory, dict) else {}
-    rows: list[tuple[str, str]] = [(key, _word(value)) for key, value in known.items()]
+    rows = [(key, "none" if value is None else _word(value)) for key, value in known.items()]
     devices = inventory.pop("devices", None)
     for each in devices if isinstance(devices, list) else ():
         if isinstance(each, dict):
             gib = f", {each['memory_bytes'] / 2**30:.1f} GiB" if is_number(each.get("memory_bytes")) else ""
             rows.append((f"{each.get('kind', 'device')} {each.get('index', '')}", f"{each.get('name', '')}{gib}"))
+    told = inventory.pop("notes", None)
     cpu = inventory.pop("cpu", None)
     if isinstance(cpu, dict):
         memory = f", {cpu['memory_bytes'] / 2**30:.1f} GiB" if is_number(cpu.get("memory_bytes")) else ""
-        rows.append(("CPU", f"{cpu.get('name')}, {cpu.get('logical_cores')} cores for this run{memory}"))
-    rows += [(key.replace("_", " "), _word(value)) for key, value in inventory.items() if value not in (None, [], "")]
+        rows.append(("CPU", f"{cpu.get('name')}, {cpu.get('logical_cores')} of its threads for this run{memory}"))
+    for key, value in inventory.items():
+        in_words = bytes_in_words(value) if key.endswith("_bytes") and is_number(value) else _word(value)
+        rows.append((key.removesuffix("_bytes").replace("_", " "), in_words if value is not None else "none"))
+    rows += [("note", _word(note)) for note in (told if isinstance(told, list) else ())]
     rows += [("host", _word(story.record["host"]))] if story.record.get("host") else []
     return Table("environment", "Environment", ("", ""), rows)
 

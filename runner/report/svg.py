@@ -108,6 +108,7 @@ PALETTE = {
     "#e0e0e0": "var(--grid)",
     "#ffffff": "var(--card)",
     "#ededed": "var(--grid)",
+    "#bfbfbf": "var(--hatch)",
     **{color.lower(): f"var(--c{number})" for number, color in enumerate(COLORS)},
     **{
         color: f"var(--s{number})"

@@ -136,7 +136,7 @@ def test_a_page_shows_all_that_a_run_has_left(full: Page) -> None:
     assert "1f1b, 4 micro-batches" in told["pipeline"]
     assert "gpu1 utilisation 50 % on average" in told["gpus"]
     for words in (
-        "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched", "to be & not to be <b>", "rank 0 holds the others up",
+        "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: 1 time nobody watched", "to be & not to be <b>", "rank 0 holds the others up",
         "damaged: MANIFEST.json is missing", "optimizer.lr", "auto: native", "sh ", "plots/broken.png", "Compute: 78% of the time after start-up (7.0 of 9.0 s)",
     ):  # fmt: skip
         assert words in page.words, words
