@@ -22,7 +22,7 @@ from runner.measure.suite import Report, Wanted, screen
 from runner.measure.suites import ladder
 from runner.measure.suites.ladder import Row, run
 from runner.measure.technique import BASELINE, ORDER, Technique, chosen, stacked, techniques
-from runner.measure.trial import Arena, Measured, Trials
+from runner.measure.trial import Arena, Cell, Measured, Trials
 from tests.measure.suites import asked
 
 TASK = Path(__file__).parent / "task_to_measure.py"
@@ -188,6 +188,31 @@ def test_the_best_is_measured_where_nothing_else_is(tmp_path: Path, config_dir: 
     ]
     assert report.data["rows"][1]["ratio"]["middle"] > 1
     assert set(Results(tmp_path).columns()) == {BASELINE, "best"}
+
+
+def test_float16_begins_after_the_others_on_a_cpu(
+    tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its updates take ten times as long there, and its start the time of others."""
+    asked = ladder._asked(wanted_in(tmp_path, config_dir, techniques="[fp16,nothing,fused]"))
+    climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), lambda _: None)
+    begun: list[str] = []
+
+    class Begun(Exception):
+        pass
+
+    class Told:
+        def measure(self, cells: list[Cell], *_: object) -> None:
+            begun.extend(cell.name for cell in cells)
+            raise Begun
+
+    for is_on_cpu in (True, False):
+        monkeypatch.setattr(climbing, "arena", Told(), raising=False)
+        climbing.is_on_cpu = is_on_cpu
+        with pytest.raises(Begun):
+            climbing._alone(asked.members)
+
+    assert begun == [BASELINE, "nothing", "fused", "fp16", BASELINE, "fp16", "nothing", "fused"]
 
 
 def test_what_is_stopped_leaves_what_it_has_measured(
