@@ -109,6 +109,12 @@ class Measured:
         return BEYOND * max(statistics.median_low(column) for column in self.columns.values())
 
     @property
+    def is_wide(self) -> bool:
+        """True where a linear scale would show the slowest technique only."""
+        medians = [statistics.median_low(column) for column in self.columns.values()]
+        return max(medians) > WIDE * statistics.median_low(medians)
+
+    @property
     def beyond(self) -> list[tuple[str, int, float]]:
         """Return technique, number and milliseconds of the steps that no scale shows, the longest first."""
         limit = self.scale_ms
@@ -201,7 +207,12 @@ def steps(measured: Measured) -> Any:
     for name, step, _ in measured.beyond:
         axes.plot(step, top - apart * below[step], "^", color=drawn[name].get_color(), clip_on=False, zorder=4)
         below[step] += 1
-    axes.set_ylim(0, top)
+    if measured.is_wide:
+        axes.set_yscale("log")
+        axes.set_ylim(0.9 * min(map(min, measured.columns.values())), 1.15 * highest)
+        _plain_numbers(axes.yaxis)
+    else:
+        axes.set_ylim(0, top)
     _dress(axes, "step", "time of a step (ms)")
     _count(axes)
     axes.margins(x=0.02)
@@ -235,7 +246,7 @@ def heatmap(measured: Measured) -> Any:
     low, high = min(*shown, _LEAST_RANGE * max(shown)), max(shown)
     mesh = axes.pcolormesh(
         [edge + 0.5 for edge in edges], np.arange(len(rows) + 1) - 0.5, np.ma.masked_invalid(rows),
-        cmap=HUE, vmin=low, vmax=high, edgecolor="white", linewidth=0.3,
+        cmap=HUE, norm=_norm(low, high, is_wide=measured.is_wide), edgecolor="white", linewidth=0.3,
     )  # fmt: skip
     axes.set_yticks(range(len(rows)), labels, fontsize=9)
     axes.invert_yaxis()
@@ -247,6 +258,8 @@ def heatmap(measured: Measured) -> Any:
     bar = figure.colorbar(mesh, ax=axes, extend="max" if is_cut else "neither", pad=0.01)
     bar.set_label("time of a step (ms)")
     bar.outline.set_visible(False)
+    if measured.is_wide:
+        _plain_numbers(bar.ax.yaxis)
     is_ragged = any(math.isnan(value) for row in rows for value in row)
     notes = [measured.origin, measured.left_out if is_cut else "", "hatched: no such step" if is_ragged else ""]
     _title(figure, axes, "Where steps were slow", notes)
@@ -354,6 +367,20 @@ def _count(axes: Any) -> None:
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
 
 
+def _norm(low: float, high: float, *, is_wide: bool) -> Any:
+    """Return how times become colors: by their logarithm where one technique takes many times as long as others."""
+    colors = require("matplotlib.colors", "plots")
+    return colors.LogNorm(low, high) if is_wide else colors.Normalize(low, high)
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Write 200, 500 and 1000 at a logarithmic axis, and no powers."""
+    ticker = require("matplotlib.ticker", "plots")
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(ticker.NullLocator())
+
+
 def _rows_of_bars(axes: Any, labels: Sequence[str], ratios: Collection[Ratio]) -> None:
     """Scale and dress rows of ratios, the first on top; the axis ends where bars do, not where a wide interval may."""
     axes.set_yticks(range(len(labels)), labels, fontsize=9)
@@ -456,6 +483,7 @@ def _machine(facts: Mapping[str, Any]) -> str:
 
 
 BEYOND = 2.0  # times the median of the slowest technique, that a step may take to be shown
+WIDE = 4.0  # times as long as those in the middle, that a technique takes where scales are logarithmic
 HUE = "Blues"
 _OF_BASELINE = Ratio(1.0, 1.0, 1.0, 0)
 _BARE = "no interval"

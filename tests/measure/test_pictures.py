@@ -307,6 +307,21 @@ def test_a_wide_interval_does_not_hide_the_bars(results: Results) -> None:
 # ---------------------------------------------------------------- beside what others report
 
 
+def test_one_technique_that_takes_ten_times_as_long_does_not_hide_the_others(tmp_path: Path) -> None:
+    made = Results(tmp_path)
+    made.put({BASELINE: [100.0, 110.0], "bf16": [60.0, 70.0], "fused": [90.0, 95.0], "fp16": [1000.0, 1100.0]}, {})
+
+    drawn = figures(made, "nmt")
+
+    (axes,) = drawn["steps.png"].axes
+    assert axes.get_yscale() == "log"
+    low, high = axes.get_ylim()
+    assert low < 60
+    assert high > 1100
+    norm = drawn["heatmap.png"].axes[0].collections[0].norm
+    assert norm(110.0) - norm(60.0) > 0.2, "told apart, though the darkest is 1100"
+
+
 def test_others_and_ours_stand_side_by_side_each_against_its_own_baseline(results: Results) -> None:
     results.put(
         {"up to compile": [30.0]},
