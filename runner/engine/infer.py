@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,9 @@ from runner.observe.memory import host_peak_gib, restart_host_peak
 from runner.observe.monitor import MONITORS, gpus_of
 
 if TYPE_CHECKING:
-    from runner.base.task import Content
+    from runner.base.task import Content, Prediction
+    from runner.engine.assemble import Parts
+    from runner.plan.plan import Plan
 
 
 OWN_FILES = ("summary.json", "gpu.csv", "monitor.json", "stacks.txt")
@@ -34,16 +36,12 @@ def infer(request: Request) -> Exit:
     console = Console()  # goes on when nobody reads any more, as in `| head`
     import torch
 
-    from runner.engine.evaluate import as_in_use
-    from runner.engine.tasks import explained
     from runner.engine.trained import open_trained
     from runner.engine.watchdog import PREDICTION, watched
 
     with ExitStack() as stack:
         trained = open_trained(request, console, stack)
         directory, plan, parts = trained.directory, trained.plan, trained.parts
-        options = {key: value for key, value in plan.inference.items() if key != "seed"}
-        generator = torch.Generator(parts.world.device).manual_seed(int(plan.inference["seed"]))
         if parts.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(parts.world.device)
         restart_host_peak()
@@ -61,27 +59,21 @@ def infer(request: Request) -> Exit:
                 keep=lambda stacks: directory.write("predictions/stacks.txt", stacks),
             )
         )  # fmt: skip
-        with as_in_use(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
-            with explained(parts.source, "predict"):
-                predictions: Iterator[Any] = iter(parts.task.predict(parts.model, generator, **options))
-            while True:
-                pulse.now = (PREDICTION, len(latencies) + 1)
-                began = time.perf_counter()
-                with explained(parts.source, "predict"):
-                    prediction = next(predictions, None)
-                parts.world.synchronize()
-                if prediction is None:
-                    break
-                pulse.done.add(PREDICTION)
-                latencies += [time.perf_counter() - began] if prediction.items else []
-                items += prediction.items
-                _refuse_taken(prediction.files, str(parts.source))
-                for name, content in prediction.files.items():
-                    directory.write(f"predictions/{name}", _as_bytes(name, content))
-                for name, picture in prediction.plots.items():
-                    directory.write(f"plots/{name}", picture)
-                if prediction.text:
-                    console.info(f"\n--- {', '.join(prediction.files)}\n{prediction.text}")
+
+        def begins() -> None:
+            pulse.now = (PREDICTION, len(latencies) + 1)
+
+        for prediction, seconds in stack.enter_context(closing(timed_predictions(plan, parts, begins))):
+            pulse.done.add(PREDICTION)
+            latencies += [seconds] if prediction.items else []
+            items += prediction.items
+            _refuse_taken(prediction.files, str(parts.source))
+            for name, content in prediction.files.items():
+                directory.write(f"predictions/{name}", _as_bytes(name, content))
+            for name, picture in prediction.plots.items():
+                directory.write(f"plots/{name}", picture)
+            if prediction.text:
+                console.info(f"\n--- {', '.join(prediction.files)}\n{prediction.text}")
         if not latencies:
             raise TaskFault("predict yielded nothing", where=str(parts.source))
         summary = _summary(latencies, items, parts.task.item, trained.update)
@@ -102,6 +94,34 @@ def infer(request: Request) -> Exit:
     )
     console.info(f"written to {directory.predictions}")
     return Exit.DONE
+
+
+def timed_predictions(
+    plan: Plan, parts: Parts, begins: Callable[[], object] = lambda: None
+) -> Generator[tuple[Prediction, float]]:
+    """Yield what the task predicts with the model as it is, each with the seconds that it took.
+
+    begins  called before each of them
+    """
+    import torch
+
+    from runner.engine.evaluate import as_in_use
+    from runner.engine.tasks import explained
+
+    options = {key: value for key, value in plan.inference.items() if key != "seed"}
+    generator = torch.Generator(parts.world.device).manual_seed(int(plan.inference["seed"]))
+    with as_in_use(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
+        with explained(parts.source, "predict"):
+            predictions: Iterator[Prediction] = iter(parts.task.predict(parts.model, generator, **options))
+        while True:
+            begins()
+            began = time.perf_counter()
+            with explained(parts.source, "predict"):
+                prediction = next(predictions, None)
+            parts.world.synchronize()
+            if prediction is None:
+                return
+            yield prediction, time.perf_counter() - began
 
 
 def _refuse_taken(names: Iterable[str], where: str) -> None:

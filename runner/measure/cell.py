@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,12 @@ from torch import Tensor
 
 from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
-from runner.base.order import evenly_spread
 from runner.base.parent import die_with_parent
 from runner.base.schema import did_you_mean
 from runner.base.stopwatch import between
-from runner.base.task import Progress
+from runner.base.task import Progress, Task
 from runner.base.words import words_of
-from runner.engine.evaluate import evaluate
+from runner.engine.infer import timed_predictions
 from runner.engine.loop import StepInfo
 from runner.engine.session import open_run
 from runner.engine.train import Phase, TrainingRun
@@ -205,7 +204,7 @@ class Cell:
         """Do what the order says; return what came of it, or the error in words."""
         orders: Mapping[str, Callable[..., Answer]] = {
             "begin": self.begin, "make": self.make, "report": self.report, "probe": self.probe, "count": self.count,
-            "evaluate": self.evaluate, "fit": self.fit,
+            "predict": self.predict, "fit": self.fit,
         }  # fmt: skip
         given = {key: value for key, value in order.items() if key != "do"}
         try:
@@ -320,21 +319,20 @@ class Cell:
         """Tell what only a look at the task's own code shows; updates of this cell count no more after it."""
         return probe(self.run, self.phase, self.updates)
 
-    def evaluate(self, samples: int) -> Answer:
-        """Evaluate so many held-out samples; tell the seconds and how many there were, none where there is no data."""
-        run, phase = self.run, self.phase
-        if phase.held_out is None:
-            return {"samples": 0, "seconds": 0.0}
-        parts, some = run.parts, evenly_spread(len(phase.held_out_samples), samples)
-        chosen = [phase.held_out_samples[place] for place in some]
-        parts.world.synchronize()
-        began = time.perf_counter()
-        evaluate(
-            parts.task, parts.model, phase.held_out, parts.prefetch, parts.precision, parts.parallel, chosen,
-            phase.planned.batch.micro_batch_size, run.plan.settings.seed,
-        )  # fmt: skip
-        parts.world.synchronize()
-        return {"samples": len(chosen), "seconds": time.perf_counter() - began}
+    def predict(self, least_s: float) -> Answer:
+        """Predict as inference does, for at least so long or to its end; tell the seconds and the items.
+
+        There are no items where the task does not predict.
+        """
+        parts, items, seconds = self.run.parts, 0, 0.0
+        if type(parts.task).predict is not Task.predict:
+            with closing(timed_predictions(self.run.plan, parts)) as predictions:
+                for prediction, took_s in predictions:
+                    items += prediction.items
+                    seconds += took_s if prediction.items else 0.0
+                    if seconds > least_s:
+                        break
+        return {"items": items, "item": parts.task.item, "seconds": seconds}
 
     def fit(self) -> Answer:
         """Make the phases without gradients before the one that is measured once more; tell name -> seconds.

@@ -21,7 +21,7 @@ from runner.measure.advise import of_one_rank, planned
 from runner.measure.results import Results, finite, hardware
 from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Wanted
-from runner.measure.trial import Arena, Asked, Cell, Limits, Measured, Trials, as_json
+from runner.measure.trial import LEAST_ROUNDS, Arena, Asked, Cell, Limits, Measured, Trials, as_json
 from runner.plan.inventory import Inventory
 from runner.plan.plan import PhasePlan, Plan
 
@@ -48,10 +48,10 @@ def some_of(options: Mapping[str, str], key: str, known: Sequence[str]) -> tuple
     return tuple(dict.fromkeys(words))
 
 
-def refuse_words(wanted: Wanted, options: Mapping[str, str]) -> None:
+def refuse_words(wanted: Wanted) -> None:
     """Raise ConfigError for a word without `=`: these suites know none."""
     if wanted.words:
-        known = ", ".join(f"{key}=" for key in options) or "no words of its own"
+        known = ", ".join(f"{key}=" for key in wanted.options) or "no words of its own"
         raise ConfigError(Problem("is no word of this suite", wanted.words[0], f"it knows {known}, and settings"))
 
 
@@ -79,7 +79,11 @@ class Place:
 
 @contextmanager
 def place_of(wanted: Wanted) -> Iterator[Place]:
-    """Give the place in which the cells of a suite are measured; of several ranks one is."""
+    """Give the place in which the cells of a suite are measured; of several ranks one is.
+
+    Raises ConfigError for a word that no suite of cells knows.
+    """
+    refuse_words(wanted)
     Results(wanted.folder, wanted.prefix)  # a prefix that cannot be is said before anything is measured
     plan, inventory = apart(planned, compose(wanted.request))
     request, cores, notes = of_one_rank(wanted.request, plan, inventory)
@@ -212,7 +216,7 @@ def in_turns(
                 answers = found.setdefault(name, [])
                 assert isinstance(answers, list)
                 answers.append(answer)
-            if time.monotonic() > until and number >= ROUNDS[0]:
+            if time.monotonic() > until and number > LEAST_ROUNDS:
                 break
             if number >= LEAST_ANSWERS * ROUNDS[0]:
                 break

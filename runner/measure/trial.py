@@ -547,7 +547,7 @@ class Silence(AccelRunError):
     """Nothing was heard."""
 
 
-class _Line:
+class Line:
     """A socket to a process of ours: lines of JSON there and back."""
 
     def __init__(self, line: socket.socket) -> None:
@@ -579,7 +579,7 @@ class _Nursery:
     def __init__(self, folder: Path, environment: Mapping[str, str], cores: int) -> None:
         self.folder = folder
         line, theirs = socket.socketpair()
-        self._line = _Line(line)
+        self._line = Line(line)
         self._said = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed in __exit__
         with theirs:
             self._process = subprocess.Popen(
@@ -620,7 +620,7 @@ class _Nursery:
         return answer
 
 
-class _Process(_Line):
+class _Process(Line):
     """A cell and its data workers: a session of its own, stopped and continued as a whole."""
 
     def __init__(self, nursery: _Nursery, clock: Callable[[], float], until: float) -> None:

@@ -126,13 +126,16 @@ def tune(request: Request, budget_s: float, say: Say) -> Tuned:
             for name, (_, weight, fills) in AXES.items()
         ]
         opening_s = opened.start_s + opened.first_update_s + opened.warm_up_s + 2 * Limits().block_s
+        before_s = time.monotonic() - began
         found = search(
             axes,
             lambda cells, limits: arena.measure(cells, limits, lambda _: None),
-            began + budget_s - time.monotonic(),
+            budget_s - before_s,
             opening_s,
             say,
         )
+        if found.needs_s:
+            found = dataclasses.replace(found, needs_s=before_s + found.needs_s)
     trained = [each.name for each in plan.selected if each.kind == "train"]
     if len(trained) > 1:
         notes.append(f"measured in phase {phase}; {', '.join(name for name in trained if name != phase)} was not")
@@ -171,11 +174,12 @@ def search(
         if offer.candidates:
             left_s = until - clock()
             share_s = left_s * axis.weight / sum(other.weight for other in axes[number:])
-            hunt.halve(axis, offer.candidates, min(left_s, max(share_s, hunt.needs_s(len(offer.candidates)))))
+            needs_s = MARGIN * hunt.needs_s(len(offer.candidates))
+            hunt.halve(axis, offer.candidates, min(left_s, max(share_s, needs_s)))
     weights = sum(axis.weight for axis in axes)
-    needs_s = max(MORE * budget_s, hunt.lacks_s * weights / (1 - PROOF_SHARE)) if hunt.lacks_s else 0.0
+    all_s = max(MORE * budget_s, hunt.lacks_s * weights / (1 - PROOF_SHARE)) if hunt.lacks_s else 0.0
     proof = hunt.prove(max(deadline - clock(), hunt.least_s)) if hunt.adopted else None
-    return Found(tuple(hunt.tried), hunt.left, tuple(hunt.adopted), proof, tuple(hunt.notes), needs_s)
+    return Found(tuple(hunt.tried), hunt.left, tuple(hunt.adopted), proof, tuple(hunt.notes), all_s)
 
 
 class _Hunt:
@@ -547,6 +551,7 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
 PROOF = "proof"
 PROOF_SHARE = 0.25  # of the budget, for measuring what was found against the settings as they are
 MORE = 1.5  # times the budget, at least, is said to be enough where it was not: rounds took long, and not the starts
+MARGIN = 1.1  # of the time that an axis needs: its rungs begin a little later than they could
 SCREENING = 3  # rounds of the first rung; twice as many in each further one
 PROVING = (10, 120)  # rounds, fewest and most, that adopt a setting
 MOST = 7  # candidates of an axis: as many rungs as there are starts worth making

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from runner import Task
+from runner import Prediction, Task
 
 
 def build(*, pass_ms: float = 0.0, sample_ms: float = 0.0, read_ms: float = 0.0, most: int = 1000) -> Task:
@@ -30,6 +31,8 @@ class Rows:
 
 
 class Sized(Task):
+    item = "row"
+
     def __init__(self, pass_ms: float, sample_ms: float, read_ms: float, most: int) -> None:
         self.pass_ms, self.sample_ms, self.read_ms, self.most = pass_ms, sample_ms, read_ms, most
         self.model = nn.Linear(8, 8)
@@ -44,3 +47,9 @@ class Sized(Task):
             raise torch.OutOfMemoryError("Tried to allocate more than there is")
         time.sleep((self.pass_ms + self.sample_ms * len(batch)) / 1000)
         return (model(batch) - batch).square().sum(), len(batch)
+
+    def predict(self, model: nn.Module, generator: torch.Generator, *, rows: int = 4) -> Iterator[Prediction]:  # type: ignore[override]
+        for number in range(rows):
+            time.sleep(self.pass_ms / 1000)
+            model(torch.randn(1, 8, generator=generator))
+            yield Prediction({f"{number}.txt": "x"})

@@ -12,7 +12,7 @@ import pytest
 from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import ConfigError
 from runner.measure.suite import Report
-from runner.measure.suites.before_after import plain, run, watched
+from runner.measure.suites.before_after import Biggest, _largest, plain, run, watched
 from tests.measure.suites import asked
 
 TASK = Path(__file__).parent / "task_of_sizes.py"
@@ -38,7 +38,6 @@ def test_settings_that_are_faster_than_plain_ones_are_said_to_be(tmp_path: Path)
         "dataloader.cache=memory",
         "task.most=32",
         biggest="64",
-        samples="8",
     )
 
     assert "make updates faster than plain ones" in found.headline
@@ -50,24 +49,43 @@ def test_settings_that_are_faster_than_plain_ones_are_said_to_be(tmp_path: Path)
     biggest = told["biggest batch, samples"]
     assert (biggest["before"], biggest["after"], biggest["sure"]) == (32, 32, "no clear change")
     assert any("memory is used up" in note for note in found.notes)
-    assert told["inference, ms per sample"]["before"] > 0.9
+    assert 1.9 < told["inference, ms per row"]["before"] < 20, "each of 4 rows sleeps for 2 ms when it is predicted"
     assert told["peak memory, GiB"]["after"] > 0.05
     assert told["GPU busy, %"]["sure"] == "not measured"
     assert "no GPU" in found.skipped["GPU busy"]
     differ = {row[0]: row[1:] for row in found.tables[1].rows}
     assert differ["dataloader.cache"] == ("none", "memory")
-    assert json.loads(found.files[0].read_text())["biggest"]["after"][0] == 32
+    assert json.loads(found.files[0].read_text())["biggest"]["after"]["size"] == 32
 
 
 @pytest.mark.usefixtures("few_rounds")
 def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Path) -> None:
     words = plain(compose(Request(SETTINGS, TASK)))
 
-    found = report(tmp_path, "task.pass_ms=20", *words, biggest="0", samples="8")
+    found = report(tmp_path, "task.pass_ms=20", *words, biggest="0")
 
     assert found.headline.startswith("no clear change")
     assert rows(found)["time per epoch, s"]["sure"] == "no clear change"
     assert rows(found)["biggest batch, samples"]["before"] is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sure"),
+    [
+        (Biggest(64, "", True), Biggest(128, "no time"), "better"),
+        (Biggest(64, "no time"), Biggest(128, "no time"), "not known"),
+        (Biggest(64, "no time"), Biggest(128, "", True), "not known"),
+        (Biggest(64, "", True), Biggest(64, "no time"), "not known"),
+        (Biggest(64, "", True), Biggest(64, "", True), "no clear change"),
+        (Biggest(128, "no time"), Biggest(64, "", True), "worse"),
+        (Biggest(None, "an error"), Biggest(64, "", True), "not measured"),
+    ],
+)
+def test_a_batch_that_nobody_has_tried_to_double_is_not_the_biggest(before: Biggest, after: Biggest, sure: str) -> None:
+    row = _largest(before, after)
+
+    assert row[:3] == ("biggest batch, samples", before.size, after.size)
+    assert str(row[4]).startswith(sure)
 
 
 def test_plain_keeps_what_is_mathematics_of_the_loader() -> None:
@@ -98,7 +116,7 @@ def test_how_busy_a_gpu_is_is_read_while_it_computes() -> None:
     assert set(seen) == {75.0}
 
 
-@pytest.mark.parametrize(("key", "text"), [("samples", "0"), ("samples", "few"), ("biggest", "-1"), ("biggest", "1e3")])
+@pytest.mark.parametrize(("key", "text"), [("biggest", "-1"), ("biggest", "1e3")])
 def test_numbers_that_are_none_are_refused(tmp_path: Path, key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*whole numbers"):
         report(tmp_path, **{key: text})

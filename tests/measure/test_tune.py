@@ -6,6 +6,8 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError
 from runner.commands.tune import run, screen
 from runner.engine.evidence import Evidence
+from runner.measure import tune as tuning
 from runner.measure.advise import Tried
 from runner.measure.facts import Facts
 from runner.measure.hardware_profile import write_profile
@@ -39,7 +42,6 @@ from runner.measure.tune import (
 )
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from runner.plan.plan import make_plan
-from tests.forkserver import ForkServer
 
 PLANTED = Path(__file__).parent / "planted"
 CPU = Cpu("a processor", 4, 8, 16 * GIB, flags=("avx512_bf16",))
@@ -548,16 +550,62 @@ def test_slips_are_answered_before_anything_is_measured(
         run(words.split())
 
 
-def test_a_planted_wait_is_tuned_away(server: ForkServer, tmp_path: Path) -> None:
-    task = str(PLANTED / "far_away.py")
-    words = ["--task", task, "backend.threads=1", "precision=fp32", "compile=off", "micro_batch_size=16"]
+@dataclass(frozen=True)
+class Planted:
+    """A task, the axes that are searched, words of the user, and the setting that helps; empty where none does."""
 
-    ended = server.run(["tune", *words, "budget_s=40", "profile=mine", "--json"], tmp_path)
+    task: str
+    axes: Sequence[str]
+    words: Sequence[str]
+    wins: str
 
-    assert ended.code == 0, ended.err
-    found = json.loads(ended.out)
-    assert any(word.startswith("dataloader") for word in found["settings"]), found
-    assert found["proof"]["low"] > 1.0
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        Planted("far_away.py", ["readers"], ["micro_batch_size=16"], "dataloader"),
+        Planted("small_passes.py", ["micro-batch"], [], "micro_batch_size"),
+        Planted("small_passes.py", ["micro-batch", "optimizer kernels"], ["micro_batch_size=1"], ""),
+    ],
+    ids=["a wait for data", "what the task sets", "nothing"],
+)
+def test_what_is_planted_is_tuned_away_and_nothing_else(
+    planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With short blocks and few candidates: what is planted is far above the noise, and rounds end once it is seen."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tuning, "AXES", {name: AXES[name] for name in planted.axes})
+    monkeypatch.setattr(tuning, "MOST", 1)
+    monkeypatch.setattr(tuning, "PROVING", (6, 30))
+    monkeypatch.setattr(tuning, "Limits", partial(Limits, block_s=0.1))
+    quiet = ["backend.threads=1", "log_every=10000", "checkpoint=off"]  # else blocks are long enough for rows and saves
+    words = ["--task", str(PLANTED / planted.task), "device=cpu", *quiet, *planted.words]
+
+    assert run([*words, "budget_s=240", "profile=mine", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    plain, tuned_to = (
+        compose(Request((*words[2:], *more), PLANTED / planted.task, folder)).flat()
+        for more, folder in (((), None), (("+hardware=mine",), tmp_path / "conf"))
+    )
+    changed = [f"{key}={value}" for key, value in tuned_to.items() if plain.get(key) != value and key != "hardware"]
     assert not (tmp_path / "outputs").exists()
-    planned = server.run(["plan", *words, "--config-dir", "conf", "+hardware=mine"], tmp_path)
-    assert planned.code == 0, planned.err
+    if not planted.wins:
+        assert (found["settings"], changed) == ([], [])
+        return
+    assert any(word.startswith(planted.wins) for word in found["settings"]), found
+    assert found["proof"]["low"] > 1.0
+    assert any(word.startswith(planted.wins) for word in changed), changed
+
+
+def test_time_that_passes_between_two_looks_at_the_clock_takes_no_candidate_away() -> None:
+    """An axis of one candidate has just the time that this needs."""
+    arena = FakeArena(speeds(a_1=0.5), opening_s=2.0)
+    looks = count()
+
+    found = search(
+        [axis("a", "1"), *(axis(name, "1") for name in "bcdefghi")], arena.measure, 60.0, arena.opening_s,
+        lambda _: None, lambda: arena.now + 1e-4 * next(looks),
+    )  # fmt: skip
+
+    assert found.words == ("a=1",)

@@ -12,7 +12,6 @@ from runner.measure.contest import (
     kept,
     peak_gib,
     place_of,
-    refuse_words,
     skipped_of,
     times,
     verdict_of,
@@ -33,7 +32,6 @@ def run(wanted: Wanted) -> Report:
     Only sizes of the same update are recommended: another number of samples per update is another training.
     Raises ConfigError for sizes that are no whole numbers above 0.
     """
-    refuse_words(wanted, OPTIONS)
     for key, stands in OPTIONS.items():
         if wanted.options[key] != stands:
             whole_numbers(wanted.options, key)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from statistics import fmean, median
 
 from runner.base.configuration import Configuration, compose
-from runner.base.errors import AccelRunError
+from runner.base.errors import AccelRunError, Exit
 from runner.measure.contest import (
     Answers,
     Place,
@@ -20,19 +22,17 @@ from runner.measure.contest import (
     limits_of,
     peak_gib,
     place_of,
-    refuse_words,
     skipped_of,
     verdict_of,
     whole_numbers,
 )
 from runner.measure.statistics import NEGLIGIBLE, paired
 from runner.measure.suite import Report, Table, Value, Wanted
-from runner.measure.trial import Cell, Measured, Trials
+from runner.measure.trial import LEAST_ROUNDS, Cell, Measured, Trials
 from runner.observe.nvml import Gpu, Nvml, everything, open_nvml
 
-# samples: held-out samples of an inference that is timed
 # biggest: largest batch that is tried, in samples; 0: none is
-OPTIONS: dict[str, str] = {"samples": "256", "biggest": "4096"}
+OPTIONS: dict[str, str] = {"biggest": "4096"}
 
 
 def run(wanted: Wanted) -> Report:
@@ -40,14 +40,13 @@ def run(wanted: Wanted) -> Report:
 
     Raises ConfigError for numbers that are none, AccelRunError where the plain settings cannot be measured.
     """
-    refuse_words(wanted, OPTIONS)
-    samples, biggest = (whole_numbers(wanted.options, key, least)[0] for key, least in (("samples", 1), ("biggest", 0)))
+    biggest = whole_numbers(wanted.options, "biggest", 0)[0]
     with place_of(wanted) as place:
         cells = [Cell(BEFORE, plain(compose(wanted.request))), Cell(AFTER)]
         trials = place.arena.measure(cells, limits_of(0.5 * wanted.budget_s), wanted.say)
-        inferred = in_turns(
-            place, cells, wanted, lambda _: {"do": "evaluate", "samples": samples}, 0.15 * wanted.budget_s
-        )
+        share_s = SHARE_OF_INFERENCE * wanted.budget_s
+        order = {"do": "predict", "least_s": share_s / (2 * len(cells) * LEAST_ROUNDS)}
+        inferred = in_turns(place, cells, wanted, lambda _: order, share_s)
         busy = _busy(place, trials, wanted)
         biggest_of = {cell.name: _biggest(place, cell, wanted, biggest) for cell in cells}
     report = _report(place, trials, inferred, busy, biggest_of)
@@ -68,8 +67,20 @@ def plain(configuration: Configuration) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _biggest(place: Place, cell: Cell, wanted: Wanted, most: int) -> tuple[int | None, str]:
-    """Return the largest doubling of the batch that made updates in one pass, and why none larger was tried.
+@dataclass(frozen=True)
+class Biggest:
+    """The largest batch that made updates in one pass, and why none larger did.
+
+    is_all  larger ones cannot be; False: nobody knows, it was not tried
+    """
+
+    size: int | None
+    why: str
+    is_all: bool = False
+
+
+def _biggest(place: Place, cell: Cell, wanted: Wanted, most: int) -> Biggest:
+    """Return the largest doubling of the batch that made updates in one pass.
 
     On a CPU the next one is not tried where the growth so far says that the memory would not hold it: the system would
     end other processes too.
@@ -78,26 +89,27 @@ def _biggest(place: Place, cell: Cell, wanted: Wanted, most: int) -> tuple[int |
     until = time.monotonic() + SHARE_OF_BIGGEST * wanted.budget_s
     for _ in count():
         if size > most:
-            return found, f"no more than {most} samples were tried"
+            return Biggest(found, f"no more than {most} samples were tried", is_all=True)
         if found is not None and time.monotonic() > until:
-            return found, "there was no time for larger ones"
+            return Biggest(found, "there was no time for larger ones")
         wanted.say(f"tries {size} samples in one pass, {cell.name}")
         own = Cell(f"{cell.name}, {size}", (*cell.overrides, f"global_batch_size={size}", f"micro_batch_size={size}"))
         try:
             with place.arena.alone(own, limits_of(1.0)) as (ask, opened):
                 if opened.opened["micro_batch_size"] != size:
-                    return None, "the task's phases say their own batch size"
+                    return Biggest(None, "the task's phases say their own batch size")
                 report = ask({"do": "report"})
                 found = size
                 if size >= opened.opened["num_samples"]:
-                    return found, "these are all samples there are"
+                    return Biggest(found, "these are all samples there are", is_all=True)
         except AccelRunError as error:
-            return found, f"{size}: {error.problems[0].what}"
+            is_full = error.exit_code in (Exit.GPU_MEMORY, Exit.HOST_MEMORY)
+            return Biggest(found, f"{size}: {error.problems[0].what}", is_full)
         if "peak_device_gib" not in report:
             peaks.append(report["peak_host_gib"])
             grown = 2 * (peaks[-1] - peaks[-2]) if len(peaks) > 1 else 0.0
             if peaks[-1] + grown > place.inventory.cpu.memory_bytes / 2**30:
-                return found, f"{2 * size} would need about {peaks[-1] + grown:.1f} GiB"
+                return Biggest(found, f"{2 * size} would need about {peaks[-1] + grown:.1f} GiB", is_all=True)
         size *= 2
     raise AssertionError("there is no largest number")
 
@@ -145,7 +157,7 @@ def _report(
     trials: Trials,
     inferred: Mapping[str, Answers | str],
     busy: Mapping[str, float | None],
-    biggest: Mapping[str, tuple[int | None, str]],
+    biggest: Mapping[str, Biggest],
 ) -> Report:
     before, after = trials.cells
     skipped = skipped_of(trials)
@@ -156,15 +168,15 @@ def _report(
         ("updates per second", _per_second(before), _per_second(after), gain, sure),
         _once("GPU busy, %", busy[BEFORE], busy[AFTER]),
         _inference(inferred),
-        _once("biggest batch, samples", biggest[BEFORE][0], biggest[AFTER][0]),
+        _largest(biggest[BEFORE], biggest[AFTER]),
         _once("peak memory, GiB", peak_gib(before), peak_gib(after), less_is_better=True),
     ]
     if busy[BEFORE] is None and busy[AFTER] is None:
         skipped["GPU busy"] = "there is no GPU whose driver tells"
     skipped |= {f"inference, {name}": told for name, told in inferred.items() if isinstance(told, str)}
     if rows[3][1] is None and "inference" not in " ".join(skipped):
-        skipped["inference"] = "the task has no held-out samples, or no time was taken"
-    notes = [*place.notes, *trials.notes, *(f"biggest batch {name}: {why}" for name, (_, why) in biggest.items())]
+        skipped["inference"] = "the task does not predict"
+    notes = [*place.notes, *trials.notes, *(f"biggest batch {name}: {each.why}" for name, each in biggest.items())]
     notes.append("biggest batch and memory are readings of one process each; doublings of the batch are tried")
     if after.why_not and not after.blocks_ms:
         headline = f"what the runner chooses could not be measured: {after.why_not}"
@@ -187,7 +199,7 @@ def _report(
         Table(f"before and after, {place.plan.choices['task'].name}", columns, rows),
         Table("what differs", ("setting", BEFORE, AFTER), differ),
     ]
-    data = {"inference": dict(inferred), "biggest": {name: list(told) for name, told in biggest.items()}}
+    data = {"inference": dict(inferred), "biggest": {name: dataclasses.asdict(told) for name, told in biggest.items()}}
     return Report(headline, tables, notes, skipped, data)
 
 
@@ -203,19 +215,28 @@ def _per_second(measured: Measured) -> float:
 
 
 def _inference(told: Mapping[str, Answers | str]) -> tuple[Value, ...]:
-    """Return the row of the time per sample that is evaluated, data included."""
-    per_sample = {
-        name: [1e3 * each["seconds"] / each["samples"] for each in answers if each["samples"]]
-        for name, answers in told.items()
-        if not isinstance(answers, str)
+    """Return the row of the time that inference takes for an item, of which the task says what it is."""
+    answered = {name: answers for name, answers in told.items() if not isinstance(answers, str)}
+    item = next((str(each["item"]) for answers in answered.values() for each in answers), "sample")
+    per_item = {
+        name: [1e3 * each["seconds"] / each["items"] for each in answers if each["items"]]
+        for name, answers in answered.items()
     }
-    before, after = per_sample.get(BEFORE, []), per_sample.get(AFTER, [])
+    before, after = per_item.get(BEFORE, []), per_item.get(AFTER, [])
     num = min(len(before), len(after))
     before, after = before[1:num], after[1:num]  # the first is not like the others
     if not before:
-        return ("inference, ms per sample", None, None, "", "not measured")
+        return (f"inference, ms per {item}", None, None, "", "not measured")
     ratio = paired(before, after)
-    return ("inference, ms per sample", median(before), median(after), str(ratio), ratio.verdict)
+    return (f"inference, ms per {item}", median(before), median(after), str(ratio), ratio.verdict)
+
+
+def _largest(before: Biggest, after: Biggest) -> tuple[Value, ...]:
+    """Return the row of the biggest batch; where the smaller one was only not tried further, nothing is known."""
+    name, sizes = "biggest batch, samples", [each for each in (before, after) if each.size]
+    if len(sizes) == 2 and not min(sizes, key=lambda each: (each.size or 0, each.is_all)).is_all:
+        return (name, before.size, after.size, "", "not known: no time for larger ones")
+    return _once(name, before.size, after.size)
 
 
 def _once(name: str, before: float | None, after: float | None, *, less_is_better: bool = False) -> tuple[Value, ...]:
@@ -232,5 +253,6 @@ BEFORE, AFTER = "before", "after"
 OF_DATA = ("drop_last", "bad_samples")
 SMALL = 10 * NEGLIGIBLE  # of readings that have no interval
 SHARE_OF_BIGGEST = 0.1  # of the budget, for each of the two
+SHARE_OF_INFERENCE = 0.15
 WATCHED_S = 3.0
 LOOK_EVERY_S = 0.1

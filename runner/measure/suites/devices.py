@@ -20,7 +20,6 @@ from runner.measure.contest import (
     kept,
     limits_of,
     place_of,
-    refuse_words,
     skipped_of,
     some_of,
     whole_numbers,
@@ -45,7 +44,6 @@ def run(wanted: Wanted) -> Report:
 
     Raises ConfigError for a device that is not here, a number that is none, and for another task.
     """
-    refuse_words(wanted, OPTIONS)
     batches, sides = (tuple(sorted(whole_numbers(wanted.options, key))) for key in ("batches", "sides"))
     kinds = some_of(wanted.options, "by", ("batch", "size"))
     request = wanted.request

@@ -13,7 +13,6 @@ from runner.measure.contest import (
     contest,
     kept,
     place_of,
-    refuse_words,
     skipped_of,
     some_of,
     verdict_of,
@@ -58,7 +57,6 @@ def run(wanted: Wanted) -> Report:
 
     Raises ConfigError for values that no loader has.
     """
-    refuse_words(wanted, OPTIONS)
     some_of(wanted.options, "cache", CACHES)
     whole_numbers(wanted.options, "prefetch")
     for key, reads in (("workers", _workers), ("pin", _pins)):

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 from torch import Tensor
 
 from runner.base.batch import map_tensors
@@ -20,11 +21,12 @@ from runner.base.scratch import private_folder
 from runner.launch.apart import apart
 from runner.measure.advise import planned
 from runner.measure.contest import ROUNDS, kept, refuse_words, some_of, whole_numbers
-from runner.measure.ranks import ms_per_update, on_ranks, opened
+from runner.measure.ranks import Standing, ms_per_update, opened
 from runner.measure.results import Results
 from runner.measure.statistics import Ratio, paired
 from runner.measure.suite import Report, Table, Value, Wanted
-from runner.measure.trial import QUIET
+from runner.measure.trial import LEAST_ROUNDS, QUIET, ROOM, UNTRIED
+from runner.observe.memory import host_peak_gib
 
 # forms: which are measured
 # ranks: how many there are
@@ -36,26 +38,32 @@ OPTIONS: dict[str, str] = {"forms": "single,equal,shares,pipeline", "ranks": "2"
 def run(wanted: Wanted) -> Report:
     """Return what an update takes in each form, on ranks of the CPU over gloo.
 
-    Each form is started anew for each of its blocks, in an order that is drawn; every rank has as many threads as the
-    single one, as devices would. Raises ConfigError for numbers that are none and fewer than two ranks.
+    All forms are there at once and take turns in an order that is drawn; every rank has as many threads as the single
+    one, as devices would. Raises ConfigError for numbers that are none and fewer than two ranks.
     """
-    refuse_words(wanted, OPTIONS)
+    refuse_words(wanted)
     names = some_of(wanted.options, "forms", FORMS)
     ranks, updates = (whole_numbers(wanted.options, key, least)[0] for key, least in (("ranks", 2), ("updates", 1)))
     slow = _factor(wanted.options["slow"])
     Results(wanted.folder, wanted.prefix)  # a prefix that cannot be is said before anything is measured
-    plan, inventory = apart(planned, compose(wanted.request))
-    threads = max(1, inventory.cpu.logical_cores // ranks)
-    forms = _forms(names, ranks, slow)
-    samples = plan.batch.global_batch_size
-    found, skipped = _measured(wanted, forms, samples, updates, threads)
+    configuration = compose(wanted.request)
+    plan, inventory = apart(planned, configuration)
+    cores = inventory.cpu.logical_cores
+    threads = max(1, cores // ranks)
+    samples = next(each for each in (*plan.selected, *plan.phases) if each.kind == "train").batch.global_batch_size
+    asked_micro = configuration.settings.micro_batch_size
+    forms = _forms(names, ranks, slow, _passes(samples, ranks) if asked_micro == "auto" else ())
+    played = _Played(wanted, updates, threads, samples)
+    played.play(forms)
     if slow > 1 and "pipeline" in names:
-        skipped["pipeline, one slow"] = "a slow rank is simulated by its samples, and a stage has all of them"
+        played.skipped["pipeline, one slow"] = "a slow rank is simulated by its samples, and a stage has all of them"
     each = f"{threads} thread{'s' if threads > 1 else ''} each"
     notes = [f"ranks of the CPU over gloo, {each}: what devices gain among each other depends on their links"]
-    if ranks * threads > inventory.cpu.logical_cores:
-        notes.append(f"{ranks} ranks share {inventory.cpu.logical_cores} cores: they slow each other down")
-    return kept(wanted, "parallelism", _report(plan.choices["task"].name, forms, found, skipped, notes))
+    if ranks * threads > cores:
+        notes.append(f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}: they slow each other down")
+    notes += played.notes
+    task = plan.choices["task"].name
+    return kept(wanted, "parallelism", _report(task, forms, played.blocks, played.skipped, notes))
 
 
 # ---------------------------------------------------------------- what is measured
@@ -84,16 +92,25 @@ def _factor(text: str) -> float:
     return factor
 
 
-def _forms(names: Sequence[str], ranks: int, slow: float) -> list[Form]:
-    """Return the forms, each after the one that it is compared with."""
+def _passes(samples: int, ranks: int) -> tuple[str, ...]:
+    """Return the words of an update in enough passes for all stages of a pipeline to have something to do."""
+    for passes in range(min(samples, PASSES * ranks), 0, -1):
+        if samples % passes == 0:
+            return (f"micro_batch_size={samples // passes}",)
+    raise AssertionError("one pass is always possible")
+
+
+def _forms(names: Sequence[str], ranks: int, slow: float, passes: tuple[str, ...]) -> list[Form]:
+    """Return the forms, each after the one that it is compared with: the single rank, or what there is in its place."""
     ddp, shares = ("parallelism=ddp",), ("parallelism=ddp", "parallelism.shares=speed")
     forms = [
         Form("single", 1, ("parallelism=single",), ""),
-        Form("equal", ranks, ddp, "single"),
-        Form("shares", ranks, shares, "single", settles=SETTLES),
-        Form("pipeline", ranks, ("parallelism=pipeline",), "single"),
+        Form("equal", ranks, ddp, ""),
+        Form("shares", ranks, shares, "", settles=SETTLES),
+        Form("pipeline", ranks, ("parallelism=pipeline", *passes), ""),
     ]
     forms = [form for form in forms if form.name in names]
+    forms = [dataclasses.replace(form, against=forms[0].name if number else "") for number, form in enumerate(forms)]
     if slow > 1:
         both = [
             Form("equal, one slow", ranks, ddp, "", slow),
@@ -103,58 +120,122 @@ def _forms(names: Sequence[str], ranks: int, slow: float) -> list[Form]:
     return forms
 
 
-def _measured(
-    wanted: Wanted, forms: Sequence[Form], samples: int, updates: int, threads: int
-) -> tuple[dict[str, dict[int, float]], dict[str, str]]:
-    """Return form -> round -> milliseconds of an update, and the forms that cannot be, with why."""
-    until, least, order = time.monotonic() + wanted.budget_s, min(ROUNDS[0], LEAST_ROUNDS), random.Random(0)
-    blocks: dict[str, dict[int, float]] = {form.name: {} for form in forms}
-    skipped: dict[str, str] = {}
-    each_s = 0.0  # that a sample takes where no rank is slower
-    slow = next((form for form in forms if form.slow > 1), None)
-    if slow is not None:
-        wanted.say("measures what a sample takes")
-        ms = _timed(wanted, dataclasses.replace(slow, slow=1.0, settles=0), updates, threads, 0.0)
-        each_s = ms / 1e3 / (samples / slow.ranks)
-    for number in range(MOST_ROUNDS):
-        playing = [form for form in forms if form.name not in skipped]
-        order.shuffle(playing)
-        wanted.say(f"round {number + 1}: {', '.join(form.name for form in playing)}")
-        for form in playing:
-            try:
-                blocks[form.name][number] = _timed(wanted, form, updates, threads, each_s * (form.slow - 1))
-            except AccelRunError as error:
-                skipped[form.name] = error.problems[0].what
-        if time.monotonic() > until and number + 1 >= least:
-            break
-    return blocks, skipped
+class _Played:
+    """Forms that take turns in blocks of updates, all there at once and stopped meanwhile.
+
+    blocks   form -> round -> milliseconds of an update
+    skipped  forms that cannot be -> why
+    """
+
+    def __init__(self, wanted: Wanted, updates: int, threads: int, samples: int) -> None:
+        self.wanted, self.updates, self.threads, self.samples = wanted, updates, threads, samples
+        self.blocks: dict[str, dict[int, float]] = {}
+        self.skipped: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.sample_s = 0.0  # that a sample takes where no rank is slower
+
+    def play(self, forms: Sequence[Form]) -> None:
+        """Make rounds until all gains are known well enough, or the time is over."""
+        began = time.monotonic()
+        until = began + self.wanted.budget_s
+        self.blocks = {form.name: {} for form in forms}
+        with ExitStack() as stack:
+            standing = dict[str, Standing]()
+            together = True
+            for number, form in enumerate(forms):
+                if number > 1 and time.monotonic() - began > self.wanted.budget_s / 2:
+                    self.skipped[form.name] = UNTRIED
+                    continue
+                if not together:
+                    continue
+                self.wanted.say(f"starts {form.name}")
+                try:
+                    standing[form.name] = self._started(stack, form)
+                    if number == 0:
+                        together = self._fit_together(standing[form.name], forms)
+                except AccelRunError as error:
+                    self.skipped[form.name] = error.problems[0].what
+            if not together:
+                self.notes.append("the memory does not hold all forms at once: each is started again for each block")
+                stack.close()
+                standing.clear()
+            order = random.Random(0)
+            for number in range(ROUNDS[1]):
+                since = time.monotonic()
+                playing = [form for form in forms if form.name not in self.skipped]
+                order.shuffle(playing)
+                for form in playing:
+                    try:
+                        self._turn(form, standing.get(form.name), number)
+                    except AccelRunError as error:
+                        self.skipped[form.name] = error.problems[0].what
+                now = time.monotonic()
+                if number + 1 >= LEAST_ROUNDS and now + (now - since) > until:
+                    return
+                if number + 1 >= ROUNDS[0] and self._are_narrow(forms):
+                    return
+
+    def _started(self, stack: ExitStack, form: Form) -> Standing:
+        """Return a form that has warmed up, with its slow rank and its shares at rest, and is stopped."""
+        folder = stack.enter_context(private_folder())
+        begin = _begin(self.wanted.request, form, self.threads, folder)
+        ranks = stack.enter_context(Standing(begin, form.ranks, self.threads, PATIENCE_S))
+        if form.slow > 1:
+            if not self.sample_s:
+                self.sample_s = ranks.ask(PATIENCE_S, updates=self.updates) / 1e3 / (self.samples / form.ranks)
+            ranks.ask(PATIENCE_S, updates=1, more_s=self.sample_s * (form.slow - 1))
+        if form.settles:
+            ranks.ask(PATIENCE_S, updates=form.settles)
+        ranks.pause()
+        return ranks
+
+    def _turn(self, form: Form, ranks: Standing | None, number: int) -> None:
+        with ExitStack() as stack:
+            ranks = ranks or self._started(stack, form)
+            self.blocks[form.name][number] = ranks.ask(PATIENCE_S, updates=self.updates)
+            ranks.pause()
+
+    def _fit_together(self, first: Standing, forms: Sequence[Form]) -> bool:
+        """Tell whether the memory holds the ranks of all forms, if each takes what the first one takes."""
+        needed = ROOM * first.ask(PATIENCE_S, updates=0) * 2**30 * sum(form.ranks for form in forms[1:])
+        first.pause()
+        return bool(needed <= psutil.virtual_memory().available)
+
+    def _are_narrow(self, forms: Sequence[Form]) -> bool:
+        ratios = [_ratio(self.blocks.get(form.against, {}), self.blocks[form.name]) for form in forms]
+        return all(ratio is None or ratio.is_narrow for ratio in ratios)
 
 
-def _timed(wanted: Wanted, form: Form, updates: int, threads: int, more_s: float) -> float:
-    """Return the milliseconds of an update of a form that is started for it; the last rank takes more per sample."""
-    with private_folder() as folder:
-        block = _block(wanted.request, form, updates, threads, folder, more_s)
-        return float(on_ranks(block, form.ranks, threads))
+def _begin(
+    request: Request, form: Form, threads: int, folder: Path
+) -> Callable[[Any, ExitStack], Callable[[Mapping[str, Any]], float]]:
+    """Return what a rank does: open the form, warm up, and answer with the milliseconds of an update of each block.
 
-
-def _block(
-    request: Request, form: Form, updates: int, threads: int, folder: Path, more_s: float
-) -> Callable[[Any], float]:
-    """Return what a rank does: open the form, warm up, settle, and time a block."""
+    An order for no updates is answered with the GiB that a rank takes; `more_s` is what a sample takes longer from then
+    on, on the last rank.
+    """
     own = (*QUIET, f"output_root={folder}", "evaluate.every=0", "evaluate.samples=32", "log_every=10000",
            "device=cpu", f"backend.threads={threads}", f"updates={UPDATES}", *form.words)  # fmt: skip
     given = dataclasses.replace(request, overrides=merge_overrides(_without_ranks(request.overrides), own))
 
-    def measure(world: Any) -> float:
-        with ExitStack() as stack:
-            phase = opened(world, stack, given)
-            if more_s and world.rank == world.world_size - 1:
-                _slow_down(phase, more_s)
-            made = phase.updates()
-            ms_per_update(made, WARM + form.settles)
-            return ms_per_update(made, updates)
+    def begin(world: Any, stack: ExitStack) -> Callable[[Mapping[str, Any]], float]:
+        phase = opened(world, stack, given)
+        more = _slowed(phase) if form.slow > 1 and world.rank == world.world_size - 1 else {}
+        made = phase.updates()
+        ms_per_update(made, WARM)
+        ahead = -(-(phase.loader.ahead + 1) // phase.planned.batch.accumulation_steps) if phase.loader.ahead else 0
 
-    return measure
+        def answer(order: Mapping[str, Any]) -> float:
+            if not order["updates"]:
+                return float(max(world.gather(host_peak_gib())))
+            more["s"] = order.get("more_s", more.get("s", 0.0))
+            for _ in range(ahead):  # their batches may have become ready while the ranks were stopped
+                next(made)
+            return ms_per_update(made, int(order["updates"]))
+
+        return answer
+
+    return begin
 
 
 def _without_ranks(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -162,9 +243,9 @@ def _without_ranks(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for word in overrides if not word.lstrip("+").startswith(("parallelism", "epochs=")))
 
 
-def _slow_down(phase: Any, each_s: float) -> None:
-    """Let this rank take so much longer for each sample, as a slower device would."""
-    training = phase.work.training
+def _slowed(phase: Any) -> dict[str, float]:
+    """Let this rank take longer for each sample, as a slower device would: `s` seconds of what is returned."""
+    training, more = phase.work.training, {"s": 0.0}
 
     def loss(model: Any, batch: Any) -> Any:
         sizes: list[int] = []
@@ -174,10 +255,11 @@ def _slow_down(phase: Any, each_s: float) -> None:
             return tensor
 
         map_tensors(size, batch)
-        time.sleep(each_s * max(sizes, default=0))
+        time.sleep(more["s"] * max(sizes, default=0))
         return training.loss(model, batch)
 
     phase.work.training = dataclasses.replace(training, loss=loss)
+    return more
 
 
 # ---------------------------------------------------------------- what is said
@@ -228,5 +310,6 @@ FORMS = ("single", "equal", "shares", "pipeline")
 WARM = 10  # updates
 SETTLES = 80  # updates in which measured shares come to rest
 UPDATES = 10**6  # of the training: more than are made
-LEAST_ROUNDS, MOST_ROUNDS = 4, 10
+PASSES = 4  # for each stage of a pipeline: with fewer it stands idle most of the time
+PATIENCE_S = 600.0  # for a form to begin, or to make a block
 MOST_SLOW = 100
