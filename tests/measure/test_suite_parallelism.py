@@ -21,17 +21,17 @@ SETTINGS = ("global_batch_size=32",)
 
 
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, **options: str) -> Report:
-    monkeypatch.setattr(parallelism, "ROUNDS", (6, 16))
+    monkeypatch.setattr(parallelism, "ROUNDS", (6, 10))
     return run(asked("parallelism", tmp_path, TASK, *SETTINGS, *words, **options))
 
 
 def test_two_ranks_and_measured_shares_gain_what_was_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample sleeps for 1 ms, so ranks do not take cores from each other, and on the slow rank for 3 ms.
+    """A sample sleeps for 3 ms, so ranks do not take cores from each other, and on the slow rank for 9 ms.
 
-    Equal shares of 16 take 48 ms an update beside the slow rank, the best ones of 24 and 8 take 24 ms.
+    Equal shares of 16 take 144 ms an update beside the slow rank, the best ones of 24 and 8 take 72 ms.
     """
     found = report(
-        tmp_path, monkeypatch, "task.sample_ms=1", forms="single,equal,shares,pipeline", slow="3", updates="4"
+        tmp_path, monkeypatch, "task.sample_ms=3", forms="single,equal,shares,pipeline", slow="3", updates="3"
     )
 
     ratios = found.data["ratios"]
