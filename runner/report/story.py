@@ -221,14 +221,17 @@ def _curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
     columns: dict[str, tuple[array[float], array[float]]] = {}
     phases: dict[str, tuple[int, int]] = {}
     shares: list[tuple[int, tuple[int, ...]]] = []
-    num_rows = damaged = 0
-    begun = 0
+    num_rows = damaged = begun = 0
+    given: Any = ""
+    phase = ""
     for row in files.read_lines(directory.metrics):
-        update, phase = (row.get("update"), fit(str(row.get("phase", "")))) if row else (None, "")
+        update = row.get("update") if row is not None else None
         if row is None or type(update) is not int or not 0 <= update < 2**53:
             damaged += 1
             continue
         num_rows += 1
+        if row.get("phase") != given:  # rows of a phase follow each other, and to clean a text takes its time
+            given, phase = row.get("phase"), fit(str(row.get("phase", "")))
         if phase not in phases:
             begun = max((end for _, end in phases.values()), default=0)
             phases[phase] = (begun, begun)
