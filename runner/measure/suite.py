@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,6 @@ def _aligned(table: Table) -> list[str]:
 
 
 def _text(value: Value) -> str:
-    if value is None:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
