@@ -167,6 +167,37 @@ def set_learning_rate(optimizer: Optimizer, factor: float) -> float:
     return float(optimizer.param_groups[0]["base_lr"] * factor)
 
 
+def taking_back(optimizer: Optimizer) -> Callable[[], bool]:
+    """Return what, after a step that failed, takes back the state it began to make; tells whether all is as before.
+
+    False where something was changed, or where that cannot be known. Adam's kernels count the step before anything
+    else, and torch counts the changes of that tensor; fused kernels change parameters without their being counted, and
+    other libraries change all behind torch's back.
+    """
+    before, known = _counted(optimizer), len(optimizer.state)
+
+    def is_as_before() -> bool:
+        fresh = list(optimizer.state)[known:]
+        if before is None or any(float(optimizer.state[place].get("step", 0.0)) for place in fresh):
+            return False
+        for place in fresh:
+            del optimizer.state[place]
+        return _counted(optimizer) == before
+
+    return is_as_before
+
+
+def _counted(optimizer: Optimizer) -> list[int] | None:
+    """Return how often each tensor was changed that a step changes first; None where nobody counts."""
+    if _kind(optimizer) in ("torch.AdamW", "torch.Adam"):
+        return [state["step"]._version for state in optimizer.state.values() if "step" in state]
+    if _kind(optimizer) == "torch.SGD" and not optimizer.defaults.get("fused"):
+        held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        return [tensor._version for tensor in (*weights, *held)]
+    return None
+
+
 def state_bytes(optimizer: Optimizer) -> int:
     """Return how many bytes the state tensors of this rank really take; 0 before the first update."""
     parts = {id(part): part.numel() * part.element_size() for part in state_tensors(optimizer)}

@@ -96,6 +96,10 @@ class Precision:
                 return
         optimizer.step()
 
+    def discard(self) -> None:
+        """The update under way is not made: what it left here is forgotten."""
+        self._sent = None
+
     def num_skipped(self) -> int:
         """Return how many updates were skipped so far; never waits longer than for the previous update.
 
@@ -165,6 +169,10 @@ class ScaledHalf(Precision):
         self.scaler.update()
         self._pending = sent(found)
 
+    def discard(self) -> None:
+        self._statistics.forget()
+        self.scaler._per_optimizer_states.clear()  # that gradients were unscaled, and whether one overflowed
+
     def num_skipped(self) -> int:
         if self._pending is not None:
             found, self._pending = self._pending, None
@@ -217,6 +225,10 @@ class _Statistics:
             modules = [one for one in self._model.modules() if getattr(one, "running_mean", None) is not None]
             self._buffers = [buffer for one in modules for buffer in one.buffers(recurse=False) if not buffer.is_meta]
         self._kept = [buffer.clone() for buffer in self._buffers]
+
+    def forget(self) -> None:
+        """Nothing is kept; somebody else has put them back."""
+        self._kept = []
 
     def settle(self, overflowed: Tensor) -> None:
         """They are as they were kept where `overflowed` is above 0, which nobody waits for."""

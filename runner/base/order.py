@@ -39,6 +39,7 @@ class Order:
     shares   samples of an update for each rank, in sum `global_batch_size`; empty: one rank has them all
     rank     whose micro-batches are told
     in_step  every rank gets the same number of micro-batches, the missing ones read in vain
+    smaller  (update, size): from that update (from 0) on a pass of this rank has at most so many samples
     """
 
     num_samples: int
@@ -49,6 +50,7 @@ class Order:
     shares: tuple[int, ...] = ()
     rank: int = 0
     in_step: bool = False
+    smaller: tuple[tuple[int, int], ...] = ()
 
     @property
     def updates_per_epoch(self) -> int:
@@ -66,6 +68,10 @@ class Order:
         per_epoch = min(self.num_samples, self.updates_per_epoch * self.global_batch_size)
         return epoch * per_epoch + window * self.global_batch_size
 
+    def size_of(self, update: int) -> int:
+        """Return the most samples of a pass in update number `update` (from 0)."""
+        return min([self.micro_batch_size, *(size for first, size in self.smaller if update >= first)])
+
     def micros(self, update: int, shares: Shares | None = None) -> Iterator[Micro]:
         """Yield the micro-batches of this rank in update number `update`; one that does not count where it has none.
 
@@ -77,8 +83,9 @@ class Order:
         dealt_as = shares or self.shares
         parts = [whole[first:stop] for first, stop in slices(len(whole), dealt_as)] if dealt_as else [whole]
         mine = parts[self.rank]
-        passes = [mine[first : first + self.micro_batch_size] for first in range(0, len(mine), self.micro_batch_size)]
-        wanted = max(-(-len(part) // self.micro_batch_size) for part in parts) if self.in_step else max(1, len(passes))
+        size = self.size_of(update)
+        passes = [mine[first : first + size] for first in range(0, len(mine), size)]
+        wanted = max(-(-len(part) // size) for part in parts) if self.in_step else max(1, len(passes))
         for number in range(wanted):
             counts = number < len(passes)
             vain = (passes[-1] if passes else whole[:1]) if self.in_step else []

@@ -68,6 +68,7 @@ class Settings:
     weights            safetensors file whose weights a new run begins with; null: the task's own
     resume_allow       keys that may differ from the checkpoint, e.g. [optimizer.lr]
     log_every          updates between rows of metrics.jsonl
+    on_oom             where memory runs out: retry, the update is made again in smaller passes, which stay so; or stop
     """
 
     updates: PositiveInt | None = None
@@ -84,6 +85,7 @@ class Settings:
     weights: Place | None = None
     resume_allow: list[str] = field(default_factory=list)
     log_every: PositiveInt = 10
+    on_oom: Literal["retry", "stop"] = "retry"
     data: DataSettings = field(default_factory=DataSettings)
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
     early_stopping: EarlyStoppingSettings = field(default_factory=EarlyStoppingSettings)

@@ -25,6 +25,14 @@ def on_the_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+class Discarded(Exception):
+    """Memory ran out in the passes of some rank: every rank raises this, and none of them applies the update."""
+
+
+def _raised(error: Exception) -> None:
+    raise error
+
+
 class Passes(NamedTuple):
     """What turns a micro-batch into gradients.
 
@@ -33,6 +41,7 @@ class Passes(NamedTuple):
     forward   () -> context of a forward pass: the number format
     backward  (loss sum) -> None: adds its gradients, scaled into range
     scale     (loss sum) -> what `backward` starts from, for strategies that go backward themselves
+    failed    takes note of what a pass raised, and frees what it held; raises it where the update cannot be discarded
     """
 
     model: nn.Module
@@ -40,6 +49,7 @@ class Passes(NamedTuple):
     forward: Callable[[], AbstractContextManager[Any]]
     backward: Callable[[Tensor], None]
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
+    failed: Callable[[Exception], None] = _raised
 
 
 class Sums(NamedTuple):
@@ -48,6 +58,7 @@ class Sums(NamedTuple):
     loss_sum: Tensor
     items: Tensor | int
     bad: tuple[tuple[int, str], ...] = ()
+    failed: bool = False  # this rank's passes: there is nothing to be added
 
 
 class Parallel:
@@ -56,6 +67,9 @@ class Parallel:
     in_step       every rank must make the same number of passes in each update, for there are collectives inside them
     splits_batch  each rank gets its share of an update; False: every rank reads all of it
     places_model  `wrap` moves to the device what this rank keeps; the whole model may be too large for it
+
+    An update whose passes failed on some rank is discarded by all of them, unless they are in step: who fails inside a
+    collective leaves the others waiting in it, and the ranks must be started again.
     """
 
     in_step = False
@@ -124,7 +138,10 @@ class Parallel:
         return Sums(loss_sum, items, bad)
 
     def reduce(self, sums: Sums) -> Sums:
-        """Make the gradients those of all ranks; return the sums over all ranks."""
+        """Make the gradients those of all ranks; return the sums over all ranks.
+
+        Raises Discarded, on every rank alike, where the passes of some rank failed.
+        """
         return sums
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -20,7 +20,7 @@ from runner.base.order import Micro
 from runner.base.task import State
 from runner.base.world import World
 from runner.distributed.agreement import merge_states, settle_buffers, start_alike
-from runner.distributed.parallel import Copy, Parallel, Passes, Sums, on_the_host
+from runner.distributed.parallel import Copy, Discarded, Parallel, Passes, Sums, on_the_host
 from runner.distributed.vain import pass_in_vain
 
 BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's: large enough for the bandwidth, small enough to start early
@@ -51,6 +51,15 @@ class Replicated(Parallel):
             self._reducer = None
 
     def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+        try:
+            return self._accumulated(passes, batches)
+        except Exception as error:
+            if self.in_step:
+                raise
+            passes.failed(error)
+        return Sums(self.world.zeros(), self.world.zeros(), failed=True)
+
+    def _accumulated(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
         assert self._reducer is not None, "begin comes first"
         watch, device = self.watch, self.world.device
         loss_sum, items = self.world.zeros(), self.world.zeros()
@@ -79,8 +88,11 @@ class Replicated(Parallel):
     def reduce(self, sums: Sums) -> Sums:
         assert self._reducer is not None, "begin comes first"
         assert isinstance(sums.items, Tensor)
-        loss_sum, items = self._reducer.finish(torch.stack([sums.loss_sum, sums.items]))
+        total, num_failed = self._reducer.finish(torch.stack([sums.loss_sum, sums.items]), failed=sums.failed)
         self.watch.lap("wait")
+        if num_failed:
+            raise Discarded
+        loss_sum, items = total
         return Sums(loss_sum, items, sums.bad)
 
     def settle(self, model: nn.Module) -> None:
@@ -158,9 +170,12 @@ class Reducer:
             hook.remove()
         self._hooks.clear()
 
-    def finish(self, sums: Tensor) -> Tensor:
-        """All gradients are those of all ranks, None where no rank had one; returns `sums` added over the ranks."""
-        absent = torch.tensor([float(weight.grad is None) for weight in self.parameters])
+    def finish(self, sums: Tensor, *, failed: bool = False) -> tuple[Tensor, int]:
+        """All gradients are those of all ranks, None where no rank had one.
+
+        Returns `sums` added over the ranks, and how many of them have `failed`: nobody's gradients count then.
+        """
+        absent = torch.tensor([*(float(weight.grad is None) for weight in self.parameters), float(failed)])
         while self._next < len(self.buckets):  # first, as on ranks whose buckets have left already
             self._launch()
         on_host = sums.device.type == "cpu"
@@ -172,11 +187,12 @@ class Reducer:
         work.wait()
         if other is not None:
             other.wait()  # a word among the hosts: the device is not waited for
-        num_absent = numbers[len(sums) :] if on_host else absent
+        told = numbers[len(sums) :] if on_host else absent
+        num_absent, num_failed = told[:-1], int(told[-1])
         for index in (num_absent == self.world.world_size).nonzero().flatten().tolist():
             self.parameters[index].grad = None
         self._next, self.is_last = 0, False
-        return numbers[: len(sums)]
+        return numbers[: len(sums)], num_failed
 
     def _ready_in(self, bucket: _Bucket) -> Callable[[Tensor], None]:
         def ready(weight: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import time
@@ -13,7 +14,7 @@ import numpy as np
 
 from runner.base.choice import make
 from runner.base.configuration import Request
-from runner.base.errors import Exit, TaskFault
+from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, TaskFault
 from runner.base.phases import INFERENCE
 from runner.observe.events import Console
 from runner.observe.memory import host_peak_gib, restart_host_peak
@@ -36,6 +37,7 @@ def infer(request: Request) -> Exit:
     console = Console()  # goes on when nobody reads any more, as in `| head`
     import torch
 
+    from runner.engine.redo import release
     from runner.engine.trained import open_trained
     from runner.engine.watchdog import PREDICTION, watched
 
@@ -51,8 +53,6 @@ def infer(request: Request) -> Exit:
         monitor = make(MONITORS, watch.function, directory.predictions / "gpu.csv", gpus, **watch.options)
         monitor.enter_phase(INFERENCE)
         stack.enter_context(monitor)
-        latencies: list[float] = []
-        items = 0
         pulse = stack.enter_context(
             watched(
                 plan, parts.world, file="predictions/stacks.txt",
@@ -60,20 +60,36 @@ def infer(request: Request) -> Exit:
             )
         )  # fmt: skip
 
+        latencies: list[float] = []
+
         def begins() -> None:
             pulse.now = (PREDICTION, len(latencies) + 1)
 
-        for prediction, seconds in stack.enter_context(closing(timed_predictions(plan, parts, begins))):
-            pulse.done.add(PREDICTION)
-            latencies += [seconds] if prediction.items else []
-            items += prediction.items
-            _refuse_taken(prediction.files, str(parts.source))
-            for name, content in prediction.files.items():
-                directory.write(f"predictions/{name}", _as_bytes(name, content))
-            for name, picture in prediction.plots.items():
-                directory.write(f"plots/{name}", picture)
-            if prediction.text:
-                console.info(f"\n--- {', '.join(prediction.files)}\n{prediction.text}")
+        def predicted(now: Plan) -> int:
+            """Write all predictions; return the number of items."""
+            items = 0
+            latencies.clear()
+            with closing(timed_predictions(now, parts, begins)) as predictions:
+                for prediction, seconds in predictions:
+                    pulse.done.add(PREDICTION)
+                    latencies.extend([seconds] if prediction.items else [])
+                    items += prediction.items
+                    _refuse_taken(prediction.files, str(parts.source))
+                    for name, content in prediction.files.items():
+                        directory.write(f"predictions/{name}", _as_bytes(name, content))
+                    for name, picture in prediction.plots.items():
+                        directory.write(f"plots/{name}", picture)
+                    if prediction.text:
+                        console.info(f"\n--- {', '.join(prediction.files)}\n{prediction.text}")
+            return items
+
+        while True:
+            try:
+                items = predicted(plan)
+                break
+            except (DeviceMemoryError, HostMemoryError) as error:
+                plan = _in_smaller_batches(plan, error, console)
+            release(parts.world.device)
         if not latencies:
             raise TaskFault("predict yielded nothing", where=str(parts.source))
         summary = _summary(latencies, items, parts.task.item, trained.update)
@@ -122,6 +138,21 @@ def timed_predictions(
             if prediction is None:
                 return
             yield prediction, time.perf_counter() - began
+
+
+def _in_smaller_batches(plan: Plan, error: AccelRunError, console: Console) -> Plan:
+    """Return the plan with batches half as large; raises the error where there is nothing to halve, or to be halved."""
+    from runner.base.shortage import halved
+
+    size = plan.inference.get("batch_size")
+    less = halved(size) if isinstance(size, int) else None
+    if less is None or plan.settings.on_oom == "stop":
+        raise error
+    console.warning(
+        f"{error.problems[0].what.rstrip('.')}. The predictions are made again with batch_size={less} instead of"
+        f" {size}; say inference.batch_size={less} to begin so"
+    )
+    return dataclasses.replace(plan, inference={**plan.inference, "batch_size": less})
 
 
 def _refuse_taken(names: Iterable[str], where: str) -> None:

@@ -31,6 +31,7 @@ from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.faults import place_of
 from runner.engine.loop import Position, StepInfo, Training, train_updates
+from runner.engine.redo import Guide, Once, Redo
 from runner.engine.tasks import CheckedLoss
 from runner.plan.plan import PhasePlan
 
@@ -94,7 +95,9 @@ class Work:
 class Gradients(Work):
     """Training: a loss, an optimizer over the parameters of the phase, and a schedule."""
 
-    def __init__(self, phase: PhasePlan, parts: Parts, order: Order, position: Position) -> None:
+    def __init__(
+        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, guide: Guide | None = None
+    ) -> None:
         self.parts, self.position = parts, position
         self.total = phase.updates or math.ceil((phase.epochs or 1) * order.updates_per_epoch)
         # A compiled model is not watched: torch.compile and a dispatch mode do not go together.
@@ -113,17 +116,24 @@ class Gradients(Work):
             for name, weight in self.own.items()
         ]
         parts.parallel.begin(list(self.own.values()))
+        own = list(self.own.values())
+        optimizer = make(OPTIMIZERS, phase.optimizer.function, [*self.own.items()], **phase.optimizer.options)
+        redo = Once()
+        if guide is not None:
+            alone = parts.world.world_size == 1
+            redo = Redo(parts.bare, own, optimizer, parts.precision, parts.world.device, guide, is_alone=alone)
         self.training = Training(
             position=position,
             model=parts.model,
             loss=self.loss,
-            parameters=list(self.own.values()),
-            optimizer=make(OPTIMIZERS, phase.optimizer.function, [*self.own.items()], **phase.optimizer.options),
+            parameters=own,
+            optimizer=optimizer,
             schedule=make(SCHEDULERS, phase.scheduler.function, self.total, **phase.scheduler.options),
             precision=parts.precision,
             parallel=parts.parallel,
             per_item=1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample),
             max_grad_norm=phase.max_grad_norm,
+            redo=redo,
         )
 
     @property
@@ -211,7 +221,9 @@ class Statistics(Work):
 
     is_of_use_on_the_way = False
 
-    def __init__(self, phase: PhasePlan, parts: Parts, order: Order, position: Position) -> None:
+    def __init__(
+        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, guide: Guide | None = None
+    ) -> None:
         self.parts, self.position, self.total = parts, position, order.updates_per_epoch
         fit = parts.task.fits.get(phase.name)
         if fit is None:
@@ -275,7 +287,7 @@ class Statistics(Work):
         return self.parts.parallel.merged(self.fit.merge, self.gathered)
 
 
-KINDS: Mapping[str, Callable[[PhasePlan, Parts, Order, Position], Work]] = {
+KINDS: Mapping[str, Callable[[PhasePlan, Parts, Order, Position, Guide | None], Work]] = {
     "train": Gradients,
     "fit": Statistics,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from runner.base.errors import TaskFault
 from runner.base.task import Sum
 from runner.distributed.parallel import Parallel, Passes
 from runner.engine.gradients import clear, correct_and_clip
+from runner.engine.redo import Once
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Training:
     loss      (model, batch) -> (loss summed over items, number of items)
     per_item  constant by which sums are multiplied before backward, about 1 / (items of an update): it keeps the
               gradients in range; the true count replaces it after the last backward, so results do not depend on it
+    redo      what is done where memory runs out in an update
     """
 
     position: Position
@@ -62,6 +64,7 @@ class Training:
     parallel: Parallel
     per_item: float
     max_grad_norm: float | None
+    redo: Once = field(default_factory=Once)
 
 
 def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> Iterator[StepInfo]:
@@ -74,9 +77,10 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
         precision.forward,
         backward=lambda loss: precision.backward(loss * run.per_item),
         scale=lambda loss: precision.scaled(loss * run.per_item),
+        failed=run.redo.failed,
     )
-    while position.update < until:
-        watch.lap("hooks")
+
+    def update() -> StepInfo:
         mine = parallel.accumulate(passes, batches)
         total = parallel.reduce(mine)
         precision.unscale(run.optimizer, parallel.overflow)
@@ -85,12 +89,17 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
         grad_norm = correct_and_clip(gradients, correction, run.max_grad_norm, parallel.norm)
         factor = run.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
         lr = set_learning_rate(run.optimizer, factor)
-        precision.step(run.optimizer, total.loss_sum, grad_norm)
+        run.redo.apply(lambda: precision.step(run.optimizer, total.loss_sum, grad_norm))
         clear(run.parameters)
         watch.lap("optimizer")
+        return StepInfo(position.update + 1, total.loss_sum, total.items, grad_norm, lr, total.bad)
+
+    while position.update < until:
+        watch.lap("hooks")
+        step = run.redo.made(update)
         position.update += 1
         watch.stop(position.update)
-        yield StepInfo(position.update, total.loss_sum, total.items, grad_norm, lr, total.bad)
+        yield step
 
 
 def _exact(items: Tensor | int) -> Tensor | int:

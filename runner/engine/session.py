@@ -28,6 +28,7 @@ from runner.base.words import words_of
 from runner.durable import files
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.durable.files import read_object, read_rows
+from runner.engine import passes
 from runner.engine.again import script
 from runner.plan.environment import environment
 from runner.plan.fits import Needs
@@ -394,6 +395,7 @@ def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics
         if set_aside(directory.checkpoints):
             screen.say("resume=fresh: the earlier checkpoints were put aside, in checkpoints/earlier-*")
         _put_aside(directory, metrics)
+        passes.forget(directory)
         return None
     found = recover(directory.checkpoints)
     for name, reasons in found.skipped:

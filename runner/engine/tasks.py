@@ -90,7 +90,6 @@ class CheckedLoss:
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         if self.checked:
             return self.loss(model, batch)
-        self.checked = True
         answers: list[Any] = []
         if self.watch:
             self.attention = observed_calls(lambda: answers.append(self.loss(model, batch)))
@@ -111,6 +110,7 @@ class CheckedLoss:
                 where=place_of(self.loss, Path(self.source)),
                 fix="compute it from model(...), without detach, item or no_grad",
             )
+        self.checked = True  # not before: a first call in which memory runs out is made again
         return answer
 
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ from runner.engine.meter import Clock, Meter, Row, added, as_line
 from runner.engine.resume import compare, load_model
 from runner.engine.saver import Saver
 from runner.engine.saving import CHECKPOINTS, Toll
+from runner.engine.scarcity import Scarcity
 from runner.engine.screen import Screen
 from runner.engine.state import understood
 from runner.engine.stopping import EarlyStopping
@@ -336,6 +337,7 @@ class Phase:
         run.tally.num_samples[self.name] = len(fetcher)
         fetcher.may_be_empty = parts.world.world_size > 1 and not parts.parallel.in_step
         self.is_alone = parts.world.world_size == 1
+        self.scarcity = Scarcity(self)
         is_dealt = parts.parallel.splits_batch and not self.is_alone
         self.order = Order(
             num_samples=len(fetcher),
@@ -346,6 +348,7 @@ class Phase:
             shares=planned.batch.shares if is_dealt else (),
             rank=parts.world.rank if is_dealt else 0,
             in_step=parts.parallel.in_step,
+            smaller=self.scarcity.smaller,
         )
         self.council = Council(parts.world)
         self.shares = shares_by(plan.choices["parallelism"].options.get("shares"), self.order)
@@ -366,7 +369,8 @@ class Phase:
         self.loader: Loader = parts.loader(fetcher)
         self.held_out, self.held_out_samples = self._held_out()
         self.position = Position(self.name, skipped_before=parts.precision.num_skipped())
-        self.work = KINDS[planned.kind](planned, parts, self.order, self.position)
+        guide = self.scarcity if self.scarcity.is_on else None
+        self.work = KINDS[planned.kind](planned, parts, self.order, self.position, guide)
         self.total = self.work.total
         self.stopping = EarlyStopping(planned.early_stopping)
         self.meter = Meter(
@@ -440,11 +444,21 @@ class Phase:
 
     def explained(self, error: BaseException) -> BaseException:
         """Return the error to show for one that ended this phase: itself where nothing more is known."""
+        shown = self.in_words(error)
+        return error if shown is None else self.scarcity.explained(error, shown)
+
+    def in_words(self, error: BaseException) -> AccelRunError | None:
+        """Return what an error of this phase means, None where nothing is known of it."""
         made = self.position.update
         where = f"update {made + 1} of phase {self.name}" if made < self.total else f"the end of phase {self.name}"
-        if self.pulse.now[0] in (EVALUATION, SUMMARY):
+        if self.is_evaluating:
             where = f"the evaluation after update {made} of phase {self.name}"
-        return explain(error, self.run_.parts.source, where, self.planned.batch.micro_batch_size) or error
+        return explain(error, self.run_.parts.source, where, self.planned.batch.micro_batch_size)
+
+    @property
+    def is_evaluating(self) -> bool:
+        """True while an evaluation is under way."""
+        return self.pulse.now[0] in (EVALUATION, SUMMARY)
 
     def run(self) -> str | None:
         """Make the updates that are missing; return the signal that stopped them, or None.
@@ -504,6 +518,8 @@ class Phase:
     def updates(self) -> Iterator[int]:
         """Make one update after the other, with all that happens between them, and yield their numbers."""
         self.observers.screen.begin(self.name, self.position.update, self.total, self.order)
+        for text in () if self.is_over else self.scarcity.said_first():
+            self.observers.screen.say(f"{self.name}: {text}")
         self.observers.monitor.enter_phase(self.name)
         self.observers.monitor.start(after_s=FIRST_LOOK_S)
         keeps = self.run_.parts.world.device.type == "cpu"
@@ -609,8 +625,18 @@ class Phase:
         if change.decision:
             self._follow_decision(update, change.decision)
         if change.reread:
-            self.loader.close()
-            self.feed.batches = self._batches()
+            self._reread()
+
+    def begin_again(self, smaller: tuple[tuple[int, int], ...]) -> None:
+        """The update under way begins again: its samples come once more, in passes as `Order` takes `smaller`."""
+        self.order = replace(self.order, smaller=smaller)
+        self._reread()
+        self._tell_progress()
+
+    def _reread(self) -> None:
+        """Batches come from the update under way on; those that were read ahead are forgotten."""
+        self.loader.close()
+        self.feed.batches = self._batches()
 
     def _follow_decision(self, update: int, decision: Decision) -> None:
         self.observers.screen.say(decision.reason)
@@ -714,9 +740,10 @@ class Phase:
         parts.parallel.settle(parts.bare)
         measured = evaluate(
             parts.task, parts.model, held_out, parts.prefetch, parts.precision, parts.parallel,
-            self.held_out_samples, self.planned.batch.micro_batch_size, self.run_.plan.settings.seed,
+            self.held_out_samples, self.scarcity.sizes, self.run_.plan.settings.seed,
             self._evaluation_must_stop, self._all_is_measured,
         )  # fmt: skip
+        self.scarcity.after_evaluation()
         self.pulse.done.add(SUMMARY)
         self.pulse.now = (UPDATE, self.position.update)
         if measured is None:  # asked to stop: the resumed run makes this evaluation
@@ -1062,6 +1089,7 @@ class _Told:
     """Batches, of which the watchdog is told.
 
     shapes  those of the first tensor of each batch are added here
+    shape   that of the last one
     last    what was given last, where it is kept: on a CPU, where numbers are looked at in the update they are of
     """
 
@@ -1070,6 +1098,7 @@ class _Told:
     ) -> None:
         self.batches, self.pulse, self.position = batches, pulse, position
         self.shapes, self.keeps, self.last = shapes, keeps, None
+        self.shape: object = None
 
     def __iter__(self) -> _Told:
         return self
@@ -1080,7 +1109,8 @@ class _Told:
         self.pulse.done.add(DATA)
         self.pulse.now = (UPDATE, self.position.update + 1)
         self.last = batch.batch if self.keeps else None
-        self.shapes.add(first_shape(batch.batch))
+        self.shape = first_shape(batch.batch)
+        self.shapes.add(self.shape)
         return batch
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import hashlib
 import os
+import sys
 import time
 from contextlib import suppress
 from datetime import datetime
@@ -15,14 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.base.configuration import Configuration, Request, compose, merge_overrides, task_source, to_yaml
-from runner.base.errors import ConfigError, Exit, Problem
+from runner.base.errors import ConfigError, DeviceMemoryError, Exit, HostMemoryError, Problem
 from runner.base.phases import INFERENCE
 from runner.base.ranks import Member, member_of, starter
 from runner.base.scratch import private_folder
 from runner.durable.files import read_object
+from runner.engine.passes import num_restarts
 from runner.engine.session import Ended, Job, name_of, record_failure, take_part
 from runner.launch.apart import apart, needs_apart
 from runner.launch.launcher import launched
+from runner.observe.events import Console
 from runner.observe.trackers import must_be_installed
 from runner.plan.fits import Needs
 from runner.plan.inventory import Inventory, take_inventory
@@ -102,11 +106,42 @@ def _from_here(request: Request, configuration: Configuration, name: str) -> tup
     inventory = _inventory(configuration, is_forked=not alone)
     needs = needs_apart(configuration, inventory) if wants_needs(configuration, inventory) else None
     job = Job(request, configuration, make_plan(configuration, inventory, needs=needs), inventory, name, needs)
-    if job.plan.world_size == 1:
-        _tell_of_crashes()
-        with private_folder():
-            return _taken_part(job, Member()), job
-    return _launched(job)
+    if job.plan.world_size > 1:
+        return _launched(job)
+    _tell_of_crashes()
+    while True:
+        known, began = num_restarts(job.folder), time.time()
+        try:
+            with private_folder():
+                return _taken_part(job, Member()), job
+        except (DeviceMemoryError, HostMemoryError) as error:
+            if num_restarts(job.folder) <= known:
+                raise
+            Console().warning(str(error.problems[0]))
+        _let_go()
+        job = _in_smaller_passes(job, began)
+
+
+def _let_go() -> None:
+    """What a run held that has failed is given back; part of it was taken for what lives as long as the process."""
+    import torch
+
+    gc.unfreeze()
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def _in_smaller_passes(job: Job, began: float) -> Job:
+    """Return the job to go on with where the run has learned that its passes were too large."""
+    settings = job.plan.settings
+    if settings.resume == "fresh" or _has_begun(job, began):  # what was there before is put aside already
+        settings = dataclasses.replace(settings, resume="auto")
+    Console().info("goes on from the last checkpoint, in smaller passes")
+    configuration = dataclasses.replace(job.configuration, settings=settings)
+    return dataclasses.replace(job, configuration=configuration, plan=dataclasses.replace(job.plan, settings=settings))
 
 
 def _tell_of_crashes() -> None:
@@ -147,6 +182,7 @@ def _launched(job: Job) -> tuple[Ended, Job]:
     restarts = int(job.plan.choices["parallelism"].options.get("restarts", 0))
     attempt, began = 0, time.time()
     while True:
+        known = num_restarts(job.folder)
         ending = run_ranks(partial(_main, job), job.plan.world_size, attempt=attempt, say=_say_of_signals)
         attempt += 1
         if ending.cause is None:
@@ -160,6 +196,10 @@ def _launched(job: Job) -> tuple[Ended, Job]:
         # A hang is not tried again: it would come again, and somebody wants to look.
         has_stacks = error.exit_code == Exit.HANG or ending.cause.signal is not None
         record_failure(job, error, began, ending.cause.traceback if has_stacks else "", ending.made)
+        if ending.stop is None and num_restarts(job.folder) > known:
+            Console().warning(str(error.problems[0]))
+            job = _in_smaller_passes(job, began)
+            continue
         if not restarts or not _can_go_on(ending):
             raise error
         restarts -= 1
@@ -168,8 +208,6 @@ def _launched(job: Job) -> tuple[Ended, Job]:
 
 def _say_of_signals(text: str) -> None:
     """Say at once that a rank was killed or has left; what a rank says itself is said when all have ended."""
-    from runner.observe.events import Console
-
     if " was ended by " in text or " left in the middle" in text or "does not die" in text:
         Console().warning(text)
 
@@ -187,8 +225,6 @@ def _can_go_on(ending: Ending) -> bool:
 
 def _without(job: Job, lost: tuple[int, ...], began: float) -> Job:
     """Return the job without these ranks; the last rank is started again as it was. What was begun anew goes on."""
-    from runner.observe.events import Console
-
     kept = [rank for rank in range(job.plan.world_size) if rank not in lost] or [0]
     left = [job.plan.ranks[rank] for rank in kept]
     parallelism = job.configuration.choices["parallelism"]

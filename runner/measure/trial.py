@@ -41,7 +41,7 @@ Mode = Literal["interleaved", "restarted"]
 # What a cell does not do: speak, watch, or write where runs of the user's lie.
 QUIET = (
     "run=trial", "resume=fresh", "tracker=none", "monitor=off", "profiler=off", "benchmark=none", "watchdog=off",
-    "launcher=local",
+    "launcher=local", "on_oom=stop",
 )  # fmt: skip
 
 

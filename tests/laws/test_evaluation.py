@@ -14,7 +14,7 @@ from runner.base.batch import MicroBatch
 from runner.base.task import Sum, Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
-from runner.engine.evaluate import evaluate
+from runner.engine.evaluate import Sizes, evaluate
 
 WORLD = World(torch.device("cpu"))
 
@@ -33,7 +33,7 @@ class Sampling(Task):
         return {"mean": (batch[counted].sum(), counted.sum()), "drawn": (drawn.sum(), len(batch))}
 
 
-def measured(task: Sampling, batch_size: int, seed: int = 0) -> dict[str, float]:
+def measured(task: Sampling, batch_size: int, seed: int = 0, sizes: Sizes | None = None) -> dict[str, float]:
     samples = [torch.tensor(float(number)) for number in range(11)]
     loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))  # type: ignore[arg-type]
 
@@ -41,7 +41,15 @@ def measured(task: Sampling, batch_size: int, seed: int = 0) -> dict[str, float]
         return batches
 
     found = evaluate(
-        task, task.model, loader, as_it_is, fp32(WORLD, task.model), Parallel(WORLD), list(range(11)), batch_size, seed
+        task,
+        task.model,
+        loader,
+        as_it_is,
+        fp32(WORLD, task.model),
+        Parallel(WORLD),
+        list(range(11)),
+        sizes or Sizes(batch_size),
+        seed,
     )
     assert found is not None
     return found

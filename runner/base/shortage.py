@@ -1,0 +1,119 @@
+"""Errors that only say that memory ran out: what they asked for, and on which side it was missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from runner.base.words import first_line, message_of
+
+Side = Literal["device", "host"]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Memory that was asked for and was not there.
+
+    side          whose memory: the GPU's or the machine's
+    text          what was said of it, in one line
+    wanted_bytes  of the allocation that failed, None where nobody says
+    place         of what was under way: reading, compiling, forward, backward, optimizer; BETWEEN where no pass was
+    """
+
+    side: Side
+    text: str
+    wanted_bytes: int | None
+    place: str
+
+
+def shortage_of(error: BaseException) -> Shortage | None:
+    """Return what an error, or what it was raised from, says of missing memory; None where it says nothing of that.
+
+    Only words of torch's own allocators and libraries count: those of a task may mean anything.
+    """
+    for each in _chain(error):
+        side = _side(each)
+        if side is not None:
+            text = first_line(message_of(each)) or type(each).__name__
+            return Shortage(side, text, _wanted(message_of(each)), _place(error))
+    return None
+
+
+def halved(size: int) -> int | None:
+    """Return the next smaller size of a pass, two of which hold what one did; None where there is none."""
+    return -(-size // 2) if size > 1 else None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from: compilers wrap the errors of what they call."""
+    seen: list[BaseException] = []
+    while error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__) or error
+
+
+def _side(error: BaseException) -> Side | None:
+    text = message_of(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device"
+    if isinstance(error, MemoryError):
+        return "host"
+    if isinstance(error, RuntimeError):
+        if any(words in text for words in _OF_DEVICES):
+            return "device"
+        if any(words in text for words in _OF_HOSTS):
+            return "host"
+    return None
+
+
+def _wanted(text: str) -> int | None:
+    found = _ASKED.search(text)
+    return int(float(found[1].replace(",", "")) * _UNITS[found[2].lower()]) if found else None
+
+
+def _place(error: BaseException) -> str:
+    """Return what was under way, by the innermost call that tells."""
+    trace, place = error.__traceback__, BETWEEN
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        call = f"{code.co_filename}:{code.co_name}"
+        if any(part in call for part in _WITH_PASSES):
+            place = "forward"
+        elif place != BETWEEN:
+            place = next((name for part, name in _PLACES if part in call), place)
+        trace = trace.tb_next
+    return place
+
+
+_OF_DEVICES = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+)
+_OF_HOSTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "std::bad_alloc")
+_ASKED = re.compile(r"(?:ried to allocate|nable to allocate)\s+([\d.,]+)\s*(bytes|[KMGT]i?B)", re.IGNORECASE)
+_UNITS = {"bytes": 1} | {
+    f"{letter}{more}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for more in ("b", "ib")
+}
+BETWEEN = "between updates"
+_WITH_PASSES = (
+    "runner/engine/loop.py:",
+    "runner/engine/kinds.py:updates",
+    "runner/engine/evaluate.py:",
+    "runner/distributed/parallel.py:accumulate",
+    "runner/distributed/replicated.py:accumulate",
+)
+_PLACES = (
+    ("torch/_dynamo/convert_frame", "compiling"),
+    ("torch/_inductor/compile", "compiling"),
+    ("torch/autograd/graph", "backward"),
+    ("torch/optim/", "optimizer"),
+    ("runner/axes/dataloader", "reading"),
+    ("runner/axes/prefetch", "reading"),
+)

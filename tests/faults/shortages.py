@@ -1,0 +1,88 @@
+"""Memory that runs out where and when a test wants it: in which pass, of which rank, at which size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends import registry
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+HOST = "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+
+
+@dataclass
+class Shortage:
+    """Passes of more than `limit` samples fail at `place`, from update `at` (from 0) on, on rank `rank`.
+
+    times  how often it strikes; afterwards there is memory again
+    """
+
+    place: str
+    limit: int
+    at: int = 0
+    rank: int = 0
+    times: int = 1000
+    on_host: bool = False
+    update: int = 0
+    largest: int = 0
+    struck: list[int] = field(default_factory=list)
+
+    def strike(self, place: str, samples: int) -> None:
+        """Raise where it is time to."""
+        here = dist.get_rank() if dist.is_initialized() else 0
+        if (place, here) != (self.place, self.rank) or samples <= self.limit or self.update < self.at or not self.times:
+            return
+        self.times -= 1
+        self.struck.append(samples)
+        if self.on_host:
+            raise RuntimeError(f"{HOST} {samples << 20} bytes. Error code 12 (Cannot allocate memory)")
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {samples}.00 MiB. GPU 0 is small.")
+
+
+planted: list[Shortage] = []
+
+
+def strike(place: str, samples: int) -> None:
+    """Fail here, if that is wanted."""
+    for each in planted:
+        each.strike(place, samples)
+
+
+def begins(update: int) -> None:
+    """An update begins, for the first time or once more."""
+    for each in planted:
+        each.update, each.largest = update, 0
+
+
+def passes(samples: int) -> None:
+    """A pass has so many samples."""
+    for each in planted:
+        each.largest = max(each.largest, samples)
+
+
+@contextmanager
+def short(*shortages: Shortage) -> Iterator[None]:
+    """Memory runs out inside as it is planted."""
+    planted[:] = shortages
+    hook = register_optimizer_step_pre_hook(
+        lambda *_: strike("optimizer", max((each.largest for each in planted), default=0))
+    )
+    eager: Callable[..., Any] = registry.lookup_backend("eager")
+
+    def compiled(graph: Any, inputs: Any, **options: Any) -> Any:
+        given = [each for each in inputs if isinstance(each, torch.Tensor) and not isinstance(each, torch.nn.Parameter)]
+        strike("compile", max((len(each) for each in given if each.dim() == 2), default=0))
+        return eager(graph, inputs, **options)
+
+    registry._COMPILER_FNS["eager"] = compiled
+    try:
+        yield
+    finally:
+        registry._COMPILER_FNS["eager"] = eager
+        hook.remove()
+        planted.clear()

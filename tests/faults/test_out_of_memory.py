@@ -1,0 +1,390 @@
+"""Where memory runs out, the update is made again in smaller passes: the numbers of a run that began so."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # before the forks
+
+from runner.base.configuration import Configuration, Request, compose
+from runner.base.errors import AccelRunError
+from runner.base.shortage import halved
+from runner.base.world import World
+from runner.engine import passes, session
+from runner.engine.passes import Smaller
+from tests.distributed.ranks import run_ranks
+from tests.faults.shortages import Shortage, short
+from tests.faults.tallies import IS_LONG, Tally
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).with_name("task_of_memory.py")
+UPDATES, MICRO = 5, 8
+LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is trained."""
+
+    ranks: int = 1
+    accumulation: int = 1
+    precision: str = "fp32"
+    is_compiled: bool = False
+    micro: int = MICRO
+    more: tuple[str, ...] = ()
+
+    def words(self) -> tuple[str, ...]:
+        size = MICRO * self.accumulation * self.ranks
+        strategy = "ddp" if self.ranks > 1 else "single"
+        of_compile = ("compile=default", "compile.backend=eager") if self.is_compiled else ("compile=off",)
+        return (
+            "run=mine", "device=cpu", "monitor=off", "watchdog=off", "tracker=none", f"updates={UPDATES}",
+            "phases=[train]", f"global_batch_size={size}", f"micro_batch_size={self.micro}",
+            f"precision={self.precision}", f"parallelism={strategy}", "dataloader.num_workers=0",
+            *of_compile, *self.more,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def composed(words: tuple[str, ...]) -> Configuration:
+    return compose(Request(words, TASK))
+
+
+def trained(
+    course: Course, *shortages: Shortage, begins_with: tuple[Smaller, ...] = (), more: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """Return, for each rank, what it has at the end: digests of all state, rows, what was said and remembered."""
+    words = (*course.words(), *more)
+    configuration = composed(words)
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "outputs" / "mine"
+        if begins_with:
+            run.mkdir(parents=True)
+            run.joinpath(passes.FILE).write_text(json.dumps({"smaller": [vars(row) for row in begins_with]}))
+
+        def one(world: World) -> dict[str, Any]:
+            session.compose = lambda _: replace(  # type: ignore[assignment]
+                configuration, settings=replace(configuration.settings, output_root=f"{folder}/outputs")
+            )
+            with short(*shortages):
+                return _made(Request(words, TASK), world, run, shortages)
+
+        began = time.monotonic()
+        found = run_ranks(one, course.ranks, limit_s=60.0)
+        assert time.monotonic() - began < LIMIT_S * 3, "it hung"
+        return found
+
+
+def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, ...]) -> dict[str, Any]:
+    error = None
+    with session.open_phase(request, world if world.world_size > 1 else None) as phase:
+        try:
+            for _ in phase.updates():
+                if phase.is_over:
+                    break
+            if phase.is_over:
+                phase._close()
+        except AccelRunError as raised:
+            error = raised
+        except Exception as raised:
+            error = phase.explained(raised)
+        phase.council.close()
+        state = {name: digest(tensor) for name, tensor in phase.run_.parts.bare.state_dict().items()}
+        optimizer = phase.work.training.optimizer  # type: ignore[attr-defined]
+        for number, kept in enumerate(optimizer.state.values()):
+            state |= {f"{number}.{key}": digest(value) for key, value in kept.items()}
+        state["torch"] = digest(torch.get_rng_state())
+        state["scaler"] = json.dumps(phase.run_.parts.precision.state())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] if world.is_first else []
+    return {
+        "state": state,
+        "update": phase.position.update,
+        "rows": [(row["update"], row.get("train/loss")) for row in rows if "train/loss" in row],
+        "metrics": [{key: row[key] for key in row if key.startswith("val/")} for row in rows if "val/loss" in row],
+        "said": (run / "console.log").read_text() if world.is_first else "",
+        "remembered": [vars(row) for row in passes.remembered(run)],
+        "files": sorted(path.name for path in run.glob("memory*.txt")),
+        "struck": [each.struck for each in shortages],
+        "error": None if error is None else [type(error).__name__, getattr(error, "exit_code", None), str(error)],
+        "problem": vars(error.problems[0]) if isinstance(error, AccelRunError) else None,
+    }
+
+
+def digest(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return hashlib.sha256(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return repr(value)
+
+
+def until(limit: int, size: int) -> int:
+    """Return the size at which passes of at most `limit` are made, `size` being the first to fail."""
+    while size > limit:
+        size = halved(size) or 1
+    return size
+
+
+def began_so(course: Course, shortage: Shortage, size: int) -> tuple[Smaller, ...]:
+    return (Smaller("train", shortage.at, shortage.rank, size, course.micro, course.ranks),)
+
+
+@dataclass(frozen=True)
+class Cell:
+    course: Course
+    shortage: Shortage
+
+    def __str__(self) -> str:
+        course, there = self.course, self.shortage
+        words = [there.place, f"above {there.limit}", f"at {there.at}", course.precision, f"x{course.accumulation}"]
+        words += [f"rank {there.rank} of {course.ranks}"] if course.ranks > 1 else []
+        return " ".join([*words, *(["compiled"] if course.is_compiled else []), *(["host"] if there.on_host else [])])
+
+
+def cells() -> Iterator[Cell]:
+    """Yield every combination that is made in place."""
+    for ranks, accumulation, precision, compiled in itertools.product((1, 2), (1, 4), ("fp32", "fp16"), (False, True)):
+        course = Course(ranks, accumulation, precision, compiled)
+        places = [
+            "forward",
+            "backward",
+            "reading",
+            *(["compile"] if compiled else []),
+            *(["optimizer"] if ranks == 1 else []),
+        ]
+        for place, limit, at, rank in itertools.product(places, (4, 2, 1), (0, 2), range(ranks)):
+            if place != "compile" or at == 0:
+                yield Cell(course, Shortage(place, limit, at, rank, on_host=place == "reading"))
+
+
+def chosen() -> list[Cell]:
+    """Return all of them in the long column, else a few in which each place, size, rank, precision and time occurs."""
+    every = list(cells())
+    if IS_LONG:
+        return every
+    by_place: dict[tuple[str, int, int], list[Cell]] = {}
+    for cell in every:
+        by_place.setdefault((cell.shortage.place, cell.course.ranks, cell.shortage.rank), []).append(cell)
+    return [cell for number, group in enumerate(by_place.values()) for cell in random.Random(number).sample(group, 2)]
+
+
+@pytest.mark.parametrize("cell", chosen(), ids=str)
+def test_the_update_is_that_of_a_run_that_began_with_smaller_passes(cell: Cell, tally: Tally) -> None:
+    tally.tried += 1
+    shortage = replace(cell.shortage, struck=[])
+    found = trained(cell.course, shortage)
+    struck = found[shortage.rank]["struck"][0]
+    assert struck, "it was to strike"
+    size = until(shortage.limit, struck[0])  # the third update of two ranks is ragged
+    wanted = trained(cell.course, begins_with=began_so(cell.course, shortage, size))
+    for rank, (there, reference) in enumerate(zip(found, wanted, strict=True)):
+        assert there["error"] is None, (rank, there["error"])
+        assert there["state"] == reference["state"], rank
+        assert there["rows"] == reference["rows"]
+    assert [update for update, _ in found[0]["rows"]] == [1, 2, 3, 4, 5], "each update once"
+    (last,) = found[0]["remembered"][-1:]
+    assert (last["size"], last["update"], last["rank"]) == (size, shortage.at, shortage.rank)
+    assert found[0]["said"].count("memory ran out in update") == len(found[0]["remembered"])
+    assert found[0]["files"] == ["memory.txt" if cell.course.ranks == 1 else f"memory-rank{shortage.rank}.txt"]
+
+
+# ---------------------------------------------------------------- laws that need one cell each
+
+
+def test_smaller_passes_that_are_remembered_are_those_of_a_smaller_micro_batch() -> None:
+    """What the other laws compare with is a run of its own: the same as one that was told so."""
+    asked = trained(Course(micro=4))
+    remembered = trained(Course(), begins_with=(Smaller("train", 0, 0, 4, MICRO, 1),))
+    assert remembered[0]["state"] == asked[0]["state"]
+    assert "passes have 4 samples instead of 8 from update 1 on: memory ran out there before" in remembered[0]["said"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Smaller("train", 0, 0, 4, 6, 1), Smaller("train", 0, 0, 4, MICRO, 2), Smaller("mean", 0, 0, 4, MICRO, 1),
+        Smaller("train", 0, 0, 4, MICRO, 1, "evaluation"), Smaller("train", 0, 1, 4, MICRO, 1),
+    ],
+    ids=["asked for another size", "of other ranks", "of another phase", "of evaluations", "of another rank"],
+)  # fmt: skip
+def test_what_was_remembered_of_something_else_does_not_hold(row: Smaller) -> None:
+    assert usual()[0]["state"] == trained(Course(), begins_with=(row,))[0]["state"]
+
+
+@lru_cache(maxsize=1)
+def usual() -> list[dict[str, Any]]:
+    return trained(Course())
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
+def test_a_step_that_changed_nothing_is_made_once_more(kernel: str) -> None:
+    """Memory that is back as soon as what was cached is given back: no pass is made smaller, on no rank."""
+    course = Course(2, more=(f"optimizer.kernel={kernel}",))
+    found = trained(course, Shortage("optimizer", 4, at=1, rank=1, times=1))
+    wanted = trained(course)
+    assert [there["state"] for there in found] == [there["state"] for there in wanted]
+    assert found[1]["struck"] == [[MICRO]]
+    assert not found[0]["remembered"]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_two_ranks_may_run_out_of_memory_in_one_update(where: str) -> None:
+    course = Course(2, accumulation=4)
+    found = trained(course, Shortage(where, 4, rank=0), Shortage("forward", 2, rank=1))
+    rows = (Smaller("train", 0, 0, 4, MICRO, 2), Smaller("train", 0, 1, 2, MICRO, 2))
+    assert [there["state"] for there in found] == [there["state"] for there in trained(course, begins_with=rows)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pass_of_one_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int) -> None:
+    began = time.monotonic()
+    found = trained(Course(ranks), Shortage("backward", 0, at=1, rank=ranks - 1))
+    assert time.monotonic() - began < LIMIT_S + 10.0
+    error = found[-1]["error"]
+    assert error[:2] == ["DeviceMemoryError", 80]
+    for words in ("1.00 MiB more were wanted", "for a pass of 1 samples", "update 2 of phase train, backward", "1. "):
+        assert words.replace("1.00", "1") in error[2], error[2]
+    assert found[-1]["files"] == ["memory.txt" if ranks == 1 else "memory-rank1.txt"]
+    assert [there["update"] for there in found] == [1] * ranks
+    assert not found[0]["remembered"], "smaller passes did not help: once it is mended it goes on as it began"
+    if ranks == 2:
+        assert found[0]["error"][0] == "RankLost"
+        assert "rank 1 cannot go on" in found[0]["error"][2]
+
+
+def test_memory_of_the_host_ends_with_81() -> None:
+    error = trained(Course(), Shortage("forward", 0, on_host=True))[0]["error"]
+    assert error[:2] == ["HostMemoryError", 81]
+
+
+def test_stop_means_stop() -> None:
+    found = trained(Course(more=("on_oom=stop",)), Shortage("forward", 4))
+    assert found[0]["error"][:2] == ["DeviceMemoryError", 80]
+    assert found[0]["struck"] == [[MICRO]]
+    assert "micro_batch_size=4" in found[0]["error"][2]
+    assert not found[0]["remembered"]
+
+
+@pytest.mark.parametrize("what", ["weight", "buffer"])
+def test_what_cannot_be_put_back_is_said_and_the_run_goes_back_to_its_checkpoint(what: str) -> None:
+    """A pass that changes what none changed before: the numbers of this update are lost, so it is not made again."""
+    found = trained(Course(more=(f"task.changes={what}",)), Shortage("backward", 4, at=3))[0]
+    assert found["error"][:2] == ["DeviceMemoryError", 80]
+    assert "could not be put back" in found["error"][2]
+    assert "goes on from the last checkpoint with 4 samples in a pass" in found["error"][2]
+    assert found["remembered"] == [vars(Smaller("train", 3, 0, 4, MICRO, 1, in_place=False))]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_goes_on_in_smaller_batches(ranks: int) -> None:
+    found = trained(Course(ranks), Shortage("evaluation", 4, rank=ranks - 1))
+    wanted = trained(Course(ranks))
+    assert [there["state"] for there in found] == [there["state"] for there in wanted]
+    assert found[0]["metrics"][0]["val/loss"] == pytest.approx(wanted[0]["metrics"][0]["val/loss"], rel=1e-6)
+    row = vars(Smaller("train", UPDATES, ranks - 1, 4, MICRO, ranks, "evaluation"))
+    assert found[0]["remembered"] == [row]
+    assert "its batches have 4 samples instead of 8" in found[0]["said"]
+
+
+# ---------------------------------------------------------------- whole runs: what goes on from a checkpoint
+
+WHOLE = (
+    "train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "phases=[train]", "updates=6",
+    "global_batch_size=16", "checkpoint.every=2",
+)  # fmt: skip
+PLANT = """
+import tests.faults.shortages as there
+there.kept = there.short(there.Shortage(**{fields}))  # as long as the process lives
+there.kept.__enter__()
+"""
+
+
+def whole(
+    server: ForkServer, folder: Path, *words: str, before: Callable[[], str] = lambda: "", **fields: Any
+) -> tuple[int, str, str]:
+    plant = PLANT.format(fields=fields) if fields else ""
+    ended = server.run([*WHOLE, *words], folder, before=plant + before())
+    return ended.code, ended.out, ended.err
+
+
+def learned(folder: Path) -> bytes:
+    newest = max((folder / "outputs/mine/checkpoints").glob("update-*"))
+    return (newest / "model.safetensors").read_bytes()
+
+
+def updates_in(folder: Path) -> list[int]:
+    rows = [json.loads(line) for line in (folder / "outputs/mine/metrics.jsonl").read_text().splitlines()]
+    return [row["update"] for row in rows if "train/loss" in row]
+
+
+STRATEGIES = {
+    "fsdp": ("parallelism=fsdp", "parallelism.world_size=2", "micro_batch_size=8"),
+    "synchronized norms": (
+        "parallelism=ddp",
+        "parallelism.world_size=2",
+        "parallelism.batch_norm=sync",
+        "micro_batch_size=8",
+    ),
+    "the step of one rank": ("parallelism=ddp", "parallelism.world_size=2", "micro_batch_size=8"),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_where_ranks_cannot_agree_they_are_started_again_in_smaller_passes(
+    name: str, server: ForkServer, tmp_path: Path
+) -> None:
+    """Collectives inside the passes, or others that have applied the update already."""
+    place = "optimizer" if name == "the step of one rank" else "forward"
+    code, out, said = whole(server, tmp_path, *STRATEGIES[name], place=place, limit=4, at=3, rank=1)
+    assert code == 0, said
+    assert "goes on from the last checkpoint, in smaller passes" in out
+    assert "8 MiB more were wanted for a pass of 8 samples" in said or place == "optimizer"
+    assert updates_in(tmp_path) == [1, 2, 3, 4, 5, 6]
+    (row,) = passes.remembered(tmp_path / "outputs/mine")
+    assert (row.size, row.update, row.rank) == (4, 3, 1 if place == "optimizer" else None)
+
+
+def test_the_same_command_goes_on_with_smaller_passes_and_says_so(server: ForkServer, tmp_path: Path) -> None:
+    """Stopped while the update is made again; the resumed run meets the same limit and does not run into it."""
+    kill = "import os, signal, tests.faults.shortages as s; strike = s.Shortage.strike\n"
+    kill += "def struck(self, *a):\n    try: strike(self, *a)\n"
+    kill += "    except BaseException: os.kill(os.getpid(), signal.SIGTERM); raise\ns.Shortage.strike = struck\n"
+    code, out, said = whole(
+        server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2, before=lambda: kill
+    )
+    assert code == 75, said
+    assert updates_in(tmp_path) == [1, 2, 3]
+    code, out, said = whole(server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2)
+    assert code == 0, said
+    assert "passes have 4 samples instead of 8 from update 3 on: memory ran out there before" in out
+    assert "memory ran out in update" not in out + said
+    other = tmp_path / "other"
+    other.mkdir()
+    assert whole(server, other, "micro_batch_size=8", place="backward", limit=4, at=2)[0] == 0
+    assert learned(tmp_path) == learned(other)
+
+
+def test_a_fit_that_runs_out_of_memory_is_made_again_in_smaller_passes(server: ForkServer, tmp_path: Path) -> None:
+    code, _, said = whole(server, tmp_path, "micro_batch_size=8", "phases=[train,mean]", place="fit", limit=4, at=0)
+    assert code == 0, said
+    assert [row.phase for row in passes.remembered(tmp_path / "outputs/mine")] == ["mean"]
+
+
+def test_predictions_are_made_in_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
+    assert whole(server, tmp_path)[0] == 0
+    plant = PLANT.format(fields={"place": "predict", "limit": 2})
+    ended = server.run("inference run=mine device=cpu monitor=off", tmp_path, before=plant)
+    assert ended.code == 0, ended.err
+    assert "batch_size=3" in ended.err
+    assert len(list((tmp_path / "outputs/mine/predictions").glob("[0-9].txt"))) == 6
