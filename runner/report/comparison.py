@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from runner.base.picture import COLORS, new_figure
 from runner.report.charts import Chart, Drawing, Missing, binned, smoothed
-from runner.report.page import Page, Step, Table, _word, bytes_in_words, duration
+from runner.report.page import Page, Step, Table, bytes_in_words, duration, word_of
 from runner.report.story import Curve, Story
 from runner.report.svg import as_svg, drawing
-
-__all__ = ["comparison_of"]
 
 
 def comparison_of(stories: Sequence[Story]) -> Page:
@@ -75,7 +73,7 @@ def _differences(stories: Sequence[Story], labels: Sequence[str]) -> Table:
     keys = dict.fromkeys(key for story in stories for key in story.config)
     rows = []
     for key in keys:
-        words = [_word(story.config[key]) if key in story.config else "not there" for story in stories]
+        words = [word_of(story.config[key]) if key in story.config else "not there" for story in stories]
         if len(set(words)) > 1 and key not in ("run", "output_root", "resume"):
             rows.append((key, *words))
     unknown = [label for label, story in zip(labels, stories, strict=True) if not story.config]

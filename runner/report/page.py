@@ -416,7 +416,7 @@ def _phases(story: Story) -> Table:
     rows = []
     for name, phase in (told if isinstance(told, dict) else {}).items():
         if isinstance(phase, dict):
-            made = f"{_word(phase.get('updates'))} of {_word(phase.get('total'))}" if phase.get("total") else "-"
+            made = f"{word_of(phase.get('updates'))} of {word_of(phase.get('total'))}" if phase.get("total") else "-"
             values = ", ".join(f"{key} {value:.4g}" for key, value in numbers(phase.get("metrics")).items())
             peaks = [
                 f"{name} {value:.3g}"
@@ -427,7 +427,7 @@ def _phases(story: Story) -> Table:
             parts, seconds = numbers(phase.get("parts_s")), phase.get("seconds")
             mostly = limits.mostly(parts, sum(parts.values())) if is_number(seconds) else ""
             state = "finished" if phase.get("finished") else "not finished"
-            rows.append((name, _word(phase.get("kind")), state, made, took, mostly, ", ".join(peaks), values))
+            rows.append((name, word_of(phase.get("kind")), state, made, took, mostly, ", ".join(peaks), values))
     head = ("phase", "kind", "state", "updates", "time", "mostly", "peak GiB", "last metrics")
     if not rows:
         rows = [
@@ -442,7 +442,7 @@ def _configuration(story: Story) -> list[Table]:
     if not story.config:
         return []
     differs = [
-        (key, _word(value), _word(story.defaults.get(key, "not there")))
+        (key, word_of(value), word_of(story.defaults.get(key, "not there")))
         for key, value in story.config.items()
         if story.defaults and story.defaults.get(key, _ABSENT) != value
     ]
@@ -457,7 +457,7 @@ def _configuration(story: Story) -> list[Table]:
     decided, reasons = _decided(story), story.plan.get("reasons")
     reasons = reasons if isinstance(reasons, dict) else {}
     every = [
-        (key, _word(value), _word(decided.get(key, value)), _word(reasons.get(key.removesuffix(".option"), "")))
+        (key, word_of(value), word_of(decided.get(key, value)), word_of(reasons.get(key.removesuffix(".option"), "")))
         for key, value in story.config.items()
     ]
     head = ("key", "asked for", "used", "why")
@@ -482,7 +482,7 @@ def _environment(story: Story) -> Table:
     known = dict(story.environment)
     inventory = known.pop("inventory", None)
     inventory = dict(inventory) if isinstance(inventory, dict) else {}
-    rows = [(key, "none" if value is None else _word(value)) for key, value in known.items()]
+    rows = [(key, "none" if value is None else word_of(value)) for key, value in known.items()]
     devices = inventory.pop("devices", None)
     for each in devices if isinstance(devices, list) else ():
         if isinstance(each, dict):
@@ -494,10 +494,10 @@ def _environment(story: Story) -> Table:
         memory = f", {cpu['memory_bytes'] / 2**30:.1f} GiB" if is_number(cpu.get("memory_bytes")) else ""
         rows.append(("CPU", f"{cpu.get('name')}, {cpu.get('logical_cores')} of its threads for this run{memory}"))
     for key, value in inventory.items():
-        in_words = bytes_in_words(value) if key.endswith("_bytes") and is_number(value) else _word(value)
+        in_words = bytes_in_words(value) if key.endswith("_bytes") and is_number(value) else word_of(value)
         rows.append((key.removesuffix("_bytes").replace("_", " "), in_words if value is not None else "none"))
-    rows += [("note", _word(note)) for note in (told if isinstance(told, list) else ())]
-    rows += [("host", _word(story.record["host"]))] if story.record.get("host") else []
+    rows += [("note", word_of(note)) for note in (told if isinstance(told, list) else ())]
+    rows += [("host", word_of(story.record["host"]))] if story.record.get("host") else []
     return Table("environment", "Environment", ("", ""), rows)
 
 
@@ -517,9 +517,9 @@ def _events(story: Story) -> Table:
         when = moment(row.get("time"))
         words = row.get("text") or row.get("reason") or row.get("cause")
         others = ", ".join(
-            f"{key} {_word(value)}" for key, value in row.items() if key not in ("time", "kind", "unix_s")
+            f"{key} {word_of(value)}" for key, value in row.items() if key not in ("time", "kind", "unix_s")
         )
-        rows.append((f"{when:%m-%d %H:%M:%S}" if when else "-", _word(row.get("kind")), str(words or others)[:400]))
+        rows.append((f"{when:%m-%d %H:%M:%S}" if when else "-", word_of(row.get("kind")), str(words or others)[:400]))
     shown = rows[:_FIRST_EVENTS] + rows[-_LAST_EVENTS:] if len(rows) > _FIRST_EVENTS + _LAST_EVENTS else rows
     between = len(rows) - len(shown)
     note = f"{between:,} between the first {_FIRST_EVENTS} and these are in events.jsonl" if between else ""
@@ -567,16 +567,16 @@ def bytes_in_words(size: float) -> str:
     return f"{size / 1024:.1f} KiB"
 
 
-def _word(value: Any) -> str:
+def word_of(value: Any) -> str:
     """Return a value as it is typed on a command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{', '.join(map(_word, value))}]"
+        return f"[{', '.join(map(word_of, value))}]"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_word(item)}" for key, item in value.items()) or "{}"
+        return ", ".join(f"{key} {word_of(item)}" for key, item in value.items()) or "{}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

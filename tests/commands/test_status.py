@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -68,6 +69,28 @@ def test_a_run_that_is_done(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         "              update-0000000080: valid",
         "              update-0000000100: valid",
     ]
+
+
+def test_runs_that_were_made_are_listed_have_a_page_and_the_line_that_makes_them_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["runs", "--json"]) == 0
+    states = {row["name"]: (row["state"], row["exit_code"]) for row in json.loads(capsys.readouterr().out)}
+    assert states == {
+        "finished": ("finished", 0),
+        "broken": ("failed", 70),
+        "killed": ("killed", None),
+        "stopped": ("preempted", 75),
+    }
+    for name in states:
+        script = (folder / "outputs" / name / "command.sh").read_text()
+        assert shlex.join(["train", "--task", str(TASK), *BASE[3:]]) in script
+        assert f"run={name}\n" in script, "to go on with it"
+    pytest.importorskip("matplotlib")
+    assert main(["report", "killed"]) == 0
+    page = (folder / "outputs" / "killed" / "report.html").read_text()
+    assert 'id="loss"' in page
+    assert "the same command with the same run name goes on where it stopped" in page
 
 
 def test_a_run_that_failed_shows_its_last_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +160,7 @@ def test_a_run_that_is_running(
         os.kill(pid, signal.SIGTERM)
         server.wait()
     assert lines[0] == "mine: running   (outputs/mine)"
-    assert re.fullmatch(r"  phase       train: update \d+ of 1000   train/loss N", lines[3])
+    assert re.fullmatch(r"  phase       train: update \d+ of 1000   train/loss N(  val/loss N)?", lines[3])
     assert lines[4] == "  checkpoints none yet"
 
 
