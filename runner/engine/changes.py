@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from runner.base.configuration import Configuration, compose, merge_overrides, options_of
 from runner.base.errors import AccelRunError
 from runner.engine.needs import needs_of
 from runner.plan.estimate import Peaks
-from runner.plan.fits import Needs
+from runner.plan.fits import Needs, may_fit
 from runner.plan.inventory import Inventory
 from runner.plan.plan import Plan, make_plan
 from runner.plan.sheet import Change, seconds_of
@@ -24,19 +25,12 @@ def changes_of(
 
     Belongs into a process of its own, as needs_of does.
     """
-    before = _seconds(plan, needs, peaks)
+    trial = _Trial(configuration, inventory, plan, needs, peaks, _seconds(plan, needs, peaks))
     single = list(_candidates(configuration, inventory, plan))
-    found = [change for words in single if (change := _tried(configuration, inventory, words, before, peaks))]
+    found = [change for words in single if (change := trial.of(words))]
     if not found:
-        together: Words = ()
-        for words in single:
-            if words[0].startswith("parallelism="):
-                continue
-            together = (*together, *words)
-            change = _tried(configuration, inventory, together, before, peaks) if together != words else None
-            if change:
-                found.append(change)
-                break
+        together = tuple(word for words in single for word in words if not word.startswith("parallelism="))
+        found = [change for change in [trial.of(together)] if change]
     return sorted(found, key=lambda change: (change.factor or 1.0, change.bytes))
 
 
@@ -63,23 +57,35 @@ def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) 
         yield ("parallelism=pipeline",)
 
 
-def _tried(
-    configuration: Configuration, inventory: Inventory, words: Words, before: float | None, peaks: Mapping[str, Peaks]
-) -> Change | None:
-    """Return what the run would take with these settings; None where it cannot be, or would not fit either."""
-    request = configuration.request
-    try:
-        changed = compose(dataclasses.replace(request, overrides=merge_overrides(request.overrides, words)))
-        needs = needs_of(changed, inventory)
-        plan = make_plan(changed, inventory, needs=needs)
-    except AccelRunError:
-        return None
-    if not plan.memory or not all(each.prediction.fits for each in plan.memory):
-        return None
-    most = max(each.prediction.total for each in plan.memory)
-    seconds = _seconds(plan, needs, peaks)
-    factor = seconds / before if seconds and before else None
-    return Change(_resolved(words, plan), most, factor)
+@dataclass(frozen=True)
+class _Trial:
+    """The run that does not fit, and what is known of it."""
+
+    configuration: Configuration
+    inventory: Inventory
+    plan: Plan
+    needs: Needs
+    peaks: Mapping[str, Peaks]
+    before: float | None
+
+    def of(self, words: Words) -> Change | None:
+        """Return what the run would take with these settings; None where it cannot be, or would not fit either."""
+        if not words or not all(may_fit(each.prediction, words) for each in self.plan.memory):
+            return None
+        request = self.configuration.request
+        try:
+            changed = compose(dataclasses.replace(request, overrides=merge_overrides(request.overrides, words)))
+            is_same = all(word.partition("=")[0] in ("micro_batch_size", "parallelism") for word in words)
+            needs = self.needs if is_same else needs_of(changed, self.inventory)
+            plan = make_plan(changed, self.inventory, needs=needs)
+        except AccelRunError:
+            return None
+        if not plan.memory or not all(each.prediction.fits for each in plan.memory):
+            return None
+        most = max(each.prediction.total for each in plan.memory)
+        seconds = _seconds(plan, needs, self.peaks)
+        factor = seconds / self.before if seconds and self.before else None
+        return Change(_resolved(words, plan), most, factor)
 
 
 def _resolved(words: Words, plan: Plan) -> Words:

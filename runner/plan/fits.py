@@ -233,6 +233,27 @@ def predicted(demand: Demand, samples: int, rank: RankDevice, part: Part | None 
     )
 
 
+def may_fit(prediction: Prediction, words: Sequence[str]) -> bool:
+    """Tell whether settings could make it fit at their best, before that is traced: what they touch, all gone.
+
+    A half format leaves at least half of what a pass makes, an 8-bit state a quarter of it.
+    """
+    parts, saved = prediction.parts, 0
+    passing = parts["activations"] + parts["inputs"] + parts["temporary"]
+    for word in words:
+        key = word.partition("=")[0]
+        if key == "parallelism":
+            return True
+        saved += {
+            "micro_batch_size": passing,
+            "memory": parts["activations"] + parts["temporary"],
+            "precision": passing // 2,
+            "optimizer": parts["optimizer"] * 3 // 4 + parts["temporary"],
+        }.get(key, prediction.total)
+    tensors = prediction.total - parts["libraries"] - parts["allocator"]
+    return not prediction.capacity or max(0, tensors - saved) + parts["libraries"] <= prediction.capacity
+
+
 def tensors_within(rank: RankDevice) -> int:
     """Return about how many bytes of tensors the device holds beside libraries and what its allocator adds."""
     share = (1 + rank.unseen) * (1 + ALLOCATOR) if rank.is_gpu else 1.0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from runner.base.configuration import Request, compose
 from runner.plan.corrections import FILE, Correction, corrections, keep
 from runner.plan.estimate import Peaks, peaks_of, update_seconds
-from runner.plan.fits import GIB, Demand, Needs, Part, biggest, passes_of, predicted, sized
+from runner.plan.fits import GIB, Demand, Needs, Part, biggest, may_fit, passes_of, predicted, sized
 from runner.plan.inventory import Cpu, Device, Inventory
 from runner.plan.need import Bytes, Layer, Traced
 from runner.plan.overhead import overhead_of
@@ -93,6 +93,18 @@ def test_each_strategy_takes_its_part_beside_what_libraries_hold() -> None:
     assert on_cpu.parts["allocator"] == 0
     assert on_cpu.capacity == 16 * GIB, "ranks on a CPU share its memory"
     assert predicted(need, 4, device(0)).fits, "what is not known is not said to be too small"
+
+
+def test_what_cannot_help_at_its_best_is_not_traced() -> None:
+    """4 samples take 2 GiB beside 1 GiB of weights, gradients and state; state is a half of that."""
+    thought = predicted(demand(4), 4, device(2.7))
+    assert not thought.fits
+    assert may_fit(thought, ["optimizer=adamw8bit"])
+    assert may_fit(thought, ["memory=checkpoint"])
+    tight = predicted(demand(4), 4, device(1.2))
+    assert not may_fit(tight, ["optimizer=adamw8bit"])
+    assert may_fit(tight, ["micro_batch_size=auto"])
+    assert not may_fit(predicted(demand(4), 4, device(0.4)), ["micro_batch_size=auto", "optimizer=adamw8bit"])
 
 
 @given(st.integers(1, 512), st.integers(1, 512))
