@@ -320,11 +320,11 @@ def test_a_profile_that_would_have_no_effect_is_not_left_behind(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     task = tmp_path / "task.py"
-    task.write_text("SETTINGS = {'log_every': 1}\n\ndef build(*, a: int = 1):\n    pass\n")
-    chosen = tried("logs too often", "log_every=50", 1.3)
+    task.write_text("def build(*, a: int = 1):\n    pass\n")
+    chosen = tried("too long", "epochs=2", 1.3)  # `updates` of the command line takes it back
 
     with pytest.raises(ConfigError, match="something else sets it"):
-        write_profile(profile_of(advice(chosen), chosen), Request((), task), "mine")
+        write_profile(profile_of(advice(chosen), chosen), Request(("updates=3",), task), "mine")
 
     assert not (tmp_path / "conf" / "hardware" / "mine.yaml").exists()
 
