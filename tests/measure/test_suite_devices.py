@@ -70,11 +70,11 @@ def test_one_point_is_no_line() -> None:
 
 @pytest.mark.usefixtures("few_rounds")
 def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
-    found = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="96,16"))
+    found = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="64,16"))
 
     table, fits = found.tables
     assert [row[:2] for row in table.rows] == [
-        ("statistics, small", 16), ("statistics, large", 96), ("gradients, small", 16), ("gradients, large", 96),
+        ("statistics, small", 16), ("statistics, large", 64), ("gradients, small", 16), ("gradients, large", 64),
     ]  # fmt: skip
     times = {row[0]: row[2:4] for row in table.rows}
     for phase in ("statistics", "gradients"):
