@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import json
 import os
@@ -17,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -68,32 +66,6 @@ def known() -> dict[str, str]:
     """Every key of the default configuration with a word for its value; groups with their options are apart."""
     found = compose(Request()).flat()
     return {key: configurations._word(value) for key, value in found.items() if key not in configurations.GROUPS}
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra composes the same groups of the shipped files once; it takes nine tenths of the time."""
-    real, kept = configurations._compose_groups, dict[tuple[Any, ...], Any]()
-
-    def compose_groups(groups: dict[str, str], request: Request, problems: list[Any]) -> Any:
-        if request.config_dir:
-            return real(groups, request, problems)
-        key = (*sorted(groups.items()), request.task_file)
-        if key not in kept:
-            kept[key] = real(groups, request, problems)
-        return copy.deepcopy(kept[key])
-
-    loaded, read = configurations._load, dict[tuple[str, str], Any]()
-
-    def load(group: str, option: str, config_dir: Path | None) -> Any:
-        if config_dir:
-            return loaded(group, option, config_dir)
-        if (group, option) not in read:
-            read[group, option] = loaded(group, option, None)
-        return copy.deepcopy(read[group, option])
-
-    monkeypatch.setattr(configurations, "_compose_groups", compose_groups)
-    monkeypatch.setattr(configurations, "_load", load)
 
 
 # ---------------------------------------------------------------- cases
