@@ -103,10 +103,13 @@ def until(process: subprocess.Popen[str], library: str) -> None:
 @pytest.mark.parametrize("moment", ["libtorch_cpu", "libtorch_python", "_multiarray_umath"])
 def test_ctrl_c_in_the_middle_of_an_import_leaves_quietly_with_130(moment: str, tmp_path: Path) -> None:
     process = accel_run("train", "run=mine", folder=tmp_path)
-    until(process, moment)
-    time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    try:
+        until(process, moment)
+        time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()  # one that goes on after all would train for an hour
     assert process.returncode == 130, err
     assert err == "\naccel-run: interrupted\n"
     assert not (tmp_path / "outputs" / "mine" / "error.json").exists()

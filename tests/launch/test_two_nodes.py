@@ -23,6 +23,7 @@ from runner.base.errors import AccelRunError, Exit
 from runner.base.ranks import Member
 from runner.distributed.interface import choose_interface, interface_of
 from runner.distributed.join import joined
+from tests.forkserver import ForkServer
 
 CPU = torch.device("cpu")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -227,7 +228,9 @@ def test_a_rank_that_finds_somebody_else_at_the_port_gives_up_in_time(tmp_path: 
 
 
 @pytest.mark.slow
-def test_torchrun_on_two_machines_trains_as_one_process_does(namespaces: tuple[str, str], tmp_path: Path) -> None:
+def test_torchrun_on_two_machines_trains_as_one_process_does(
+    namespaces: tuple[str, str], server: ForkServer, tmp_path: Path
+) -> None:
     train = ["-m", "runner", "train", "device=cpu", "task.size=tiny", "updates=10", "log_every=1", "evaluate.every=0"]
     train += ["evaluate.samples=4", "micro_batch_size=4", f"output_root={tmp_path}"]
     torchrun = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--master-addr={ADDRESSES[0]}"]
@@ -250,8 +253,8 @@ def test_torchrun_on_two_machines_trains_as_one_process_does(namespaces: tuple[s
     ]
     said = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], "\n".join(said)
-    alone = [sys.executable, *train[:-2], "run=one"]
-    subprocess.run(alone, env=environment, check=True, capture_output=True, timeout=120)
+    alone = server.run([*train[2:-2], "run=one"], tmp_path)
+    assert alone.code == 0, alone.err
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert len(losses(tmp_path / "two")) == 10
 
