@@ -15,7 +15,7 @@ import pytest
 from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem
 from runner.commands.benchmark import run as benchmark
-from runner.measure import contest
+from runner.measure import contest, trial
 from runner.measure.results import Results
 from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Wanted, screen
@@ -23,6 +23,7 @@ from runner.measure.suites import ladder
 from runner.measure.suites.ladder import Row, run
 from runner.measure.technique import BASELINE, ORDER, Technique, chosen, stacked, techniques
 from runner.measure.trial import Arena, Cell, Measured, Trials
+from tests.measure.nursery import Nurseries
 from tests.measure.suites import asked
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -56,11 +57,12 @@ def wanted_in(folder: Path, config_dir: Path, *words: str, **options: str) -> Wa
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, config_dir: Path) -> tuple[Report, Path]:
+def measured(tmp_path_factory: pytest.TempPathFactory, config_dir: Path, nurseries: Nurseries) -> tuple[Report, Path]:
     """The whole ladder of what is planted, measured once."""
     folder = tmp_path_factory.mktemp("benchmarks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contest, "BLOCK_S", 0.05)
+        patch.setattr(trial, "subprocess", nurseries)  # before what each test has for itself
         return run(wanted_in(folder, config_dir, techniques=f"[{','.join(PLANTED)},tf32]")), folder
 
 
