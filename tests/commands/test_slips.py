@@ -214,20 +214,20 @@ def test_a_slip_is_answered_with_what_to_type(words: str, answers: dict[str, tup
     assert (code, out, torch_is_loaded) == (78, "", False)
 
 
-def cpu_seconds(words: list[str], folder: Path) -> float:
-    """Return the least CPU time of three starts: what the command needs, not what the machine happens to do."""
-    times = []
-    for _ in range(3):
+def takes_less_than(limit_s: float, words: list[str], folder: Path) -> bool:
+    """Tell whether one start of six takes less CPU time: what the command needs, not what the machine happens to do."""
+    for _ in range(6):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "runner", *words], cwd=folder, capture_output=True, check=False)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(times)
+        if after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < limit_s:
+            return True
+    return False
 
 
 @pytest.mark.alone
 def test_help_takes_less_than_150_ms_of_cpu(tmp_path: Path) -> None:
-    assert cpu_seconds(["--help"], tmp_path) < 0.15
+    assert takes_less_than(0.15, ["--help"], tmp_path)
 
 
 @pytest.mark.alone
@@ -235,13 +235,13 @@ def test_help_takes_less_than_150_ms_of_cpu(tmp_path: Path) -> None:
     "command", ["train", "inference", "both", "plan", "explain", "runs", "status", "report", "new", "completion"]
 )
 def test_the_help_of_a_command_takes_less_than_150_ms_of_cpu(command: str, tmp_path: Path) -> None:
-    assert cpu_seconds([command, "--help"], tmp_path) < 0.15
+    assert takes_less_than(0.15, [command, "--help"], tmp_path)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("words", ["train lrr=3", "train updates=0 seed=-1 optimizer.lr=-1 precsion=fp32"])
 def test_an_error_takes_less_than_600_ms_of_cpu(words: str, tmp_path: Path) -> None:
-    assert cpu_seconds(words.split(), tmp_path) < 0.6
+    assert takes_less_than(0.6, words.split(), tmp_path)
 
 
 @pytest.mark.parametrize(

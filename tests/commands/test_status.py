@@ -152,7 +152,8 @@ def test_a_run_that_is_running(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    pid = server.start([*BASE, "run=mine", "task.sleep_s=0.02", "updates=1000"], tmp_path)
+    long = ["task.sleep_s=0.02", "updates=1000", "evaluate.every=0", "checkpoint.every=500"]  # however late we look
+    pid = server.start([*BASE, "run=mine", *long], tmp_path)
     try:
         wait_for_metrics(tmp_path / "outputs" / "mine")
         lines = status(capsys, "mine")

@@ -118,6 +118,7 @@ def test_the_environment_is_made_once_with_torch_first(checkout: Checkout) -> No
     assert checkout.calls() == []
 
 
+@pytest.mark.alone
 def test_a_second_call_costs_less_than_50_ms(checkout: Checkout) -> None:
     checkout.run("setup.sh", "dev")
 
