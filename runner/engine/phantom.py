@@ -192,6 +192,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = tree_map(lambda leaf: self.faked(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         with self.fakes:
             answer = func(*args, **kwargs)
+            if func in _CORRECTED:
+                answer = _CORRECTED[func](args, answer)
         if real and func._schema.is_mutable:
             for fake in _written(func, args, kwargs):
                 if id(fake) in real:
@@ -254,6 +256,16 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     ]
 
 
+def _group_norm(args: Any, made: Any) -> Any:
+    """Return output, means and deviations; the latter are in the weight's format, for which torch says the input's."""
+    return made if args[1] is None else (made[0], *(one.to(args[1].dtype) for one in made[1:]))
+
+
+def _group_norm_backward(args: Any, made: Any) -> Any:
+    """Return the three gradients; the first is in the input's format, for which torch says the weight's."""
+    return made if made[0] is None else (made[0].to(args[1].dtype), *made[1:])
+
+
 def _flash_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
     return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
@@ -269,6 +281,12 @@ _FLOPS: dict[Any, Callable[..., Any]] = {
     # torch counts the kernels of GPUs only
     _aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,
+}
+_CORRECTED: dict[
+    Any, Callable[[Any, Any], Any]
+] = {  # seen in torch 2.13 with half inputs and float32 weights, on a CPU
+    _aten.native_group_norm.default: _group_norm,
+    _aten.native_group_norm_backward.default: _group_norm_backward,
 }
 _INDEXING = {
     _aten.index.Tensor,

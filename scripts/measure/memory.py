@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_iter
 
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.configuration import Configuration, Request, compose
+from runner.base.division import Batch
 from runner.base.errors import AccelRunError
 from runner.base.order import Order
 from runner.base.task import Progress
@@ -39,6 +40,7 @@ from runner.engine.kinds import Gradients
 from runner.engine.loop import Position, train_updates
 from runner.launch.apart import apart
 from runner.plan.inventory import Cpu, Inventory
+from runner.plan.need import Traced
 from runner.plan.plan import PhasePlan, make_plan
 
 HERE = Inventory((), Cpu("this processor", os.cpu_count() or 1, os.cpu_count() or 1, 0))
@@ -75,16 +77,19 @@ class ByteCount(TorchDispatchMode):
         self.now -= self.known.pop(key)
 
 
-def counted(configuration: Configuration) -> dict[str, int]:
-    """Return phase -> bytes at the peak of two real updates of this configuration, in this process on the CPU."""
+def counted(configuration: Configuration, micros: Sequence[int]) -> dict[tuple[str, int], int]:
+    """Return (phase, micro-batch) -> bytes at the peak of two real updates of two passes, made in this process."""
     plan = make_plan(configuration, HERE)
     peaks = {}
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parts = assemble(plan, stack)
         for phase in plan.selected:
-            if phase.kind == "train":
-                peaks[phase.name] = _count_of(parts, dataclasses.replace(phase, updates=2, epochs=None))
+            for micro in micros if phase.kind == "train" else ():
+                batch = Batch(2 * micro, micro, (2 * micro,))
+                peaks[phase.name, micro] = _count_of(
+                    parts, dataclasses.replace(phase, batch=batch, updates=2, epochs=None)
+                )
     return peaks
 
 
@@ -115,16 +120,15 @@ def _count_of(parts: Parts, phase: PhasePlan) -> int:
     return count.most
 
 
-def compared(words: Sequence[str], micro: int) -> list[tuple[str, int, int, float, str]]:
-    """Return for each phase its name, predicted and counted bytes, seconds of the prediction, and what it could not."""
-    configuration = compose(
-        Request((*words, "device=cpu", f"micro_batch_size={micro}", f"global_batch_size={2 * micro}"))
-    )
+def compared(words: Sequence[str], micros: Sequence[int]) -> list[tuple[Traced, int, float]]:
+    """Return for each phase and micro-batch the prediction, the count, and the seconds of the prediction."""
+    sizes = (f"micro_batch_size={max(micros)}", f"global_batch_size={2 * max(micros)}")
+    configuration = compose(Request((*words, *sizes, "device=cpu")))
     began = time.perf_counter()
-    traced = apart(forecast, configuration, HERE, [micro])
-    seconds = time.perf_counter() - began
-    real = apart(counted, configuration)
-    return [(one.phase, one.peak.total, real[one.phase], seconds / len(traced), one.why_not) for one in traced]
+    traced = apart(forecast, configuration, HERE, micros)
+    seconds = (time.perf_counter() - began) / len(traced)
+    real = apart(counted, configuration, micros)
+    return [(one, real[one.phase, one.micro_batch_size], seconds) for one in traced]
 
 
 def main() -> None:
@@ -136,6 +140,7 @@ def main() -> None:
     parser.add_argument("--batches", default="4,8")
     parser.add_argument("words", nargs="*")
     given = parser.parse_args()
+    micros = [int(size) for size in given.batches.split(",")]
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores")
     print(f"{'task':<14}{'phase':<10}{'precision':<10}{'optimizer':<11}{'batch':>5}{'predicted':>13}{'counted':>13}"
           f"{'ratio':>9}{'s':>7}")  # fmt: skip
@@ -143,18 +148,18 @@ def main() -> None:
     for task in given.tasks.split(","):
         for precision in given.precisions.split(","):
             for optimizer in given.optimizers.split(","):
-                for micro in map(int, given.batches.split(",")):
-                    words = [f"task={task}", f"precision={precision}", f"optimizer={optimizer}", *given.words]
-                    head = f"{precision:<10}{optimizer:<11}{micro:>5}"
-                    try:
-                        rows = compared(words, micro)
-                    except AccelRunError as error:
-                        print(f"{task:<14}{'':<10}{head}  {error.problems[0]}", flush=True)
-                        continue
-                    for phase, predicted, real, seconds, why_not in rows:
-                        ratios.append(predicted / real)
-                        print(f"{task:<14}{phase:<10}{head}{predicted:>13,}{real:>13,}{ratios[-1]:>9.4f}{seconds:>7.1f}"
-                              f"{'  ' + why_not if why_not else ''}", flush=True)  # fmt: skip
+                words = [f"task={task}", f"precision={precision}", f"optimizer={optimizer}", *given.words]
+                head = f"{precision:<10}{optimizer:<11}"
+                try:
+                    rows = compared(words, micros)
+                except AccelRunError as error:
+                    print(f"{task:<14}{'':<10}{head}  {error.problems[0]}", flush=True)
+                    continue
+                for traced, real, seconds in rows:
+                    ratios.append(traced.peak.total / real)
+                    sizes = f"{traced.micro_batch_size:>5}{traced.peak.total:>13,}{real:>13,}"
+                    row = f"{task:<14}{traced.phase:<10}{head}{sizes}"
+                    print(f"{row}{ratios[-1]:>9.4f}{seconds:>7.1f}  {traced.why_not}".rstrip(), flush=True)
     if ratios:
         exact = sum(ratio == 1.0 for ratio in ratios)
         worst = max(ratios, key=lambda ratio: abs(ratio - 1))

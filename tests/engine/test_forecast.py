@@ -11,6 +11,7 @@ import pytest
 from runner.base.configuration import Request, compose
 from runner.engine.forecast import FEW, forecast
 from runner.launch.apart import apart
+from runner.plan.ranks import RankDevice
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure" / "memory.py"
 UNTRACEABLE = """
@@ -36,6 +37,32 @@ class Above(Task):
 def build():
     return Above()
 """
+STACKED = """
+import torch
+from torch import nn
+
+from runner import Task
+
+
+class Stacked(Task):
+    def __init__(self):
+        body = [nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8)) for _ in range(4)]
+        self.model = nn.Sequential(*body, nn.Linear(8, 1))
+
+    def blocks(self):
+        return list(self.model)[:4]
+
+    def loss(self, model, batch):
+        (x,) = batch
+        return model(x).square().sum(), x.numel()
+
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.randn(64, 128, 8))
+
+
+def build():
+    return Stacked()
+"""
 DATA_DEPENDENT = UNTRACEABLE.replace("out[out > out.mean().item()]", "out[x[:, 0] > x.mean().item()]")
 
 
@@ -54,6 +81,25 @@ def composed(*words: str, micro: int = 4, file: Path | None = None):
     return compose(Request((*words, *sizes, "device=cpu"), file))
 
 
+def test_a_budget_is_kept_with_no_more_blocks_than_it_takes(script, tmp_path):
+    file = tmp_path / "stacked.py"
+    file.write_text(STACKED)
+
+    def traced(*words: str):
+        return forecast(composed(*words, file=file), script.HERE, [4])[0]
+
+    beside = RankDevice.of(None, script.HERE).overhead_bytes  # what is not tensors
+    most, least = traced("memory=none").peak.total, traced("memory=checkpoint").peak.total
+    counts = []
+    for limit in (most, (most + least) // 2, least):
+        found = traced("memory=budget", f"memory.limit_gib={(limit + beside) / 2**30!r}")
+        assert found.peak.total <= limit
+        counts.append(len(found.recompute))
+        again = traced("memory=budget", f"memory.recompute={[*found.recompute]}".replace(" ", ""))
+        assert again.peak == found.peak
+    assert counts[0] == 0 < counts[1] < counts[2] <= 4
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -66,7 +112,7 @@ def test_prediction_is_the_count_of_the_real_run(script, words):
     configuration = composed(*words)
     (traced,) = forecast(configuration, script.HERE, [4])
     assert traced.is_exact
-    assert {traced.phase: traced.peak.total} == apart(script.counted, configuration)
+    assert {(traced.phase, 4): traced.peak.total} == apart(script.counted, configuration, [4])
 
 
 def test_shapes_that_depend_on_data_alone_are_followed(script, tmp_path):
@@ -75,7 +121,7 @@ def test_shapes_that_depend_on_data_alone_are_followed(script, tmp_path):
     configuration = composed(file=file)
     (traced,) = forecast(configuration, script.HERE, [4])
     assert traced.is_exact
-    assert traced.peak.total == script.counted(configuration)["train"]
+    assert traced.peak.total == script.counted(configuration, [4])["train", 4]
 
 
 def test_what_depends_on_weights_is_measured_and_says_so(script, tmp_path):
@@ -86,7 +132,7 @@ def test_what_depends_on_weights_is_measured_and_says_so(script, tmp_path):
     line = 1 + UNTRACEABLE.splitlines().index("        return out[out > out.mean().item()].square().sum(), len(x)")
     assert few.why_not.startswith(f"above.py:{line}: aten._local_scalar_dense")
     assert not few.is_exact
-    assert few.peak.total == script.counted(configuration)["train"]
+    assert few.peak.total == script.counted(configuration, [FEW])["train", FEW]
     (many,) = forecast(configuration, script.HERE, [100 * FEW])
     assert many.peak.inputs == 100 * few.peak.inputs
     assert many.peak.parameters == few.peak.parameters
