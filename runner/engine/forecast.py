@@ -333,7 +333,8 @@ def _limit(plan: Plan) -> int:
     memory = plan.choices["memory"]
     if memory.function != "budget" or memory.options["recompute"] != "auto":
         return 0
-    return min(map(tensors_within, plan.ranks))
+    known = [tensors_within(rank) for rank in plan.ranks if rank.capacity_bytes]
+    return min(known, default=0)
 
 
 def _on_the_host(plan: Plan) -> Plan:

@@ -39,7 +39,9 @@ class RankDevice:
     @property
     def capacity_bytes(self) -> int:
         """Return what a run may take of it; 0 where nobody knows."""
-        return self.memory_bytes if self.free_bytes is None else min(self.memory_bytes, self.free_bytes)
+        return (
+            self.memory_bytes if self.free_bytes is None else min(self.memory_bytes or self.free_bytes, self.free_bytes)
+        )
 
     @staticmethod
     def of(gpu: Device | None, inventory: Inventory) -> RankDevice:
