@@ -318,7 +318,7 @@ class _Planner:
         self.ranks: tuple[RankDevice, ...] = ()
         self.choices = dict(configuration.choices)
         self.reasons = {key: source for key, source in configuration.sources.items() if key != "hardware"}
-        self.notes: list[str] = []
+        self.notes = [f"memory is not predicted: {needs.why_not}"] if needs is not None and needs.why_not else []
         self.problems: list[Problem] = []
         self.own_keys = dict(configuration.own_keys)
         self.device: Device | None = None

@@ -19,7 +19,7 @@ from runner.plan.fits import GIB, Demand, Needs, Part, biggest, may_fit, passes_
 from runner.plan.inventory import Cpu, Device, Inventory
 from runner.plan.need import Bytes, Layer, Traced
 from runner.plan.overhead import overhead_of
-from runner.plan.plan import Plan, make_plan
+from runner.plan.plan import Plan, make_plan, wants_needs
 from runner.plan.ranks import RankDevice
 from runner.plan.segments import Allocator
 from runner.plan.sheet import WIDTH, Change, sheet, short
@@ -160,6 +160,35 @@ def test_where_not_one_sample_fits_it_is_said() -> None:
     assert any(
         "a pass of one sample is predicted to take" in note and "lists what would fit" in note for note in made.notes
     )
+
+
+def test_blocks_to_compute_again_are_those_that_the_trace_has_chosen() -> None:
+    known = Demand.of([dataclasses.replace(traced(4), recompute=(1, 2)), traced(16)], Allocator())
+    words = ("global_batch_size=4", "micro_batch_size=4", "device=cpu", "memory=budget")
+    made = plan(*words, needs=Needs({"train": known}))
+    assert made.choices["memory"].options["recompute"] == [1, 2]
+    assert "2 blocks free what the device lacks" in made.reason("memory.recompute")
+    asked = plan(*words, "memory.recompute=[0]", needs=Needs({"train": known}))
+    assert asked.choices["memory"].options["recompute"] == [0], "what was asked for is not changed"
+    assert known.recompute_at(5) == (), "a trace of more samples did without"
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "is_wanted"),
+    [
+        (("micro_batch_size=auto",), T4, True),
+        (("micro_batch_size=8",), T4, False),
+        (("micro_batch_size=8", "parallelism=auto"), T4, True),
+        (("micro_batch_size=auto", "device=cpu"), T4, False),
+        (("micro_batch_size=auto",), None, False),
+        (("micro_batch_size=8", "memory=budget"), None, True),
+    ],
+)
+def test_a_run_is_traced_before_it_starts_only_where_its_plan_depends_on_it(
+    words: tuple[str, ...], device: Device | None, *, is_wanted: bool
+) -> None:
+    here = dataclasses.replace(HERE, devices=(device,) if device else ())
+    assert wants_needs(compose(Request(words)), here) is is_wanted
 
 
 def test_estimates_of_libraries_are_widened_and_an_unknown_gpu_counts_as_the_one_that_holds_most() -> None:
