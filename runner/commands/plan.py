@@ -49,6 +49,7 @@ def run(words: list[str]) -> int:
         lines = probe(configuration.request, lambda text: print(f"probe: {text}", file=sys.stderr, flush=True))
         print(fit_to_show("\n".join(lines)), end="\n\n", flush=True)
     inventory, whose = inventory_for(configuration)
+    make_plan(configuration, inventory)  # what cannot be is said at once, before torch is loaded to trace it
     needs = _needs(configuration, inventory)
     plan = make_plan(configuration, inventory, needs=needs)
     print(f"plan for {whose}: {plan.device_name}")
