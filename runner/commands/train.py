@@ -28,11 +28,13 @@ def run(words: list[str]) -> int:
 
         return sweep(arguments.request)
     from runner.launch.start import train
-    from runner.measure.hint import hint
-    from runner.observe.events import Console
 
     code, job = train(arguments.request)
-    pointed = hint(job) if job is not None and code == 0 else ""
-    if pointed:
-        Console().info(pointed)  # goes on when nobody reads any more
+    if job is not None and code == 0:
+        from runner.measure.hint import hint  # now: a slip is answered without it
+        from runner.observe.events import Console
+
+        pointed = hint(job)
+        if pointed:
+            Console().info(pointed)  # goes on when nobody reads any more
     return int(code)
