@@ -284,7 +284,11 @@ def _memory_tile(story: Story) -> Iterable[Tile]:
 
 
 def _time_tile(story: Story) -> Iterable[Tile]:
-    if story.total_s > 0:
+    told = story.record.get("phases")
+    of_phases = [numbers(phase).get("seconds", 0.0) for phase in told.values()] if isinstance(told, dict) else []
+    if sum(of_phases) > _SEVERAL_PROCESSES * story.total_s:  # what limited it is told of the last one
+        yield Tile("time", duration(sum(of_phases)), f"{duration(story.total_s)} of it in the last process")
+    elif story.total_s > 0:
         parts = story.parts_s
         start = parts.get("starting", 0.0) + parts.get("first_update", 0.0)
         yield Tile("time", duration(story.total_s), f"{start:.1f} s until the first update was done" if start else "")
@@ -597,6 +601,7 @@ TILES: tuple[Callable[[Story], Iterable[Tile]], ...] = (
 )
 _ABSENT = object()
 _METRIC_TILES = 3
+_SEVERAL_PROCESSES = 1.1  # times as long as the last process took
 _SUBJECTS = {
     "record": "Record of the run",
     "plan": "Plan",

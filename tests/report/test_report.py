@@ -244,9 +244,12 @@ def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Pa
 def test_the_page_lies_in_the_run_and_is_written_over_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = make_run(tmp_path, "mine", run__json=record("mine"))
+    path = make_run(tmp_path, "mine", run__json=record("mine", phases={"train": {"seconds": 100.0}}))
     for _ in range(2):
         assert main(["report", "run=mine", f"output_root={tmp_path}"]) == 0
+    page = (path / "report.html").read_text()
+    assert "1 min 40 s</span>" in page
+    assert "10.0 s of it in the last process" in page
     assert (path / "report.html").stat().st_mode & 0o777 == 0o600
     (tmp_path / "work.html").write_text("<p>mine")
     ways = {
