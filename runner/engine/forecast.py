@@ -11,12 +11,13 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.axes.memory import computing_again
-from runner.axes.optimizer import state_tensors
+from runner.axes.optimizer import OPTIMIZERS, expected_state_bytes, is_under, state_tensors
 from runner.base.batch import MicroBatch, map_tensors
+from runner.base.choice import make
 from runner.base.configuration import Choice, Configuration, task_source
 from runner.base.division import Batch
 from runner.base.errors import AccelRunError, TaskFault
@@ -31,7 +32,7 @@ from runner.engine.loop import Position, train_updates
 from runner.engine.phantom import Block, Ledger, Phantom, in_layers
 from runner.plan.budget import Blocks, computed_again
 from runner.plan.fits import tensors_within
-from runner.plan.inventory import Inventory
+from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.need import Bytes, Event, Layer, Traced
 from runner.plan.plan import PhasePlan, Plan, make_plan
 
@@ -66,6 +67,7 @@ class Forecast:
         self._parts: Parts | None = None
         self._phantom = Phantom(Ledger())
         self._why_not = ""
+        self._is_too_large = False  # to be measured here
 
     def __enter__(self) -> Forecast:
         return self
@@ -102,7 +104,12 @@ class Forecast:
                     if isinstance(error, AccelRunError) and not isinstance(error, TaskFault):
                         raise  # it would be raised in the real run too
                     self._why_not = _words(error, self._source)
-                    self.__exit__()
+                    if self._parts is not None and not has_room(self._parts.bare):
+                        self._is_too_large = True
+                    else:
+                        self.__exit__()
+            if self._is_too_large:
+                return [self._of_parameters(phase, size) for phase in self.phases]
             return [self._measured(phase, size, recompute) for phase in self.phases]
 
     @property
@@ -128,7 +135,27 @@ class Forecast:
     def _measured(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
         """Return what few samples take, times as many as are asked for."""
         few = min(size, FEW)
-        return times(self._followed(phase, few, recompute), size / few, size, self._why_not)
+        why_not = f"{self._why_not}; measured with {few} samples and multiplied"
+        return times(self._followed(phase, few, recompute), size / few, size, why_not)
+
+    def _of_parameters(self, phase: PhasePlan, size: int) -> Traced:
+        """Return what parameters, gradients and state take, all that is known."""
+        model = self._built().bare
+        trained = [
+            (name, weight)
+            for name, weight in model.named_parameters()
+            if weight.requires_grad and (phase.trains is None or any(is_under(name, one) for one in phase.trains))
+        ]
+        optimizer = make(OPTIMIZERS, phase.optimizer.function, trained, **phase.optimizer.options)
+        sizes = {
+            "parameters": sum(weight.nbytes for weight in model.parameters()),
+            "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+            "gradients": sum(weight.nbytes for _, weight in trained),
+            "optimizer": expected_state_bytes(optimizer),
+        }
+        why_not = f"{self._why_not}; the model is too large to be measured here, so activations are not counted"
+        events = tuple((number, taken) for number, taken in enumerate(sizes.values()) if taken)
+        return Traced(phase.name, size, 1, Bytes(**sizes), events, (), (), 0, 0, 0, is_exact=False, why_not=why_not)
 
 
 class _Follower:
@@ -297,7 +324,13 @@ def _words(error: BaseException, source: Path) -> str:
     while root.__cause__ is not None:
         root = root.__cause__
     where = f"{Path(fault.problems[0].where).name}: " if fault is not None and fault.problems[0].where else ""
-    return f"{where}{first_line(str(root)) or type(root).__name__}; measured with {FEW} samples and multiplied"
+    return f"{where}{first_line(str(root)) or type(root).__name__}"
+
+
+def has_room(model: nn.Module) -> bool:
+    """Tell whether this machine can train the model for real: with gradients and state in half of its memory."""
+    memory = read_cpu()[0].memory_bytes
+    return not memory or 4 * sum(weight.nbytes for weight in model.parameters()) <= memory // 2
 
 
 def peak_of(events: Sequence[Event], blocks: Sequence[Block]) -> Bytes:

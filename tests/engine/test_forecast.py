@@ -138,6 +138,18 @@ def test_what_depends_on_weights_is_measured_and_says_so(script, tmp_path):
     assert many.peak.parameters == few.peak.parameters
 
 
+def test_of_a_model_too_large_to_be_measured_the_parameters_are_known(script, tmp_path, monkeypatch):
+    monkeypatch.setattr("runner.engine.forecast.has_room", lambda model: False)
+    file = tmp_path / "above_large.py"
+    file.write_text(UNTRACEABLE)
+    (traced,) = forecast(composed(file=file), script.HERE, [4])
+    assert not traced.is_exact
+    assert "activations are not counted" in traced.why_not
+    weights = 4 * (8 * 512 + 512 + 512 + 1)
+    assert (traced.peak.parameters, traced.peak.gradients) == (weights, weights)
+    assert traced.peak.total == sum(size for _, size in traced.events) == 4 * weights + 4 * 4
+
+
 def test_nothing_is_allocated_for_a_model_of_124_million_parameters(script):
     configuration = composed("task=gpt", "task.size=124m", micro=1)
     (traced,), grown = apart(_with_memory, configuration, script.HERE)
