@@ -192,8 +192,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = tree_map(lambda leaf: self.faked(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         with self.fakes:
             answer = func(*args, **kwargs)
-            if func in _CORRECTED:
-                answer = _CORRECTED[func](args, answer)
+            correct = _CORRECTED.get(func)
+            answer = correct(args, answer) if correct else answer
         if real and func._schema.is_mutable:
             for fake in _written(func, args, kwargs):
                 if id(fake) in real:
