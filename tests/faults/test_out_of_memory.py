@@ -173,16 +173,14 @@ def cells() -> Iterator[Cell]:
 
 
 def chosen() -> list[Cell]:
-    """Return all of them in the long column, else one for each place and number of ranks, compiled only to fail there."""
+    """Return all of them in the long column, else one for each place and number of ranks."""
     every = list(cells())
     if IS_LONG:
         return every
     by_place: dict[tuple[str, int], list[Cell]] = {}
     for cell in every:
-        if (
-            cell.course.is_compiled == (cell.shortage.place == "compile")
-            and cell.shortage.rank == cell.course.ranks - 1
-        ):
+        to_compile = cell.shortage.place == "compile"
+        if cell.course.is_compiled == to_compile and cell.shortage.rank == cell.course.ranks - 1:
             by_place.setdefault((cell.shortage.place, cell.course.ranks), []).append(cell)
     return [random.Random(f"{SEED} {number}").choice(group) for number, group in enumerate(by_place.values())]
 
