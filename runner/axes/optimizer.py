@@ -167,35 +167,41 @@ def set_learning_rate(optimizer: Optimizer, factor: float) -> float:
     return float(optimizer.param_groups[0]["base_lr"] * factor)
 
 
-def taking_back(optimizer: Optimizer) -> Callable[[], bool]:
-    """Return what, after a step that failed, takes back the state it began to make; tells whether all is as before.
+class Steps:
+    """Tells, after a step that failed, whether all is as before, and takes back the state that it began to make.
 
-    False where something was changed, or where that cannot be known. Adam's kernels count the step before anything
-    else, and torch counts the changes of that tensor; fused kernels change parameters without their being counted, and
-    other libraries change all behind torch's back.
+    Adam's kernels count the step before anything else, and torch counts the changes of that tensor; fused kernels
+    change parameters without their being counted, and other libraries change all behind torch's back.
     """
-    before, known = _counted(optimizer), len(optimizer.state)
 
-    def is_as_before() -> bool:
-        fresh = list(optimizer.state)[known:]
-        if before is None or any(float(optimizer.state[place].get("step", 0.0)) for place in fresh):
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        is_adam = _kind(optimizer) in ("torch.AdamW", "torch.Adam")
+        is_plain = _kind(optimizer) == "torch.SGD" and not optimizer.defaults.get("fused")
+        self._counted = self._counts_of_steps if is_adam else self._counts_of_all if is_plain else None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._known = len(self.optimizer.state)
+        self._before = self._counted() if self._counted is not None else []
+
+    def is_as_before(self) -> bool:
+        """Tell whether the step that failed has changed nothing; False where that cannot be known."""
+        state = self.optimizer.state
+        fresh = list(state)[self._known :]
+        if self._counted is None or any(float(state[place].get("step", 0.0)) for place in fresh):
             return False
         for place in fresh:
-            del optimizer.state[place]
-        return _counted(optimizer) == before
+            del state[place]
+        return self._counted() == self._before
 
-    return is_as_before
+    def _counts_of_steps(self) -> list[int]:
+        return [state["step"]._version for state in self.optimizer.state.values()]
 
-
-def _counted(optimizer: Optimizer) -> list[int] | None:
-    """Return how often each tensor was changed that a step changes first; None where nobody counts."""
-    if _kind(optimizer) in ("torch.AdamW", "torch.Adam"):
-        return [state["step"]._version for state in optimizer.state.values() if "step" in state]
-    if _kind(optimizer) == "torch.SGD" and not optimizer.defaults.get("fused"):
-        held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        return [tensor._version for tensor in (*weights, *held)]
-    return None
+    def _counts_of_all(self) -> list[int]:
+        held = [value for state in self.optimizer.state.values() for value in state.values()]
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        return [tensor._version for tensor in (*weights, *held) if isinstance(tensor, Tensor)]
 
 
 def state_bytes(optimizer: Optimizer) -> int:

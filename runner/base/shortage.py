@@ -54,7 +54,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while error not in seen:
         seen.append(error)
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__) or error
+        inner = getattr(error, "inner_exception", None)  # of torch._dynamo, which hides where it comes from
+        context = None if error.__suppress_context__ else error.__context__
+        error = (inner if isinstance(inner, BaseException) else None) or error.__cause__ or context or error
 
 
 def _side(error: BaseException) -> Side | None:

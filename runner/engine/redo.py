@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from runner.axes.optimizer import taking_back
+from runner.axes.optimizer import Steps
 from runner.axes.precision import Precision
 from runner.base.shortage import Shortage, shortage_of
 from runner.distributed.parallel import Discarded
@@ -73,7 +73,7 @@ class Redo(Once):
     ) -> None:  # fmt: skip
         self.parameters, self.optimizer, self.precision = parameters, optimizer, precision
         self.device, self.guide, self.is_alone = device, guide, is_alone
-        self.beginning = Beginning(model, device)
+        self.beginning, self.steps = Beginning(model, device), Steps(optimizer)
         self._shortage: Shortage | None = None
         self._is_applying = False  # the step of the optimizer has begun
         self._is_as_before = True  # it has changed nothing
@@ -109,7 +109,8 @@ class Redo(Once):
 
         By then all that was cached is given back. No other rank needs to know: the gradients are whole.
         """
-        self._is_applying, self._is_as_before, is_as_before = True, True, taking_back(self.optimizer)
+        self._is_applying = self._is_as_before = True
+        self.steps.begin()
         try:
             step()
             return
@@ -117,14 +118,14 @@ class Redo(Once):
             shortage = shortage_of(error)
             if shortage is None:
                 raise
-            self._is_as_before = is_as_before()
+            self._is_as_before = self.steps.is_as_before()
             if not self._is_as_before:
                 raise
         release(self.device)
         try:
             step()
         except Exception:
-            self._is_as_before = is_as_before()
+            self._is_as_before = self.steps.is_as_before()
             raise
         self.guide.say_applied(shortage)
 
@@ -161,7 +162,7 @@ class Beginning:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self._is_first = True
-        self._draws_numpy = self._draws_python = True  # until the first update has shown it
+        self._draws_torch = self._draws_numpy = self._draws_python = True  # until the first update has shown it
         self._places: list[tuple[nn.Module, str]] = []  # of buffers that passes change, or replace
         self._buffers: list[Tensor] = []  # what is there when the update begins
         self._kept: list[Tensor] = []  # copies of it
@@ -172,7 +173,8 @@ class Beginning:
         """An update begins."""
         if self._is_first:
             self._look()
-        self._torch = torch.get_rng_state()
+        if self._draws_torch:
+            self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         if self._draws_numpy:
             self._numpy: Any = np.random.get_state(legacy=False)
@@ -189,6 +191,7 @@ class Beginning:
         if not self._is_first:
             return
         self._is_first = False
+        self._draws_torch = not torch.equal(self._torch, torch.get_rng_state())
         self._draws_numpy = not _same(self._numpy, np.random.get_state(legacy=False))
         self._draws_python = self._python != random.getstate()
         changing, self._others = [], []
@@ -204,6 +207,8 @@ class Beginning:
 
     def put_back(self) -> str:
         """All is as it was; returns what is not, empty where there is nothing."""
+        if not self._draws_torch and not torch.equal(self._torch, torch.get_rng_state()):
+            return "torch's random generator of the host, from which the first update did not draw"
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self.device)

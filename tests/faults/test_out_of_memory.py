@@ -9,6 +9,7 @@ import json
 import random
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -83,7 +84,8 @@ def trained(
             session.compose = lambda _: replace(  # type: ignore[assignment]
                 configuration, settings=replace(configuration.settings, output_root=f"{folder}/outputs")
             )
-            with short(*shortages):
+            with short(*shortages), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # dynamo asks tensors for it
                 return _made(Request(words, TASK), world, run, shortages)
 
         began = time.monotonic()
@@ -191,7 +193,7 @@ def test_the_update_is_that_of_a_run_that_began_with_smaller_passes(cell: Cell, 
     shortage = replace(cell.shortage, struck=[])
     found = trained(cell.course, shortage)
     struck = found[shortage.rank]["struck"][0]
-    assert struck, "it was to strike"
+    assert struck, f"it was to strike; {found[shortage.rank]['error']}"
     size = until(shortage.limit, struck[0])  # the third update of two ranks is ragged
     wanted = trained(cell.course, begins_with=began_so(cell.course, shortage, size))
     for rank, (there, reference) in enumerate(zip(found, wanted, strict=True)):
@@ -199,9 +201,10 @@ def test_the_update_is_that_of_a_run_that_began_with_smaller_passes(cell: Cell, 
         assert there["state"] == reference["state"], rank
         assert there["rows"] == reference["rows"]
     assert [update for update, _ in found[0]["rows"]] == [1, 2, 3, 4, 5], "each update once"
-    (last,) = found[0]["remembered"][-1:]
+    rows = [row for row in found[0]["remembered"] if row["use"] == "training"]  # an evaluation is compiled, too
+    (last,) = rows[-1:]
     assert (last["size"], last["update"], last["rank"]) == (size, shortage.at, shortage.rank)
-    assert found[0]["said"].count("memory ran out in update") == len(found[0]["remembered"])
+    assert found[0]["said"].count("memory ran out in update") == len(rows)
     assert found[0]["files"] == ["memory.txt" if cell.course.ranks == 1 else f"memory-rank{shortage.rank}.txt"]
 
 
