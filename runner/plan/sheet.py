@@ -42,7 +42,8 @@ def sheet(plan: Plan, needs: Needs, peaks: Mapping[str, Peaks], changes: Sequenc
     phases = [phase for phase in plan.selected if phase.name in needs.demands]
     for phase in phases:
         demand, of_ranks = needs.demands[phase.name], [each for each in plan.memory if each.phase == phase.name]
-        lines += ["", *([f"phase {phase.name}"] if len(phases) > 1 else [])] if lines else []
+        lines += [""] if lines else []
+        lines += [f"phase {phase.name}"] if len(phases) > 1 else []
         lines += _parts(plan, of_ranks)
         lines += _more(plan, phase, demand, of_ranks)
         lines += _layers(demand, of_ranks)
@@ -157,6 +158,7 @@ def _assumed(plan: Plan, needs: Needs) -> list[str]:
         said[-1] += f" attention {scores}."
     else:
         said.append("Traced on tensors without content, as a CPU allocates them; libraries are an estimate.")
+    said[-1] += " Times know nothing of launches, of exchange between ranks and of reading data."
     if plan.choices["compile"].name != "off":
         said.append(f"Traced without compile={plan.choices['compile'].name}, which mostly takes less.")
     why = [needs.why_not, *(demand.why_not for demand in needs.demands.values())]
