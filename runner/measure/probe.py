@@ -8,9 +8,10 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -24,7 +25,9 @@ from runner.axes.dataloader import Fetcher
 from runner.base.batch import map_tensors
 from runner.base.order import Micro
 from runner.base.task import Task
+from runner.engine.faults import is_of_task
 from runner.engine.train import Phase, TrainingRun
+from runner.observe.device_waits import Line, Waits, waits
 
 SECONDS = 1.0  # for each thing that is looked at
 UPDATES = 3
@@ -32,7 +35,6 @@ TIMED = 9  # updates whose lines are timed: the median of them counts
 BATCHES = 64  # whose shapes are looked at
 SAMPLES = 16
 Answer = dict[str, Any]
-Line = tuple[str, int]  # file, number
 
 
 def probe(run: TrainingRun, phase: Phase, updates: Iterator[int]) -> Answer:
@@ -47,7 +49,7 @@ def probe(run: TrainingRun, phase: Phase, updates: Iterator[int]) -> Answer:
     found |= _shapes(phase)
     found |= _batch(phase)
     if run.plan.choices["compile"].name == "off":  # a compiled model and a dispatch mode do not go together
-        found["waits"] = _waits(source, updates)
+        found["waits"] = _waits(run, phase, updates)
     return found
 
 
@@ -152,69 +154,83 @@ def _terms(node: Any, depth: int = 0) -> int:
 # ---------------------------------------------------------------- lines
 
 
-def _waits(source: Path, updates: Iterator[int]) -> list[Answer]:
-    """Return the lines of the task's file that read numbers from the device, how often, and their share of the time.
+def _waits(run: TrainingRun, phase: Phase, updates: Iterator[int]) -> list[Answer]:
+    """Return the lines of the task that make the host wait for the device, how often, and their share of the time.
 
-    What such a line computes besides is not in its share: views are, as nobody makes them but to read from them.
+    On a CPU, where nothing waits, those that would wait on a GPU. What such a line computes besides is not in its
+    share: views are, as nobody makes them but to read from them.
     """
-    began = time.perf_counter()
-    with _Reads(source.parent) as reads:
-        num = 0
-        while num < UPDATES and time.perf_counter() - began < SECONDS:
-            next(updates)
-            num += 1
-    if not reads.found:
+    source = run.parts.source
+    looked = waits(run.parts.bare, run.parts.world.device, partial(is_of_task, source=source))
+    with _watched(phase, looked):
+        for _ in _some(updates, UPDATES):
+            looked.update()
+    found = looked.lines()
+    if not found:
         return []
-    shares: dict[Line, list[float]] = {line: [] for line in reads.found}
+    with Computing(found) as computing:
+        num = sum(1 for _ in _some(updates, UPDATES))
+    shares: dict[Line, list[float]] = {line: [] for line in found}
     began = time.perf_counter()
     while len(next(iter(shares.values()))) < TIMED and time.perf_counter() - began < SECONDS:
         with timed_lines(source) as lines:
             since = time.perf_counter()
             next(updates)
             spent = time.perf_counter() - since
-        for line, found in shares.items():
-            found.append(max(0.0, lines.get(line, 0.0) - reads.computing_s[line] / num) / spent)
+        for line, of_line in shares.items():
+            of_line.append(max(0.0, lines.get(line, 0.0) - computing.seconds[line] / num) / spent)
     return [
-        {"file": file, "line": number, "times": times / num, "share": statistics.median(shares[file, number])}
-        for (file, number), times in reads.found.most_common()
+        {"file": file, "line": number, "times": times, "share": statistics.median(shares[file, number])}
+        for (file, number), times in found.items()
     ]
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what makes a Python number of a tensor (`.item()`, `float`, `if`), by lines of the files in a folder."""
+def _some(updates: Iterator[int], most: int) -> Iterator[int]:
+    """Yield at least one update, and no more than fit into SECONDS."""
+    began = time.perf_counter()
+    for number, update in enumerate(updates, 1):
+        yield update
+        if number == most or time.perf_counter() - began >= SECONDS:
+            return
 
-    def __init__(self, folder: Path) -> None:
+
+@contextmanager
+def _watched(phase: Phase, looked: Waits) -> Iterator[None]:
+    """The updates are watched, and their batches known to lie on the device."""
+    batches = phase.feed.batches
+    phase.feed.batches = map(looked.batch, batches)
+    looked.start()
+    try:
+        yield
+    finally:
+        looked.stop()
+        phase.feed.batches = batches
+
+
+class Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the seconds that lines compute; what makes a view or a Python number computes nothing."""
+
+    def __init__(self, lines: Iterable[Line]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.folder = f"{folder}/"
-        self.found: Counter[Line] = Counter()
-        self.computing_s: defaultdict[Line, float] = defaultdict(float)
+        self.seconds = dict.fromkeys(lines, 0.0)
+        self._files = {file for file, _ in self.seconds}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         line = self._line()
-        if line is None:
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.found[line] += 1
-            return func(*args, **(kwargs or {}))
         since = time.perf_counter()
         found = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.computing_s[line] += time.perf_counter() - since
+        if line in self.seconds and not func.is_view and func is not torch.ops.aten._local_scalar_dense.default:
+            self.seconds[line] += time.perf_counter() - since
         return found
 
-    def _line(self) -> Line | None:
-        """Return the line of the task's that asked; None where the runner or a library did so by itself."""
+    def _line(self) -> Line:
+        """Return the innermost line of these files."""
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith(_RUNNER):
-                return None
-            if file.startswith(self.folder):
-                return file, frame.f_lineno
+        while frame is not None and frame.f_code.co_filename not in self._files:
             frame = frame.f_back
-        return None
+        return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 @contextmanager
@@ -290,6 +306,3 @@ def _toll_of_a_line() -> float:
     finally:
         sys.settrace(before)
     return max(0.0, traced - plain) / (2 * lines)
-
-
-_RUNNER = f"{Path(__file__).resolve().parents[1]}/"

@@ -246,7 +246,7 @@ def slow_hooks(facts: Facts) -> Finding | None:
 
 
 def hidden_waits(facts: Facts) -> Finding | None:
-    """The task's own code makes Python numbers of tensors in every update: each of them waits for the device."""
+    """The task's own code takes numbers out of tensors in every update: each time the host waits for the device."""
     waits = [wait for wait in facts.probe.get("waits") or () if wait["times"] >= 1]
     share, on_cpu = min(0.99, sum(wait["share"] for wait in waits)), facts.on_cpu()
     if not waits or on_cpu is None or (on_cpu and share < LINE):
@@ -258,7 +258,7 @@ def hidden_waits(facts: Facts) -> Finding | None:
     told = f", {share:.0%} of its time" if on_cpu else ": the host waits there until the GPU has nothing left to do"
     return Finding(
         "hidden device waits",
-        f"{where} makes a number of a tensor {times} in an update{told}",
+        f"{where} takes numbers out of tensors {times} in an update{told}",
         by_hand=f"keep it a tensor in {where}: sum on the device, and read it once in many updates",
         at_most=_without(share) if on_cpu else _if_never_idle(facts),
     )

@@ -10,10 +10,11 @@ import ast
 import linecache
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from runner.base.batch import map_tensors
 from runner.observe.module_times import tensors_in
 
 IsOfTask = Callable[[str], bool]  # of a file's name
+Line = tuple[str, int]  # file, number
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Waits:
         self.model, self.is_of_task = model, is_of_task
         self.is_only_here = False  # what is called waits on a CPU only
         self._is_aside = False
-        self._found: Counter[tuple[str, str, bool]] = Counter()
+        self._found: Counter[tuple[_Place, str]] = Counter()
         self._open = ExitStack()
         self._num_updates = 0
 
@@ -74,8 +77,9 @@ class Waits:
         finally:
             self._is_aside = False
 
-    def batch(self, batch: Any) -> None:
-        """A batch has come to the device."""
+    def batch(self, batch: Any) -> Any:
+        """A batch has come to the device; return it as it lies there."""
+        return batch
 
     def update(self) -> None:
         """An update is over."""
@@ -84,18 +88,26 @@ class Waits:
     def table(self) -> list[Wait]:
         """Return the lines found: those of the task first, the most frequent first."""
         rows = [
-            Wait(place, what, count / max(1, self._num_updates), in_task)
-            for (place, what, in_task), count in self._found.items()
+            Wait(place.shown, what, count / max(1, self._num_updates), place.line is not None)
+            for (place, what), count in self._found.items()
         ]
         return sorted(rows, key=lambda row: (not row.in_task, -row.per_update, row.place))
+
+    def lines(self) -> dict[Line, float]:
+        """Return the lines of the task -> how often each waits in an update, on average; the most frequent first."""
+        counts: Counter[Line] = Counter()
+        for (place, _), count in self._found.items():
+            if place.line is not None:
+                counts[place.line] += count
+        return {line: count / max(1, self._num_updates) for line, count in counts.most_common()}
 
     def note(self, what: str) -> None:
         """The line of the task that is being run makes the host wait; where there is none, whoever is at work."""
         if not self.model.training or self.is_only_here or self._is_aside:
             return
-        place, in_task = _place(self.is_of_task)
-        if in_task or self.tells_of(place):
-            self._found[place, what, in_task] += 1
+        place = _place(self.is_of_task)
+        if place.line is not None or self.tells_of(place.shown):
+            self._found[place, what] += 1
 
     def tells_of(self, place: str) -> bool:
         """Tell whether a wait that is not the task's is shown."""
@@ -143,9 +155,12 @@ class WouldWait(Waits):
         for tensor in (*model.parameters(), *model.buffers()):
             self.settle(tensor)
 
-    def batch(self, batch: Any) -> None:
-        for tensor in tensors_in(batch):
+    def batch(self, batch: Any) -> Any:
+        # A copy, as a GPU would have: the batch may be a view of what the data set goes on reading from on the host.
+        there = map_tensors(Tensor.clone, batch)
+        for tensor in _tensors(list(tensors_in(there))):
             self.settle(tensor)
+        return there
 
     def update(self) -> None:
         super().update()
@@ -250,11 +265,10 @@ class _Calls(TorchFunctionMode):
         return output
 
     def _is_to_host(self, *targets: Any) -> bool:
-        """Tell whether one is the host by its name or a tensor there; a device that is a variable could be either."""
+        """Tell whether one is a tensor on the host, or the host itself and would be on any machine."""
         return any(
-            (isinstance(target, str) and target == "cpu")
-            or self.waits.is_on_host(target)
-            or (isinstance(target, torch.device) and target.type == "cpu" and _names_the_host())
+            self.waits.is_on_host(target)
+            or (isinstance(target, (str, torch.device)) and str(target) in ("cpu", "cpu:0") and _names_the_host())
             for target in targets
         )
 
@@ -277,20 +291,28 @@ def _is_masked(name: str, args: tuple[Any, ...]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
-def _place(is_of_task: IsOfTask) -> tuple[str, bool]:
-    """Return the innermost line of the task that is being run, and True; else who is at work, and False."""
+@dataclass(frozen=True)
+class _Place:
+    """Who makes the host wait, in words, and the line where that is the task."""
+
+    shown: str
+    line: Line | None = None
+
+
+def _place(is_of_task: IsOfTask) -> _Place:
+    """Return the innermost line of the task that is being run; where there is none, who is at work."""
     frame: Any = sys._getframe(2)
     other = ""
     while frame is not None:
         file = frame.f_code.co_filename
         if is_of_task(file):
-            return f"{_shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}", True
+            return _Place(f"{_shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}", (file, frame.f_lineno))
         if frame.f_code.co_name == _ENGINE and file.startswith(_TORCH):  # on CUDA torch tells of it afterwards
-            return other or _of_backward(), False
+            return _Place(other or _of_backward())
         if not other and not _is_between(file):
             other = f"{_shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
-    return (_of_backward() if torch._C._current_graph_task_id() != -1 else other), False
+    return _Place(_of_backward() if torch._C._current_graph_task_id() != -1 else other)
 
 
 def _of_backward() -> str:
@@ -305,14 +327,18 @@ def _is_between(file: str) -> bool:
 
 
 def _names_the_host() -> bool:
-    """Tell whether the call that is being run is written with `torch.device("cpu")` among its arguments."""
+    """Tell whether the call that is being run names the host as such, and not what happens to be the device here.
+
+    It does by `"cpu"`, by `torch.device("cpu")`, and by a name that its file sets to one of these and to nothing else.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None and _is_between(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return False
     first, last, begin, end = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
-    lines = [line.encode() for line in linecache.getlines(frame.f_code.co_filename, frame.f_globals)[first - 1 : last]]
+    source = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    lines = [line.encode() for line in source[first - 1 : last]]
     if not lines or None in (begin, end):
         return False
     lines[-1] = lines[-1][:end]  # before the beginning: both may be in one line
@@ -322,7 +348,33 @@ def _names_the_host() -> bool:
     except SyntaxError:
         return False
     given = [*call.args, *(word.value for word in call.keywords)] if isinstance(call, ast.Call) else []
-    return any(ast.unparse(each) in ("torch.device('cpu')", "device('cpu')") for each in given)
+    names = _names_of_the_host("".join(source))
+    return any(_is_the_host(each) or ast.unparse(each) in names for each in given)
+
+
+def _is_the_host(value: ast.AST | None) -> bool:
+    return value is not None and ast.unparse(value) in ("'cpu'", "torch.device('cpu')", "device('cpu')")
+
+
+@lru_cache(maxsize=64)
+def _names_of_the_host(source: str) -> frozenset[str]:
+    """Return the names that a file sets to the host and to nothing else, attributes such as `self.host` included."""
+    given: dict[str, list[bool]] = defaultdict(list)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign):
+            targets = [(target, _is_the_host(node.value)) for target in node.targets]
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+            targets = [(node.target, _is_the_host(node.value))]
+        elif isinstance(node, ast.arg):
+            given[node.arg].append(False)
+            continue
+        else:
+            continue
+        for target, is_the_host in targets:
+            for part in ast.walk(target):
+                if isinstance(part, (ast.Name, ast.Attribute)):
+                    given[ast.unparse(part)].append(is_the_host and part is target)
+    return frozenset(name for name, found in given.items() if all(found))
 
 
 def _shown(file: str) -> str:

@@ -383,9 +383,7 @@ class HiddenWaits(Part):
             self.waits.start()
 
     def fetch(self, batches: Iterator[Any]) -> Any:
-        batch = next(batches)
-        self.waits.batch(tuple(batch))
-        return batch
+        return self.waits.batch(next(batches))
 
     def update(self) -> None:
         self._made += 1

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from runner.observe.device_waits import RealWaits, Wait, WouldWait
 
 MODEL = nn.Linear(3, 3)
-HERE = torch.device("cpu")  # where a task was told to compute
+HERE = torch.empty(0).device  # where a task was told to compute
+NAME = str(HERE)
+HOST = torch.device("cpu")
+HOST_BY_NAME: str = "cpu"
+EITHER = torch.device("cpu")
+if torch.cuda.is_available():
+    EITHER = torch.device("cuda")
 
 
 @contextmanager
@@ -32,7 +38,7 @@ def found(call: Callable[[Tensor], Any]) -> list[Wait]:
     waits = WouldWait(MODEL, lambda file: file == __file__)
     batch = torch.arange(6.0).reshape(2, 3)
     with watched(waits):
-        waits.batch((batch,))
+        (batch,) = waits.batch((batch,))
         call(batch)
         waits.update()
     return waits.table()
@@ -47,6 +53,7 @@ def found(call: Callable[[Tensor], Any]) -> list[Wait]:
         ("copy_ to the host", lambda x: torch.empty(2, 3).copy_(x)), ("to", lambda x: x.to(torch.zeros(1))),
         ("cpu", lambda x: x.cpu()), ("to", lambda x: x.to("cpu")),
         ("to", lambda x: x.to(torch.device("cpu"))), ("to", lambda x: (x + 1).to(device=torch.device("cpu")).sum()),
+        ("to", lambda x: x.to(HOST)), ("to", lambda x: x.to(device=HOST_BY_NAME)),
         ("numpy", lambda x: (x + 1).numpy()),
         ("nonzero", lambda x: x.nonzero()), ("nonzero", lambda x: torch.where(x > 1)),
         ("indexing by a mask", lambda x: x[x > 1]), ("masked_select", lambda x: x.masked_select(x > 1)),
@@ -72,6 +79,7 @@ def test_a_call_that_would_wait_is_found(what: str, call: Callable[[Tensor], Any
         lambda x: torch.ones(2).copy_(torch.zeros(2)), lambda x: torch.ones(3, device=x.device).copy_(x[0]),
         lambda x: torch.rand(()).item(), lambda x: torch.tensor([1, 2]).tolist(),
         lambda x: x.to(x.device), lambda x: x.to(MODEL.weight.device), lambda x: x.to(device=HERE),
+        lambda x: x.to(NAME), lambda x: x.to(EITHER), lambda x: x.to(device=torch.device(NAME)),
         lambda x: torch.arange(3)[torch.ones(3) > 0],
         lambda x: MODEL(x).sum().backward(), lambda x: x.masked_fill(x > 1, 0.0),
         lambda x: x.clone().__setitem__(x > 1, 0.0),
@@ -80,6 +88,17 @@ def test_a_call_that_would_wait_is_found(what: str, call: Callable[[Tensor], Any
 )  # fmt: skip
 def test_what_waits_for_nothing_is_not_found(call: Callable[[Tensor], Any]) -> None:
     assert found(call) == []
+
+
+def test_a_batch_that_is_a_view_of_the_data_set_makes_no_wait_of_what_the_data_set_reads() -> None:
+    rows = torch.arange(6.0).reshape(2, 3)
+    waits = WouldWait(MODEL, lambda file: file == __file__)
+    with watched(waits):
+        (batch,) = waits.batch((rows[:1],))
+        rows.sum().item()
+        assert waits.table() == []
+        batch.sum().item()
+    assert len(waits.lines()) == 1
 
 
 def test_what_was_fetched_is_not_fetched_again() -> None:
