@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runner.base.errors import StorageError
+from runner.base.host import affinity
 from runner.base.places import cache_folder
 from runner.doctor.findings import Context, Finding, failed, ok, warn
 from runner.durable import files
@@ -69,7 +70,7 @@ def shared_memory(context: Context) -> Iterator[Finding]:
         yield failed("", "there is no /dev/shm", "mount -t tmpfs tmpfs /dev/shm; or dataloader.num_workers=0")
         return
     usage = shutil.disk_usage(folder)
-    workers = len(os.sched_getaffinity(0))
+    workers = len(affinity())
     needed = workers * _BATCHES_PER_WORKER * _IMAGES_BYTES
     seen = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB are free"
     if usage.free >= needed:
