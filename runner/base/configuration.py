@@ -104,11 +104,15 @@ FOREIGN_KEYS = {
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line, before it is understood."""
+    """What was asked for on the command line, before it is understood.
+
+    own_keys  of the command, besides settings: a slip may have meant one of them
+    """
 
     overrides: tuple[str, ...] = ()
     task_file: Path | None = None
     config_dir: Path | None = None
+    own_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -301,7 +305,7 @@ def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], l
     parser = OverridesParser.create()
     parsed: list[Override] = []
     problems: list[Problem] = []
-    for word in _joined(request.overrides, problems):
+    for word in _joined(request, problems):
         if len(word) > MAX_WORD or _depth(word) > MAX_DEPTH:  # the grammar would take seconds to say no
             what = f"must have at most {MAX_WORD:,} characters and be nested at most {MAX_DEPTH} deep"
             problems.append(Problem(f"{what}, but has {len(word):,}", word, "put long texts into a file"))
@@ -309,7 +313,7 @@ def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], l
         try:
             override = parser.parse_override(word)
         except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of 5,000 digits
-            near = _nearly(word) if len(problems) < MAX_HINTS else ""
+            near = _nearly(word, request.own_keys) if len(problems) < MAX_HINTS else ""
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
             problems.append(Problem(f"cannot be read: {reason}", word, near or "quote it: 'key=\"any text\"'"))
             continue
@@ -342,13 +346,13 @@ def _can_be_listed(override: Override) -> bool:
     return override.value_type not in (ValueType.INTERVAL_SWEEP, ValueType.GLOB_CHOICE_SWEEP)
 
 
-def _joined(words: tuple[str, ...], problems: list[Problem]) -> Iterator[str]:
+def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
     """Yield words of the form key=value; explain `--lr 0.1`, `lr = 3` and lone words."""
 
     def proper(key: str, value: str) -> str:
-        return _proper(key, value) if len(problems) < MAX_HINTS else SHOWN_BY
+        return _proper(key, value, request.own_keys) if len(problems) < MAX_HINTS else SHOWN_BY
 
-    rest = list(words)
+    rest = list(request.overrides)
     while rest:
         word = rest.pop(0)
         if word.startswith("-"):
@@ -374,22 +378,22 @@ def _joined(words: tuple[str, ...], problems: list[Problem]) -> Iterator[str]:
             yield word
 
 
-def _proper(key: str, value: str) -> str:
+def _proper(key: str, value: str, own_keys: tuple[str, ...]) -> str:
     """Return the line to type instead of what was typed."""
     name, value = readable(key, MAX_SHOWN).replace("-", "_"), readable(value, MAX_SHOWN)
     if name in FOREIGN_KEYS:
         known = FOREIGN_KEYS[name]
         return f"say {known}={value or '...'}" if known.isidentifier() or "." in known.split()[0] else f"say {known}"
-    near = name if name in GROUPS else nearest(name, [*GROUPS, *_plain_keys()], cutoff=0.7)
+    near = name if name in GROUPS else nearest(name, [*GROUPS, *own_keys, *_plain_keys()], cutoff=0.7)
     return f"say {near}={value or '...'}" if near else SHOWN_BY
 
 
-def _nearly(word: str) -> str:
+def _nearly(word: str, own_keys: tuple[str, ...]) -> str:
     """Return "did you mean X?" where it is the key that cannot be read, such as a.,b for a.b."""
     key = word.partition("=")[0]
     if re.fullmatch(r"[+]{0,2}[\w.]*\w", key) and ".." not in key:
         return ""
-    near = nearest(re.sub(r"\W+", ".", key).strip("."), [*GROUPS, *_plain_keys()], cutoff=0.8)
+    near = nearest(re.sub(r"\W+", ".", key).strip("."), [*GROUPS, *own_keys, *_plain_keys()], cutoff=0.8)
     return f"did you mean {near}?" if near else ""
 
 
@@ -600,6 +604,7 @@ class _Schema:
     said           keys and groups of the command line
     tuned          group -> option that the task's values are for
     phases         the task's phases, each with the options that it uses and its keys
+    own_keys       of the command, besides settings
     """
 
     keys: Keys
@@ -611,6 +616,7 @@ class _Schema:
     phases: tuple[_Phase, ...] = ()
     profile_keys: Mapping[str, Path] = field(default_factory=dict)
     said: Container[str] = ()
+    own_keys: tuple[str, ...] = ()
 
     def file_of(self, key: str) -> str:
         """Return the user's file that sets the key, with a colon; nothing where the word alone says who did."""
@@ -679,7 +685,8 @@ def _schema(
     for phase in phases:
         keys.update({phase.declared.key(name): key for name, key in phase.keys.items()})
     of_profile = _profile_keys(profile, folder, keys)  # those of phases are known only now
-    return replace(schema, task_settings=used, for_auto=for_auto, phases=phases, profile_keys=of_profile, said=said)
+    return replace(schema, task_settings=used, for_auto=for_auto, phases=phases, profile_keys=of_profile, said=said,
+                   own_keys=request.own_keys)  # fmt: skip
 
 
 def _phase(
@@ -1002,7 +1009,7 @@ def _unknown(key: str, word: str, schema: _Schema) -> Problem:
         hint = f"it belongs to {group}={elsewhere}" if elsewhere else did_you_mean(key, names)
         option = schema.functions[group]
         return Problem(f"unknown key of {group}={option}; known: {', '.join(names) or 'none'}", word, hint)
-    return Problem("unknown key", word, did_you_mean(key, [*schema.keys, *GROUPS]) or SHOWN_BY)
+    return Problem("unknown key", word, did_you_mean(key, [*schema.keys, *GROUPS, *schema.own_keys]) or SHOWN_BY)
 
 
 def _option_with(group: str, key: str) -> str | None:

@@ -106,7 +106,7 @@ def _wish(words: list[str]) -> _Wish:
         problems.append(Problem("must be true or false", f"apply={own['apply']}"))
     if problems:
         raise ConfigError(problems)
-    given = read_of_a_run(rest)
+    given = read_of_a_run(rest, own)
     named = [word.partition("=")[2] for word in given.overrides if word.startswith("run=")]
     is_of_a_run = bool(named) or not (given.overrides or given.task_file)
     request, told, notes = _of_run(given, named[-1] if named else "last") if is_of_a_run else (given, Known(), ())
@@ -125,10 +125,11 @@ def _of_run(given: Request, wanted: str) -> tuple[Request, Known, tuple[str, ...
     before, task_file, config_dir = settings_of(directory)
     own = [word for word in given.overrides if not word.startswith(("run=", "output_root="))]
     before = [word for word in before if word.partition("=")[0] not in ("run", "resume", "output_root")]
-    request = Request(
-        merge_overrides(before, own),
-        given.task_file or task_file,
-        given.config_dir or config_dir,
+    request = replace(
+        given,
+        overrides=merge_overrides(before, own),
+        task_file=given.task_file or task_file,
+        config_dir=given.config_dir or config_dir,
     )
     evidence = read_evidence(directory.path)
     if own:  # what it measured is of other settings
@@ -225,4 +226,9 @@ def _criteria(advice: Advice) -> list[str]:
     lines = [
         "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
     ]
-    return [*lines, f"rule of thumb: {advice.rule_of_thumb or 'not known'}", f"measured: {advice.measured_verdict}"]
+    from runner.measure.advise import NOT_MEASURED
+
+    measured = advice.measured_verdict
+    if not measured.startswith(NOT_MEASURED):
+        measured = f"measured: {measured}"
+    return [*lines, f"rule of thumb: {advice.rule_of_thumb or 'not known'}", measured]

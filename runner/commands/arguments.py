@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,9 +21,10 @@ class Arguments:
     positional: tuple[str, ...] = ()
 
 
-def read(words: list[str], *, positional: int = 0, multirun: bool = False) -> Arguments:
+def read(words: list[str], *, positional: int = 0, multirun: bool = False, own: Iterable[str] = ()) -> Arguments:
     """Separate `--task FILE`, `--config-dir DIR`, `-m` and up to `positional` lone words from the overrides.
 
+    own  keys of the command that were read before: what a slip may have meant
     Raises ConfigError where a flag lacks its value.
     """
     rest = list(words)
@@ -52,18 +53,18 @@ def read(words: list[str], *, positional: int = 0, multirun: bool = False) -> Ar
         else:
             overrides.append(word)
     return Arguments(
-        Request(tuple(overrides), _absolute(paths.get("--task")), _absolute(paths.get("--config-dir"))),
+        Request(tuple(overrides), _absolute(paths.get("--task")), _absolute(paths.get("--config-dir")), tuple(own)),
         sweep,
         tuple(lone),
     )
 
 
-def read_of_a_run(words: list[str]) -> Request:
+def read_of_a_run(words: list[str], own: Iterable[str] = ()) -> Request:
     """Return the request of `COMMAND [last|NAME|DIR] [key=value ...]`: the run stands in it as run=, if it is named.
 
     Raises ConfigError where two runs are named.
     """
-    arguments = read(words, positional=1)
+    arguments = read(words, positional=1, own=own)
     given = arguments.request
     named = [word for word in given.overrides if word.startswith("run=")]
     if arguments.positional and named:

@@ -69,7 +69,7 @@ def _wanted(words: list[str]) -> tuple[Any, Any, bool]:
     suite = suite_of(given.get("suite", OWN["suite"]))
     own, rest, as_json = own_words(words, OWN | suite.OPTIONS)
     budget_s = budget(own["budget_s"], OWN["budget_s"])
-    arguments = read(rest, positional=len(rest))
+    arguments = read(rest, positional=len(rest), own=own)
     compose(arguments.request)  # slips in the settings are said before anything is measured
     options = {key: own[key] for key in suite.OPTIONS}
     wanted = Wanted(

@@ -490,7 +490,7 @@ def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
 
 def _read(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
     """Return the options, the keys that were given, and the flags. Raises ConfigError with every problem."""
-    from runner.base.schema import did_you_mean, fault, settings_keys
+    from runner.base.schema import fault, settings_keys
 
     keys, problems = settings_keys(Options), []
     values: dict[str, Any] = {}
@@ -507,7 +507,7 @@ def _read(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
             if word == "run=":
                 problems.append(Problem("names no run", word, "say run=last, or the name of a run"))
         else:
-            problems.append(Problem(*_slip(word, keys, did_you_mean)))
+            problems.append(Problem(*_slip(word, keys)))
     with_run = [word for word in ("seconds", "interval_s") if word in values] + (
         ["--once"] if "--once" in flags else []
     )
@@ -524,8 +524,10 @@ def _read(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
     return Options(**values), set(values), flags
 
 
-def _slip(word: str, keys: Mapping[str, Any], did_you_mean: Callable[..., str]) -> tuple[str, str, str]:
+def _slip(word: str, keys: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return what is wrong with a word, the word, and what to say instead."""
+    from runner.base.schema import did_you_mean, nearest
+
     key, has_value, value = word.partition("=")
     if word.startswith("-"):
         plain = key.lstrip("-").replace("-", "_")
@@ -533,8 +535,12 @@ def _slip(word: str, keys: Mapping[str, Any], did_you_mean: Callable[..., str]) 
         return "unknown option", word, near or f"there are {', '.join(FLAGS)}, and settings written key=value"
     if has_value:
         return "unknown key", word, did_you_mean(key, keys) or f"known: {', '.join(keys)}"
-    known = "run" if isinstance(_typed(word), str) else "seconds"
-    return "is not a setting; settings are written key=value", word, f"say {known}={word}"
+    meant = nearest(f"--{word}", FLAGS, cutoff=0.8)
+    if word in keys:
+        meant = f"{word}={_EXAMPLES[word]}"
+    elif meant is None:
+        meant = f"{'run' if isinstance(_typed(word), str) else 'seconds'}={word}"
+    return "is not a setting; settings are written key=value", word, f"say {meant}"
 
 
 def _typed(text: str) -> Any:
@@ -565,6 +571,7 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 FLAGS = ("--once", "--json")
+_EXAMPLES = {"seconds": "30", "interval_s": "1", "log_dir": "gpu_logs", "run": "last", "output_root": "outputs"}
 _NUMBERS = ("seconds", "interval_s")
 _PATIENCE_S = 30.0  # for the one sample of --once
 _SLOW_S = 5.0

@@ -38,7 +38,7 @@ examples
 def run(words: list[str]) -> int:
     """Train for a profile; return 0, or 130 when it was broken off, with what there was until then."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once; its allocator would warn of what is older
-    given = read(words).request
+    given = read(words, own=OWN).request
     request = as_training(given)
     unheard = [word for word in given.overrides if _is_without_effect(word)]
     if unheard:

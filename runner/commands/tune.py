@@ -66,7 +66,7 @@ def _wish(words: list[str]) -> tuple[Request, float, str, bool]:
     """Return the training, the seconds, the name of the profile, and whether as JSON. Raises ConfigError."""
     own, rest, is_json = own_words(words, OWN)
     budget_s = budget(own["budget_s"], OWN["budget_s"])
-    request = read(rest).request
+    request = read(rest, own=own).request
     task = compose(request).choices["task"].name  # slips in the settings are said before anything is measured
     return request, budget_s, own["profile"] or f"{task}_tuned", is_json
 

@@ -457,10 +457,10 @@ def _without_conflicts(advised: Sequence[Tried]) -> list[tuple[str, ...]]:
 def _measured_verdict(facts: Facts, tried: Sequence[Tried], inventory: Inventory) -> str:
     """Return which device is faster, by measurement."""
     if not inventory.usable:
-        return "not measured: there is no GPU here"
+        return f"{NOT_MEASURED}: there is no GPU here"
     other = next((each for each in tried if each.rule == "device" and each.ratio), None)
     if other is None or other.ratio is None:
-        return "not measured: nothing suggested to try the other device; say device=cpu to compare"
+        return f"{NOT_MEASURED}: nothing suggested to try the other device; say device=cpu to compare"
     here, there = ("CPU", "GPU") if facts.on_cpu() else ("GPU", "CPU")
     if other.ratio.verdict == "no clear change":
         return f"either: {there} against {here} {other.ratio}"
@@ -582,3 +582,4 @@ AROUND: Mapping[str, tuple[str, str]] = {
 }
 UNFINISHED = "not tried to the end: the time was over before its third block"
 MOST = 8  # candidates
+NOT_MEASURED = "not measured"

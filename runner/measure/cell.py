@@ -31,6 +31,7 @@ from torch import Tensor
 
 from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
+from runner.base.host import affinity
 from runner.base.parent import die_with_parent
 from runner.base.schema import did_you_mean
 from runner.base.stopwatch import between
@@ -59,7 +60,7 @@ def main(descriptor: int, parent: int, cores: int = 0) -> int:
     """Fork cells, and tell how they ended, until nobody asks any more; on so many cores only, 0 for all there are."""
     die_with_parent(parent)
     if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        os.sched_setaffinity(0, sorted(affinity())[:cores])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all, and the parent ends this one
     compose(Request())  # Hydra too is there from now on
     gc.freeze()
@@ -233,8 +234,8 @@ class Cell:
         evaluates  whether evaluations on the way are made, as often as in the whole phase
         """
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
-        files = [Path(path) if path else None for path in (task_file, config_dir)]
-        self.run = self.stack.enter_context(open_run(Request(tuple(overrides), *files)))
+        task, folder = (Path(path) if path else None for path in (task_file, config_dir))
+        self.run = self.stack.enter_context(open_run(Request(tuple(overrides), task, folder)))
         planned = self._prepared(phase)
         self.phase = MeasuredPhase(self.run, planned, evaluates=evaluates)
         self.stack.enter_context(self.phase)

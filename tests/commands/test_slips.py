@@ -59,6 +59,26 @@ accel-run: seed= 3: has a space after =
 accel-run: fast: is not a setting; settings are written key=value
            accel-run plan shows every key
 """,
+    "monitor once": """\
+accel-run: once: is not a setting; settings are written key=value
+           say --once
+""",
+    "monitor run": """\
+accel-run: run: is not a setting; settings are written key=value
+           say run=last
+""",
+    "monitor first": """\
+accel-run: first: is not a setting; settings are written key=value
+           say run=first
+""",
+    "tune budgets=3": """\
+accel-run: budgets=3: unknown key
+           did you mean budget_s?
+""",
+    "tune --budget 5": """\
+accel-run: --budget 5: unknown option; settings are written key=value
+           say budget_s=5
+""",
     "train x=[1,2": """\
 accel-run: x=[1,2: cannot be read: no viable alternative at input '[1,2'
            quote it: 'key="any text"'

@@ -129,6 +129,7 @@ def test_where_no_setting_helps_what_is_for_the_user_to_do_is_still_said() -> No
 
 def test_the_screen_shows_the_gain_with_its_interval_and_what_was_not_advised() -> None:
     lines = "\n".join(screen(advice(WORKERS, NOTHING, WRONG)))
+    assert "\nnot measured: there is no GPU here" in lines
 
     assert "dataloader.num_workers=2   tried: +34 % [32, 36]" in lines
     assert "data wait: 40 % of the time" in lines

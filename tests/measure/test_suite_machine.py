@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from runner.base.configuration import Request, facts_of_profiles, merge_overrides
 from runner.base.errors import ConfigError
+from runner.commands import benchmark
 from runner.doctor import arithmetic
 from runner.measure.counting import Count, counted
 from runner.measure.roofline import Point, Roofs, drawn, judged
@@ -44,6 +45,14 @@ def taking(*seconds: float) -> Callable[[], float]:
 
 
 # ---------------------------------------------------------------- turns
+
+
+@pytest.mark.parametrize(("words", "meant"), [("round=3", "rounds"), ("suite=machine disk=3", "disk_mib")])
+def test_a_slip_may_have_meant_a_key_of_the_suite(words: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        benchmark.run(words.split())
+    (problem,) = raised.value.problems
+    assert problem.fix == f"did you mean {meant}?"
 
 
 def test_a_rate_is_what_was_done_over_the_seconds_it_took() -> None:
