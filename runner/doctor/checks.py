@@ -89,7 +89,7 @@ CHECKS: Mapping[str, Check] = {
     "conv": Check(
         arithmetic.convolution,
         "a convolution per device and format: numbers against float64, rate",
-        "models of images are made of them, and they go through cuDNN",
+        "models of images are made of them; on a GPU they go through cuDNN",
         limit_s=60.0,
         needs="gpus",
     ),
