@@ -1,4 +1,4 @@
-"""Exceptions and lists in words: safe to print, short enough for a screen, and able to leave their process."""
+"""Exceptions, lists and sizes in words: safe to print, short enough for a screen, and able to leave their process."""
 
 from __future__ import annotations
 
@@ -114,6 +114,14 @@ def shortened(items: Sequence[object], shown: int = 4, separator: str = ", ") ->
     """Return the first of the items, and how many more there are."""
     more = f" and {len(items) - shown} more" if len(items) > shown else ""
     return separator.join(map(str, items[:shown])) + more
+
+
+def bytes_in_words(size: float) -> str:
+    """Return bytes with a unit that can be read."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size / 1024:.1f} KiB"
 
 
 def _escaped(char: str) -> str:

@@ -22,7 +22,7 @@ Runs are read and not changed, finished or not.
 
   last, NAME, DIR   the run written to last (default), runs by name, or their folders; also as run=NAME
   out=FILE.html     where the page goes (default: report.html in the run's folder; of several runs
-                    comparison.html in output_root)
+                    comparison.html beside the first of them)
   benchmarks=DIR    show the results of accel-run benchmark in that folder too (default: those in the run's folder)
 
 The charts need matplotlib: pip install "accel-run[plots]"
@@ -44,11 +44,12 @@ def run(words: list[str]) -> int:
     own, rest = _read(words)
     root = as_path(own["output_root"])
     directories = [RunDirectory.find(root, wanted) for wanted in rest or [LAST]]
+    _refuse_twice(directories, rest)
     benchmarks = as_path(own["benchmarks"]) if own["benchmarks"] else None
     if benchmarks is not None and not benchmarks.is_dir():
         raise InputMissing("there is no such folder", where=f"benchmarks={own['benchmarks']}", fix="leave it out")
-    out = as_path(own["out"]) if own["out"] else _usual_place(directories, root)
-    _refuse_taken(out)
+    out = as_path(own["out"]) if own["out"] else _usual_place(directories)
+    _refuse_place(out)
     from runner.report.comparison import comparison_of
     from runner.report.page import html_of, page_of
     from runner.report.story import read_story
@@ -87,30 +88,48 @@ def _read(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return own, rest or ([own["run"]] if own["run"] else [])
 
 
-def _usual_place(directories: list[RunDirectory], root: Path) -> Path:
-    return directories[0].shown / "report.html" if len(directories) == 1 else root / "comparison.html"
+def _refuse_twice(directories: list[RunDirectory], words: list[str]) -> None:
+    """Raise ConfigError where a run is named twice: there is nothing to be compared with itself."""
+    paths = [directory.path.resolve() for directory in directories]
+    if twice := [word for at, word in enumerate(words) if paths[at] in paths[:at]]:
+        raise ConfigError(Problem("is a run that was named before", word, "name another one") for word in twice)
 
 
-def _refuse_taken(out: Path) -> None:
-    """Raise ConfigError where a file of that name is no report: somebody else's work is not written over."""
+def _usual_place(directories: list[RunDirectory]) -> Path:
+    first = directories[0].shown
+    return first / "report.html" if len(directories) == 1 else first.parent / "comparison.html"
+
+
+def _refuse_place(out: Path) -> None:
+    """Raise CannotCreate where there is no such folder, and ConfigError where what is there is no report.
+
+    Somebody else's work is not written over.
+    """
+    from runner.base.errors import CannotCreate
     from runner.durable import files
-    from runner.report.page import MARK
+    from runner.report.page import MARK, MOST_BYTES
 
+    if not out.absolute().parent.is_dir():
+        raise CannotCreate("there is no such folder", where=str(out.parent), fix="make it, or choose another out=")
     if files.exists(out):
-        is_ours = files.is_plain_file(out) and MARK.encode() in files.read(out, at_most=1 << 24)[:4096]
+        is_small = files.is_plain_file(out) and files.size_of(out) < 2 * MOST_BYTES
+        is_ours = is_small and MARK.encode() in files.read(out)[:4096]
         if not is_ours:
             raise ConfigError(Problem("is there already, and is no report", f"out={out}", "choose another name"))
 
 
 def _written(html: str, out: Path, directory: RunDirectory) -> Path:
     """Write the page; the folder of a run is written to through its own door. Returns the path as it was given."""
-    from runner.base.errors import CannotCreate
+    from runner.base.errors import StorageError
     from runner.durable import files
 
-    if out.absolute() == directory.report:
-        directory.write("report.html", html)
-        return directory.shown / "report.html"
-    if not out.absolute().parent.is_dir():
-        raise CannotCreate("there is no such folder", where=str(out.parent), fix="make it, or choose another out=")
-    files.atomic_write(out.absolute(), html)
-    return out
+    is_of_the_run = out.absolute() == directory.report
+    try:
+        if is_of_the_run:
+            directory.write("report.html", html)
+        else:
+            files.atomic_write(out.absolute(), html)
+    except StorageError as error:  # such as a run that is not ours to write to
+        fix = error.problems[0].fix or "say out=FILE.html, in a folder that you may write to"
+        raise StorageError(error.problems[0].what, where=str(out), fix=fix) from error
+    return directory.shown / "report.html" if is_of_the_run else out

@@ -15,6 +15,7 @@ from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
+from runner.base.words import bytes_in_words
 from runner.commands.arguments import own_words
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
@@ -58,16 +59,25 @@ def run(words: list[str]) -> int:
 
     own, rest, is_json = own_words(words, {"output_root": "outputs"})
     if rest:
-        raise ConfigError(Problem("is nothing that can be asked of all runs", word, _FIX) for word in rest)
+        raise ConfigError(Problem("is nothing that can be asked of all runs", word, _fix_of(word)) for word in rest)
     root = as_path(own["output_root"])
     rows = [row_of(path) for path in runs(root)]
     if is_json:
         print(json.dumps([_as_json(row) for row in rows], indent=2))
     elif rows:
-        print(fit_to_show("\n".join(table(rows, time.time()))))
+        print("\n".join(table(rows, time.time())))
     else:
         print(f"there is no run in {root} yet; start one with: accel-run train", file=sys.stderr)
     return 0
+
+
+def _fix_of(word: str) -> str:
+    from runner.base.schema import did_you_mean
+
+    key, has_value, _ = word.partition("=")
+    if not has_value and not word.startswith("-"):
+        return f"of one run: accel-run status {word}"
+    return did_you_mean(key, ("output_root", "--json")) or _FIX
 
 
 def row_of(path: Path) -> Row:
@@ -83,8 +93,9 @@ def row_of(path: Path) -> Row:
     known = record.get("metrics")
     metrics: dict[str, Any] = known if isinstance(known, dict) and known else {"train/loss": last.get("train/loss")}
     phases = plan.get("phases")
-    totals = {each.get("name"): each.get("updates") for each in phases if isinstance(each, dict)} if phases else {}
-    total = totals.get(phase)
+    phases = [each for each in phases if isinstance(each, dict)] if isinstance(phases, list) else []
+    totals = {str(each.get("name")): each.get("updates") for each in phases}
+    total = totals.get(str(phase))
     return Row(
         path.name,
         str(path),
@@ -101,7 +112,7 @@ def row_of(path: Path) -> Row:
 
 
 def table(rows: Sequence[Row], now: float) -> list[str]:
-    """Return the head and a line per run.
+    """Return the head and a line per run, fit to be shown: folders have the names that strangers gave them.
 
     now  seconds since 1970
     """
@@ -119,15 +130,16 @@ def _cells(row: Row, now: float) -> tuple[str, ...]:
     made = "-" if row.update is None else str(row.update)
     made += f"/{row.total}" if row.total is not None and row.update is not None else ""
     name, value = next(iter(row.metrics.items()), ("", math.nan))
-    return (
+    cells = (
         row.name,
         row.task or "-",
         f"{row.state}{code}",
         f"{row.phase} {made}" if row.phase else made,
         f"{name} {value:.4g}" if name else "-",
         _ago(now - row.written) if row.written else "-",
-        _bytes(row.bytes),
+        bytes_in_words(row.bytes),
     )
+    return tuple(fit_to_show(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in cells)
 
 
 def _ago(seconds: float) -> str:
@@ -135,13 +147,6 @@ def _ago(seconds: float) -> str:
         if seconds < most:
             return f"{max(0, int(seconds / size))} {unit} ago"
     return "-"
-
-
-def _bytes(size: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1024:.1f} KiB"
 
 
 def _size_of(path: Path) -> int:

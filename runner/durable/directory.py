@@ -107,7 +107,7 @@ class RunDirectory:
         by_name = (root / run,) if _NAME.fullmatch(run) else ()
         for path in (*by_name, Path(run).expanduser()):
             if _is_run(path):
-                return cls(path, writable=False)
+                return cls(path.resolve() if path.name in ("", "..") else path, writable=False)
         what = f"there is no run {run!r} in {root}"
         if _is_folder(Path(run).expanduser()):
             what = f"the folder {run} is no run: it has none of {', '.join(_SIGNS_OF_A_RUN)}"
@@ -264,6 +264,11 @@ def last_written(path: Path) -> float:
         except OSError:
             continue
     return written
+
+
+def is_name(name: str) -> bool:
+    """Tell whether a run may be called that."""
+    return name != LAST and _NAME.fullmatch(name) is not None
 
 
 def check_name(name: str) -> None:

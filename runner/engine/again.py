@@ -15,12 +15,13 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     folder             in which the command was given: paths in settings are relative to it
     python             the interpreter with everything the run needs; where it is gone, accel-run of the PATH is taken
     started_elsewhere  the ranks were started by torchrun or srun, which the script does not
+    `resume=fresh` is left out: a new run has nothing to put aside, and with the old name it is to go on.
     Settings hold no secrets (runner/base/secret.py refuses them), and of the environment nothing is kept.
     """
     words = ["train"]
     words += ["--task", str(request.task_file)] if request.task_file else []
     words += ["--config-dir", str(request.config_dir)] if request.config_dir else []
-    words += [word for word in request.overrides if word.partition("=")[0].lstrip("+") != "run"]
+    words += [word for word in request.overrides if not _is_of_that_run(word)]
     lines = [
         "#!/bin/sh",
         f"# Trains with the settings of the run {name} again, as a new run. Words after it are settings too:",
@@ -33,3 +34,8 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
         'exec accel-run "$@"',
     ]
     return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+
+
+def _is_of_that_run(word: str) -> bool:
+    key, _, value = word.partition("=")
+    return key.lstrip("+") == "run" or (key.lstrip("+") == "resume" and value.strip("'\"") == "fresh")

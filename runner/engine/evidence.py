@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import types
 from collections.abc import Mapping, Sequence
@@ -272,8 +273,15 @@ def _as(hint: Any, value: Any) -> Any:
         except TypeError:
             return _WRONG
     if hint is float:
-        return float(value) if type(value) in (int, float) else _WRONG
+        return _finite(value) if type(value) in (int, float) else _WRONG
     return value if type(value) is hint else _WRONG
+
+
+def _finite(value: float) -> Any:
+    try:
+        return float(value) if math.isfinite(value) else _WRONG
+    except OverflowError:  # an integer of 400 digits
+        return _WRONG
 
 
 _WRONG = object()

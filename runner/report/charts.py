@@ -14,6 +14,7 @@ import numpy as np
 from runner.base import partition
 from runner.base.errors import AccelRunError
 from runner.base.picture import COLORS, new_figure
+from runner.base.words import words_of
 from runner.measure import pictures
 from runner.measure.results import Results
 from runner.observe import limits, machine_plots
@@ -65,22 +66,22 @@ class Kind:
     wide: bool = False
 
 
-def charts_of(story: Story, kinds: Sequence[Kind], lead: str = "") -> tuple[list[Chart], list[Missing]]:
-    """Return the charts of a run, and those that cannot be drawn with the reason.
-
-    lead  begins every id, where there are charts of several runs on a page
-    """
+def charts_of(story: Story, kinds: Sequence[Kind]) -> tuple[list[Chart], list[Missing]]:
+    """Return the charts of a run, and those that cannot be drawn with the reason."""
     found: list[Chart] = []
     missing: list[Missing] = []
     with drawing():
         for kind in kinds:
-            drawn = kind.draw(story)
-            if isinstance(drawn, str):
-                missing.append(Missing(kind.title, drawn))
-            else:
-                name = f"{lead}{kind.id}"
-                svg = as_svg(drawn.figure, name, kind.title, drawn.described)
-                found.append(Chart(name, kind.title, drawn.described, svg, drawn.note, kind.wide))
+            try:
+                drawn = kind.draw(story)
+                if isinstance(drawn, str):
+                    missing.append(Missing(kind.title, drawn))
+                    continue
+                svg = as_svg(drawn.figure, kind.id, kind.title, drawn.described)
+            except (ArithmeticError, ValueError) as error:  # figures that no run has written
+                missing.append(Missing(kind.title, fit(f"its figures cannot be drawn: {words_of(error)}")))
+                continue
+            found.append(Chart(kind.id, kind.title, drawn.described, svg, drawn.note, kind.wide))
     return found, missing
 
 
@@ -240,7 +241,7 @@ def memory(story: Story) -> Drawing | str:
             ("memory/allocated_gib", "device, allocated"),
             ("process/memory_gib", "host, all processes of the run"),
         )
-        if len(story.curves[key])
+        if np.isfinite(story.curves[key].y).any()
     }
     if not bars and not lines:
         return _no_rows(story, "the run did not measure its memory")
@@ -324,7 +325,8 @@ def ranks(story: Story) -> Drawing | str:
         for rank in range(len(rows)):
             curve = [(at, there[rank]) for at, there in dealt if rank < len(there)]
             panels[1].step(
-                *zip(*curve, strict=True),
+                [at for at, _ in curve],
+                [samples for _, samples in curve],
                 where="post",
                 color=COLORS[rank % 6],
                 label=f"rank {rank}",
@@ -347,13 +349,15 @@ def pipeline(story: Story) -> Drawing | str:
     rows = rows or _ranks_of_rows(story)
     batch, options = _tree(story.plan, "batch"), _tree(story.plan, "choices", "parallelism", "options")
     schedule = options.get("schedule", "1f1b")
-    chunks = int(options.get("chunks", 1)) if schedule == "interleaved" else 1
     try:
+        chunks = int(options.get("chunks", 1)) if schedule == "interleaved" else 1
         count = -(-int(batch["global_batch_size"]) // int(batch["micro_batch_size"]))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (ArithmeticError, KeyError, TypeError, ValueError):
         return "plan.json does not tell the micro-batches of an update"
     if len(rows) < 2 or not all(row.get("forward") for row in rows):
         return "the stages have not told what they took"
+    if count < 1 or not 1 <= chunks <= _MOST_MICRO:
+        return "plan.json does not tell the micro-batches of an update"
     if count > _MOST_MICRO:
         return f"{count} micro-batches are too many to be seen"
     updates = (story.evidence.updates if story.evidence is not None else None) or 1

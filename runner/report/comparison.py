@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from runner.base.picture import COLORS, new_figure
+from runner.base.words import bytes_in_words, shortened
 from runner.report.charts import Chart, Drawing, Missing, binned, smoothed
-from runner.report.page import Page, Step, Table, bytes_in_words, duration, word_of
+from runner.report.page import Page, Step, Table, duration, word_of
 from runner.report.story import Curve, Story
 from runner.report.svg import as_svg, drawing
 
@@ -34,8 +37,8 @@ def comparison_of(stories: Sequence[Story]) -> Page:
     return Page(
         kind="accel-run report",
         name=f"Comparison of {len(stories)} runs",
-        title=f"{', '.join(labels)} · accel-run report",
-        lines=[" · ".join(labels)],
+        title=f"{shortened(labels)} · accel-run report",
+        lines=[shortened(labels, _NAMED, " · ")],
         problems=problems,
         first=[_figures(stories, labels), differ],
         charts=charts,
@@ -55,7 +58,7 @@ def _labels(stories: Sequence[Story]) -> list[str]:
 
 
 def _figures(stories: Sequence[Story], labels: Sequence[str]) -> Table:
-    """Return a row per figure and a column per run."""
+    """Return a row per figure and a column per run, or the other way round; see `_beside`."""
     rows: list[tuple[str, ...]] = []
     for name, tell in _FIGURES:
         told = [tell(story) for story in stories]
@@ -65,7 +68,7 @@ def _figures(stories: Sequence[Story], labels: Sequence[str]) -> Table:
     for name in metrics:
         values = [story.metrics.get(name) for story in stories]
         rows.append((name, *("-" if value is None else f"{value:.5g}" for value in values)))
-    return Table("figures", "Figures", ("", *labels), rows)
+    return _beside(Table("figures", "Figures", ("", *labels), rows))
 
 
 def _differences(stories: Sequence[Story], labels: Sequence[str]) -> Table:
@@ -79,9 +82,16 @@ def _differences(stories: Sequence[Story], labels: Sequence[str]) -> Table:
     unknown = [label for label, story in zip(labels, stories, strict=True) if not story.config]
     note = f"the configuration of {', '.join(unknown)} is not known" if unknown else ""
     note = note or ("" if rows else "their settings are the same")
-    return Table(
-        "differences", "Differences of the settings", ("key", *labels), rows or [("-",) * (len(labels) + 1)], note
-    )
+    title, some = "Differences of the settings", rows or [("-",) * (len(labels) + 1)]
+    return _beside(Table("differences", title, ("key", *labels), some, note))
+
+
+def _beside(table: Table) -> Table:
+    """Return the table with a row per run where there are more of them than stand beside each other on a screen."""
+    if len(table.head) - 1 <= _SIDE_BY_SIDE:
+        return table
+    head, *rows = zip(table.head, *table.rows, strict=True)
+    return replace(table, head=("run", *head[1:]), rows=rows)
 
 
 def _charts(stories: Sequence[Story], labels: Sequence[str]) -> tuple[list[Chart], list[Missing]]:
@@ -93,11 +103,12 @@ def _charts(stories: Sequence[Story], labels: Sequence[str]) -> tuple[list[Chart
             for name in list(names)[:_MOST]
         ),
     ]
-    charts, missing = [], []
+    charts: list[Chart] = []
+    missing: list[Missing] = []
     with drawing():
         for number, (key, axis, title, is_noisy) in enumerate(rows):
             curves = {label: story.curves[key] for label, story in zip(labels, stories, strict=True)}
-            drawn = _overlaid(curves, axis, is_noisy=is_noisy)
+            drawn = _overlaid(curves, axis, is_noisy=is_noisy, is_named=not charts or len(labels) <= _ALL_NAMED)
             if drawn is None:
                 missing.append(Missing(title, f"no run has {key}"))
                 continue
@@ -115,33 +126,43 @@ def _charts(stories: Sequence[Story], labels: Sequence[str]) -> tuple[list[Chart
     return charts, missing
 
 
-def _overlaid(curves: dict[str, Curve], axis: str, *, is_noisy: bool) -> Drawing | None:
-    """Return a line for each run that has the figure."""
-    known = {label: curve for label, curve in curves.items() if len(curve)}
+def _overlaid(curves: dict[str, Curve], axis: str, *, is_noisy: bool, is_named: bool) -> Drawing | None:
+    """Return a line for each run that has the figure; of many runs the first chart alone names the lines."""
+    known = {label: curve for label, curve in curves.items() if any(map(math.isfinite, curve.y))}
+    columns = max(1, min(3, _LEGEND_LETTERS // (max(map(len, curves)) + 6)))
+    points = 320 if len(curves) <= _ALL_NAMED else 120
     if not known:
         return None
-    figure = new_figure(6.2, 3.4)
+    lines = -(-len(curves) // columns) if is_named else 0
+    figure = new_figure(6.2, 3.1 + 0.17 * lines)
     axes = figure.subplots()
-    said = []
+    said, unfinished = [], []
     for number, (label, curve) in enumerate(curves.items()):
         if label not in known:
             continue
         style = {"color": COLORS[number % 6], "linestyle": _DASHES[number // 6 % len(_DASHES)]}
-        if is_noisy:
+        if is_noisy and len(curves) <= _ALL_NAMED:
             raw = binned(curve)
             axes.plot(raw.x, raw.mean, linewidth=0.7, alpha=0.3, **style)
-        line = binned(smoothed(curve) if is_noisy else curve)
+        line = binned(smoothed(curve) if is_noisy else curve, points)
         mark = {"marker": "o", "markersize": 3} if len(curve) <= _MARKED and not is_noisy else {}
         axes.plot(line.x, line.mean, linewidth=1.7, label=label, **style, **mark)
         said.append(f"{label} ends at {curve.y[-1]:.4g}")
+        if not math.isfinite(curve.y[-1]):
+            unfinished.append(label)
     axes.set_xlabel("update")
     axes.set_ylabel(axis)
     axes.grid(visible=True)
     axes.set_axisbelow(True)
-    if len(known) > 1 or len(curves) > 1:
-        figure.legend(loc="outside lower center", ncols=min(3, len(known)), fontsize=9)
+    if is_named:
+        figure.legend(loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.6)
     without = [label for label in curves if label not in known]
-    return Drawing(figure, "; ".join(said), f"not measured: {', '.join(without)}" if without else "")
+    notes = ["" if is_named else "the lines are named in the first chart"]
+    notes += [
+        f"{what}: {shortened(names, _NAMED)}" if names else ""
+        for what, names in (("not measured", without), ("not finite at the end", unfinished))
+    ]
+    return Drawing(figure, "; ".join(said), "; ".join(filter(None, notes)))
 
 
 def _loss(story: Story) -> str:
@@ -170,6 +191,11 @@ def _peak(story: Story) -> str:
     return "" if value is None else f"{value:.3g} GiB"
 
 
+def _checkpoints(story: Story) -> str:
+    found = story.checkpoints
+    return f"{len(found)}, {bytes_in_words(sum(each.bytes for each in found))}" if found else ""
+
+
 def _updates(story: Story) -> str:
     made: Iterable[int] = (end for _, end in story.curves.phases.values())
     return f"{max(made):,}" if story.curves.phases else ""
@@ -184,10 +210,7 @@ _FIGURES: tuple[tuple[str, Callable[[Story], str]], ...] = (
     ("items a second", _speed),
     ("time of an update (8 of 10 rows)", _step),
     ("peak memory", _peak),
-    (
-        "checkpoints",
-        lambda story: f"{len(story.checkpoints)}, {bytes_in_words(sum(each.bytes for each in story.checkpoints))}",
-    ),
+    ("checkpoints", _checkpoints),
     ("training loss", _loss),
 )
 # key of metrics.jsonl, what stands at the axis, the title, and whether its rows are noisy
@@ -198,4 +221,6 @@ _CURVES = (
     ("train/grad_norm", "gradient norm", "Gradient norm", True),
 )
 _MOST, _MARKED = 6, 60
-_DASHES = ("-", "--", ":", "-.")
+_SIDE_BY_SIDE, _ALL_NAMED, _NAMED = 5, 6, 8
+_LEGEND_LETTERS = 84  # that have room beside each other below a chart
+_DASHES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from runner import __version__
-from runner.base.errors import AccelRunError
+from runner.base.errors import StorageError
 from runner.base.packages import require
+from runner.base.words import bytes_in_words
 from runner.durable import files
+from runner.durable.directory import is_name
 from runner.measure.criteria import criteria, rule_of_thumb
 from runner.measure.facts import Facts
 from runner.observe import limits
@@ -22,9 +26,9 @@ from runner.observe.samples import Summary
 from runner.observe.verdicts import verdicts
 from runner.plan.inventory import Cpu
 from runner.report.charts import TIME, Chart, Missing, charts_of, kinds_of
-from runner.report.story import Checkpoint, Story, fit, is_number, numbers
+from runner.report.story import Checkpoint, Story, cut, fit, is_number, names_in, numbers
 
-MARK = f'<meta name="generator" content="accel-run {__version__.partition(".")[0]}'
+MARK = '<meta name="generator" content="accel-run '  # of a page of any version
 MOST_BYTES = 500_000
 
 
@@ -116,7 +120,7 @@ def page_of(story: Story, benchmarks: Path | None = None) -> Page:
     missing += (
         []
         if pictures or texts
-        else [Missing("Predictions", f"none yet; accel-run inference run={story.name} makes some")]
+        else [Missing("Predictions", f"none yet; accel-run inference run={story.said} makes some")]
     )
     return Page(
         kind="accel-run report",
@@ -132,7 +136,7 @@ def page_of(story: Story, benchmarks: Path | None = None) -> Page:
         parts=limits.table(story.parts_s, story.total_s, (story.evidence.updates if story.evidence else None) or 0),
         verdicts=_verdicts(story),
         rules=_rules(story),
-        advice=f"accel-run advise run={story.name} tries what may make it faster, and says what it gained",
+        advice=f"accel-run advise run={story.said} tries what may make it faster, and says what it gained",
         charts=charts,
         pictures=pictures,
         texts=texts,
@@ -153,20 +157,43 @@ def html_of(page: Page) -> str:
 
 
 def _smaller(page: Page) -> Page:
-    """Return the page without its largest picture, then without its largest chart, then with shorter tables."""
+    """Return the page with less on it: huge tables first, then pictures, charts, tables and at last the lists."""
     what = "the page would be larger than 500 KB with it"
+    if shorter := _with_a_shorter_table(page, _HUGE_TABLE):
+        return shorter
     if page.pictures:
         largest = max(page.pictures, key=lambda picture: len(picture.source))
         kept = [picture for picture in page.pictures if picture is not largest]
         return replace(page, pictures=kept, missing=[*page.missing, Missing(largest.name, what)])
     if page.charts:
-        chart = max(page.charts, key=lambda each: len(each.svg))
+        chart = max(page.charts[1:] or page.charts, key=lambda each: len(each.svg))  # the first one is looked at first
         charts = [each for each in page.charts if each is not chart]
         return replace(page, charts=charts, missing=[*page.missing, Missing(chart.title, what)])
-    longest = max(page.tables, key=lambda table: sum(len(cell) for row in table.rows for cell in row))
-    assert len(longest.rows) > 1, "a page of one row has room"
-    shorter = replace(longest, rows=longest.rows[: len(longest.rows) // 2], note="the other rows have no room here")
-    return replace(page, tables=[shorter if table is longest else table for table in page.tables])
+    if shorter := _with_a_shorter_table(page, 2 * _MOST_COLUMNS * _MOST_OF_A_CELL):
+        return shorter
+    name = max(("problems", "repeat", "missing", "verdicts"), key=lambda each: len(getattr(page, each)))
+    known = getattr(page, name)
+    assert known, "a page of nothing has room"
+    return replace(page, **{name: known[: len(known) // 2]})
+
+
+def _with_a_shorter_table(page: Page, most: int) -> Page | None:
+    """Return the page with half the rows of its longest table; None where that has at most so many letters.
+
+    most  at least those of a head and a row of so many cells as are kept
+    """
+    longest = max((*page.first, *page.tables), key=_letters, default=None)
+    if longest is None or _letters(longest) <= most:
+        return None
+    half = [longest.head, *longest.rows[: max(1, len(longest.rows) // 2)]]
+    head, *rows = ([cut(cell, _MOST_OF_A_CELL) for cell in row[:_MOST_COLUMNS]] for row in half)
+    shorter = replace(longest, head=head, rows=rows, note="the rest of it has no room here")
+    first, tables = ([shorter if each is longest else each for each in kind] for kind in (page.first, page.tables))
+    return replace(page, first=first, tables=tables)
+
+
+def _letters(table: Table) -> int:
+    return sum(len(cell) for row in (table.head, *table.rows) for cell in row)
 
 
 def _rendered(page: Page) -> str:
@@ -249,8 +276,11 @@ def _tiles(story: Story) -> list[Tile]:
 def _loss_tile(story: Story) -> Iterable[Tile]:
     last = story.curves.last("train/loss")
     if last is not None:
-        first = next((value for value in story.curves["train/loss"].y if math.isfinite(value)), last)
-        yield Tile("training loss", f"{last:.4g}", f"{first:.4g} at the beginning" if first != last else "")
+        of_rows = story.curves["train/loss"].y
+        first = next((value for value in of_rows if math.isfinite(value)), last)
+        note = f"{first:.4g} at the beginning" if first != last else ""
+        note = note if math.isfinite(of_rows[-1]) else f"before it was {of_rows[-1]:g}"
+        yield Tile("training loss", f"{last:.4g}", note)
 
 
 def _metric_tiles(story: Story) -> Iterable[Tile]:
@@ -353,8 +383,10 @@ def _predictions(story: Story) -> tuple[list[Picture], list[Text], str]:
     texts: list[Text] = []
     left_out: list[str] = []
     room = _PICTURE_BYTES
-    for folder in ("plots", "predictions"):
-        for name in _names(story.path / folder):
+    for folder in ("predictions", "plots"):
+        if (story.path / folder).is_symlink():
+            left_out.append(f"{folder}/ (a link, which is not followed)")
+        for name in names_in(story.path / folder):
             path, shown = story.path / folder / name, fit(f"{folder}/{name}")
             if name.endswith(".png") and not _is_of_the_monitor(name):
                 made = _picture(path, shown, room) if len(pictures) < _MOST_PICTURES else None
@@ -371,16 +403,9 @@ def _predictions(story: Story) -> tuple[list[Picture], list[Text], str]:
     return pictures, texts, f"not shown here: {', '.join(left_out[:_NAMED])}{more}" if left_out else ""
 
 
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(files.names(folder))
-    except AccelRunError:
-        return []
-
-
 def _is_of_the_monitor(name: str) -> bool:
     """Tell whether it is a picture of the machine, which is drawn anew here."""
-    return name.rpartition("-")[2] in ("machine.png", "gpus.png") or name.rpartition("-")[2].startswith("gpu")
+    return re.fullmatch(r"(?:.*-)?(?:machine|gpus|gpu\d+)\.png", name) is not None
 
 
 def _picture(path: Path, name: str, room: int) -> Picture | None:
@@ -406,7 +431,7 @@ def _picture(path: Path, name: str, room: int) -> Picture | None:
 def _text(path: Path, name: str) -> Text | None:
     try:
         content = files.read(path, at_most=_MOST_TEXT_BYTES).decode(errors="replace")
-    except AccelRunError:
+    except StorageError:
         return None
     more = "\n…" if len(content) > _TEXT_LETTERS else ""
     return Text(name, fit(content[:_TEXT_LETTERS]) + more)
@@ -508,7 +533,7 @@ def _environment(story: Story) -> Table:
 def _checkpoints(story: Story) -> Table:
     def state(each: Checkpoint) -> str:
         if each.problems is None:
-            return f"not read here; accel-run status run={story.name}"
+            return f"not read here; accel-run status run={story.said}"
         return f"damaged: {'; '.join(each.problems)}" if each.problems else "whole"
 
     rows = [(each.name, bytes_in_words(each.bytes), state(each)) for each in reversed(story.checkpoints)]
@@ -534,13 +559,16 @@ def _events(story: Story) -> Table:
 
 def _repeat(story: Story) -> list[Step]:
     steps = []
-    script = story.path / "command.sh"
     if story.record.get("command"):
-        words = "The same command; with this run's name it goes on where it stopped:"
-        steps.append(Step(words, str(story.record["command"])))
-    if files.exists(script):
-        words = "The same settings as a new run, from wherever you are:"
-        steps.append(Step(words, f"sh {_quoted(str(script))} run={story.name}-again"))
+        steps.append(Step("As it was typed:", str(story.record["command"])))
+    if not files.is_plain_file(story.path / "command.sh"):
+        return steps
+    script = f"sh {fit(shlex.quote(str(story.path / 'command.sh')))}"
+    is_named = is_name(story.path.name)
+    if is_named and story.standing.word in _GOES_ON:
+        steps.append(Step("This run itself, on from where it stopped:", f"{script} run={story.name}"))
+    again = f" run={story.name}-again" if is_named else ""
+    steps.append(Step("The same settings as a new run, from any folder:", f"{script}{again}"))
     return steps
 
 
@@ -563,14 +591,6 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minute} min" if hours else f"{minute} min {second} s"
 
 
-def bytes_in_words(size: float) -> str:
-    """Return bytes with a unit that can be read."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1024:.1f} KiB"
-
-
 def word_of(value: Any) -> str:
     """Return a value as it is typed on a command line."""
     if value is None:
@@ -582,12 +602,6 @@ def word_of(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {word_of(item)}" for key, item in value.items()) or "{}"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _quoted(text: str) -> str:
-    import shlex
-
-    return fit(shlex.quote(text))
 
 
 TILES: tuple[Callable[[Story], Iterable[Tile]], ...] = (
@@ -613,6 +627,8 @@ _SUBJECTS = {
     "some metrics": "Some rows",
 }
 _QUIET = ("start", "phase", "first update", "end", "saving", "saved", "machine")
+_GOES_ON = ("preempted", "interrupted", "failed", "killed")
+_HUGE_TABLE, _MOST_OF_A_CELL, _MOST_COLUMNS = 60_000, 240, 16  # letters, letters, cells
 _FIRST_EVENTS, _LAST_EVENTS = 10, 30
 _OF_INFERENCE = ("summary.json", "gpu.csv", "monitor.json", "stacks.txt")
 _MOST_PICTURES, _MOST_TEXTS, _NAMED = 6, 6, 8

@@ -5,7 +5,9 @@ Every text that leaves here is without secrets and without characters that steer
 
 from __future__ import annotations
 
+import functools
 import math
+import shlex
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from runner.base.guarded_yaml import read_guarded
 from runner.base.secret import fit_to_show, is_secret
 from runner.durable import files
 from runner.durable.checkpoint import verify
-from runner.durable.directory import RunDirectory
+from runner.durable.directory import RunDirectory, is_name
 from runner.durable.standing import Standing, standing
 from runner.engine.evidence import Evidence, evidence_in
 from runner.observe.samples import Samples, read_samples
@@ -101,9 +103,10 @@ class Story:
         return str(self.record.get("task") or _inner(self.plan, "choices", "task", "name") or "unknown")
 
     @property
-    def is_going_on(self) -> bool:
-        """True while a process works on it."""
-        return self.standing.word == "running"
+    def said(self) -> str:
+        """What stands behind run= for this run in a line to be pasted: its name, or its path if it lies elsewhere."""
+        is_usual = self.path == (Path(_USUAL_ROOT) / self.path.name).absolute() and is_name(self.path.name)
+        return self.name if is_usual else fit(shlex.quote(str(self.path)))
 
     @property
     def baselines(self) -> Mapping[str, float]:
@@ -167,10 +170,10 @@ def read_story(directory: RunDirectory) -> Story:
 
 def fit(text: str) -> str:
     """Return the text without secrets, without what steers a terminal and without what no page can hold."""
-    return "".join(
-        char if char in "\t\n" or (char.isprintable() and char not in "\ufffe\uffff") else "\N{REPLACEMENT CHARACTER}"
-        for char in fit_to_show(text)
-    )
+    shown = fit_to_show(text)
+    if shown.isprintable():
+        return shown
+    return "".join(char if char in "\t\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in shown)
 
 
 def numbers(found: Any) -> dict[str, float]:
@@ -213,7 +216,12 @@ def _clean(value: Any, key: str = "") -> Any:
         return "(secret)"
     if isinstance(value, list):
         return [_clean(item) for item in value]
-    return fit(value) if isinstance(value, str) else value
+    return cut(fit(value), _MOST_LETTERS) if isinstance(value, str) else value
+
+
+def cut(text: str, letters: int) -> str:
+    """Return the beginning of a text that is longer than that, and how much more of it there is."""
+    return text if len(text) <= letters + _NOTED else f"{text[:letters]} … ({len(text) - letters:,} letters more)"
 
 
 def _curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
@@ -243,7 +251,7 @@ def _curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
             if key not in ("update", "phase") and (key in columns or len(columns) < _MOST_KEYS) and is_number(value):
                 x, y = columns.setdefault(key, (array("d"), array("d")))
                 x.append(at)
-                y.append(value)
+                y.append(math.copysign(math.inf, value) if abs(value) > _LARGEST else value)
     if not num_rows:
         what = "has no rows yet" if directory.metrics.is_file() else "is missing"
         missing["metrics"] = f"{directory.metrics.name} {what}"
@@ -272,21 +280,31 @@ def _config(directory: RunDirectory, missing: dict[str, str]) -> dict[str, Any]:
 
 def _defaults(record: Mapping[str, Any], missing: dict[str, str]) -> dict[str, Any]:
     """Return what the configuration of that task would be if nothing had been said, flat."""
-    import yaml
-
-    words = [word for word in record.get("overrides") or () if isinstance(word, str) and word.startswith("task=")]
+    given = record.get("overrides")
+    given = given if isinstance(given, list) else []
+    words = tuple(word for word in given if isinstance(word, str) and word.startswith("task="))
     task_file = record.get("task_file")
     file = Path(task_file) if isinstance(task_file, str) and Path(task_file).is_file() else None
     try:
         if task_file and file is None:
             raise FileNotFoundError(task_file)
-        return dict(flat(yaml.safe_load(to_yaml(compose(Request(tuple(words), file))))))
+        return dict(_defaults_of(words, file))
     except (AccelRunError, OSError):
         missing["defaults"] = f"the defaults of task {record.get('task', 'unknown')} are not known here"
         return {}
 
 
+@functools.cache
+def _defaults_of(words: tuple[str, ...], file: Path | None) -> dict[str, Any]:
+    import yaml
+
+    return dict(flat(yaml.safe_load(to_yaml(compose(Request(words, file))))))
+
+
 def _samples(directory: RunDirectory, missing: dict[str, str]) -> Samples | None:
+    if files.exists(directory.gpu_csv) and not files.is_plain_file(directory.gpu_csv):
+        missing["machine"] = f"{directory.gpu_csv.name} is no regular file"
+        return None
     try:
         found = read_samples(directory.gpu_csv)
     except AccelRunError as error:
@@ -300,17 +318,23 @@ def _samples(directory: RunDirectory, missing: dict[str, str]) -> Samples | None
 
 def _checkpoints(directory: RunDirectory, missing: dict[str, str]) -> Iterator[Checkpoint]:
     folder = directory.checkpoints
-    try:
-        names = sorted(name for name in files.names(folder) if name.startswith("update-"))
-    except AccelRunError:
-        names = []
+    names = [name for name in names_in(folder) if name.startswith("update-")]
     if not names:
-        missing["checkpoints"] = "there is no checkpoint" if folder.is_dir() else "the folder checkpoints is missing"
+        is_there = files.is_plain_directory(folder)
+        missing["checkpoints"] = "there is no checkpoint" if is_there else "there is no folder checkpoints"
     found = {name: dict(_sizes(folder / name)) for name in names}
     is_read = sum(sum(sizes.values()) for sizes in found.values()) <= _MOST_READ
     for name, sizes in found.items():
         problems = tuple(map(fit, verify(folder / name))) if is_read else None
         yield Checkpoint(fit(name), sum(sizes.values()), sizes, problems)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the sorted names in a folder of the run; one that cannot be read, or is a link out of it, has none."""
+    try:
+        return files.names(folder) if files.is_plain_directory(folder) else []
+    except AccelRunError:
+        return []
 
 
 def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
@@ -335,5 +359,8 @@ def _inner(tree: Any, *keys: str) -> Any:
     return tree or None
 
 
+_USUAL_ROOT = "outputs"  # where a name is looked for if nobody says output_root=
+_LARGEST = 1e100  # far beyond what float32 can hold: axes overflow where values come near the end of float64
+_MOST_LETTERS, _NOTED = 4000, 30
 _MOST_KEYS = 400  # of metrics.jsonl: what lies beyond is no metric of a run
 _MOST_READ = 1 << 30  # bytes of checkpoints that are read to say whether they are whole

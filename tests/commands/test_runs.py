@@ -74,11 +74,26 @@ def test_the_list_as_json_says_the_same(folder: Path, capsys: pytest.CaptureFixt
     }  # fmt: skip
 
 
+def test_a_damaged_run_hides_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, plan in (("bad\nname", {"phases": 3}), ("bad2", {"phases": [{"name": ["x"], "updates": "y"}, 7]})):
+        path = folder / "outputs" / name
+        path.mkdir()
+        (path / "plan.json").write_text(json.dumps(plan))
+        (path / "metrics.jsonl").write_text('{"update": 1, "phase": ["x"], "train/loss": NaN}\n')
+    assert main(["runs"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    assert len({line.index("ago") for line in [*lines, head] if "days ago" in line}) == 1
+    assert any(line.startswith("bad\\nname ") for line in lines)
+
+
 def test_no_runs_and_slips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == 0
     assert capsys.readouterr().err == "there is no run in outputs yet; start one with: accel-run train\n"
-    assert main(["runs", "first"]) == 78
+    for word, fix in (("first", "accel-run status first"), ("outputroot=x", "did you mean output_root?")):
+        assert main(["runs", word]) == 78
+        assert fix in capsys.readouterr().err
 
 
 def test_a_run_is_named_alone_or_as_a_key_but_once() -> None:
@@ -122,7 +137,13 @@ def test_the_script_of_a_run_has_its_words_to_the_letter(tmp_path: Path) -> None
         f"#!/bin/sh\nexec {sys.executable} -c 'import os, sys; print([os.getcwd(), *sys.argv[1:]])' \"$@\"\n"
     )
     program.chmod(0o755)
-    text = script(Request(WORDS, Path("/t/my task.py"), Path("/c")), "mine", here, str(program), started_elsewhere=True)
+    text = script(
+        Request((*WORDS, "resume=fresh"), Path("/t/my task.py"), Path("/c")),
+        "mine",
+        here,
+        str(program),
+        started_elsewhere=True,
+    )
     (tmp_path / "command.sh").write_bytes(text)
     done = subprocess.run(["sh", "command.sh", "run=again"], cwd=tmp_path, capture_output=True, check=True)
     told = [str(here), "-m", "runner", "train", "--task", "/t/my task.py", "--config-dir", "/c", *(word for word in WORDS if word != "run=mine"), "run=again"]  # fmt: skip

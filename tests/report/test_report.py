@@ -7,6 +7,7 @@ from __future__ import annotations
 import html
 import http.server
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -149,13 +150,16 @@ def test_what_is_not_there_is_named_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "bare" / "error.json").write_text(
         json.dumps({"cause": "it raised", "where": "mine.py:3", "exit_code": 70})
     )
+    (tmp_path / "bare" / "command.sh").write_text("#!/bin/sh\n")
     page = report(tmp_path, "bare")
     assert not page.all("svg")
     missing = page.text[page.text.index('id="missing"') :]
     for words in ("metrics.jsonl is missing", "gpu.csv: there is no such file", "plan.json is missing", "environment.json is missing", "config.yaml:",
-                  "there is no checkpoint", "accel-run inference run=bare", "accel-run benchmark task=gpt"):  # fmt: skip
+                  "there is no checkpoint", f"accel-run inference run={tmp_path / 'bare'}", "accel-run benchmark task=gpt"):  # fmt: skip
         assert words in missing, words
     assert "mine.py:3: it raised (exit 70)" in page.words
+    for name in ("bare", "bare-again"):
+        assert f"sh {tmp_path / 'bare' / 'command.sh'} run={name}\n" in f"{page.words}\n".replace("\n\n", "\n")
 
 
 def test_a_run_that_goes_on_and_damaged_lines_are_told(tmp_path: Path) -> None:
@@ -220,10 +224,82 @@ def test_nonsense_in_every_file_is_no_fault_of_the_page(tmp_path: Path) -> None:
                     config__yaml="a: &a [*a]\n", gpu__csv="a,b\n1,2\n", events__jsonl=[{"kind": [1]}])  # fmt: skip
     (path / "checkpoints" / "update-0000000001").write_text("a file")
     report(tmp_path, "odd")
-    report(tmp_path, "odd", str(path))
+    shutil.copytree(path, tmp_path / "odder")
+    report(tmp_path, "odd", str(tmp_path / "odder"))
 
 
 math_nan = float("nan")
+
+
+def test_figures_that_no_run_writes_cost_no_other_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {
+            "update": at,
+            "phase": "train",
+            "lr": 0.5,
+            "train/loss": (-1) ** at * 1.7e308,
+            "train/grad_norm": math_nan,
+            "memory/peak_gib": math_nan,
+        }
+        for at in range(1, 5)
+    ]
+    lines += [
+        {"update": 5, "phase": "train", "train/loss": 3.0, "balance/shares": [16]},
+        {"update": 6, "phase": "train", "train/loss": math_nan},
+    ]
+    evidence = record("x")["evidence"] | {"seconds": 10**400, "step_time_ms": math_nan, "device_peak_gib": math_nan}
+    odd = plan() | {"batch": {"global_batch_size": float("inf"), "micro_batch_size": 4}}
+    for name in ("one", "two"):
+        make_run(
+            tmp_path,
+            name,
+            run__json=record(name, evidence=evidence, overrides=3),
+            plan__json=odd,
+            metrics__jsonl=lines,
+            config__yaml="seed: 1\n",
+        )
+    page = report(tmp_path, "one")
+    assert labelled(page).keys() >= {"loss", "lr", "ranks", "memory"}
+    assert "3before it was nan" in page.words.replace("\n", "")
+    page = report(tmp_path, "one", "two")
+    assert labelled(page).keys() == {"chart0", "chart2"}
+    assert "not finite at the end: one, two" in page.words
+    assert "Warning" not in capsys.readouterr().err
+
+
+def test_whatever_is_long_has_room_and_the_first_chart_stays(tmp_path: Path) -> None:
+    long = "&" * 120_000
+    for name in ("one", "two"):
+        error = {"cause": long, "where": long, "fix": long, "exit_code": 70}
+        make_run(
+            tmp_path, name, run__json=record(name, state="failed", command=long, phases={long: {"kind": long, "metrics": {f"{key}&" * 50: 1.0 for key in range(600)}}}),
+            plan__json=plan() | {"device_name": long}, error__json=error, metrics__jsonl=list(rows(20)), environment__json={"git": dict.fromkeys(map(str, range(300)), "&" * 3000)},
+            events__jsonl=[{"kind": "&" * 9000, "text": long}] * 20,
+        )  # fmt: skip
+    assert "loss" in labelled(report(tmp_path, "one"))
+    assert "chart0" in labelled(report(tmp_path, "one", "two"))
+
+
+def test_nothing_is_read_through_a_link_out_of_the_run(tmp_path: Path) -> None:
+    path = make_run(tmp_path, "mine", run__json=record("mine"))
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "diary.txt").write_text("dear diary")
+    (path / "predictions").symlink_to(tmp_path / "private")
+    os.mkfifo(path / "gpu.csv")  # to be opened it would wait for a writer
+    page = report(tmp_path, "mine")
+    assert "diary" not in page.words
+    assert "gpu.csv is no regular file" in page.words
+
+
+def test_many_runs_have_a_row_each_and_their_lines_are_named_once(tmp_path: Path) -> None:
+    names = [f"gpt-20260131-14253{number}-ab12cd" for number in range(7)]
+    for number, name in enumerate(names):
+        make_run(tmp_path, name, run__json=record(name), metrics__jsonl=list(rows(3)), config__yaml=f"seed: {number}\n")
+    page = report(tmp_path, *names)
+    for name in names:
+        assert page.text.count(f"<tr><td>{name}</td>") == 2, "in the figures and in the differing settings"
+        assert len(re.findall(rf"<text[^>]*>{name}</text>", page.text)) == 1
+    assert page.words.count("the lines are named in the first chart") == len(page.all("svg")) - 1
 
 
 def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Path) -> None:
@@ -242,7 +318,7 @@ def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Pa
 
 
 def test_the_page_lies_in_the_run_and_is_written_over_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_run(tmp_path, "mine", run__json=record("mine", phases={"train": {"seconds": 100.0}}))
     for _ in range(2):
@@ -251,14 +327,21 @@ def test_the_page_lies_in_the_run_and_is_written_over_nothing_else(
     assert "1 min 40 s</span>" in page
     assert "10.0 s of it in the last process" in page
     assert (path / "report.html").stat().st_mode & 0o777 == 0o600
+    monkeypatch.chdir(path / "checkpoints")
+    assert "mine · accel-run report" in report(tmp_path, "..").words
     (tmp_path / "work.html").write_text("<p>mine")
+    with (tmp_path / "large.html").open("wb") as file:
+        file.truncate(1 << 30)
     ways = {
         f"out={tmp_path}/work.html": 78, "out=page.txt": 78, f"out={tmp_path}/no/page.html": 73, "nowhere": 66, "--fast": 78, "outt=x": 78,
         "run=other": 78, str(tmp_path): 66, f"benchmarks={tmp_path}/none": 66,
+        "mine": 78, str(path): 78, f"out={tmp_path}/large.html": 78, "out=/proc/page.html": 74,
     }  # fmt: skip
     for word, code in ways.items():
         assert main(["report", "mine", word, f"output_root={tmp_path}"]) == code, word
-        assert "Traceback" not in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "Traceback" not in told
+        assert ".tmp-" not in told, "the name of what is written first says nothing to anybody"
     assert (tmp_path / "work.html").read_text() == "<p>mine"
 
 
