@@ -334,7 +334,8 @@ def ranks(story: Story) -> Drawing | str:
                 markersize=3,
             )
         _dress(panels[1], story, "samples of an update")
-        panels[1].legend(fontsize=8)
+        if len(rows) <= _NUMBERED:
+            panels[1].legend(fontsize=8, ncols=-(-len(rows) // 6))
     waits = [row.get("wait", 0.0) / (sum(row.values()) or 1.0) for row in rows]
     said = ", ".join(f"rank {number} waited {share:.0%} of its time" for number, share in enumerate(waits))
     return Drawing(figure, said, "wait: for the other ranks, exchange included")

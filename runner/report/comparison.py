@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -59,15 +60,13 @@ def _labels(stories: Sequence[Story]) -> list[str]:
 
 def _figures(stories: Sequence[Story], labels: Sequence[str]) -> Table:
     """Return a row per figure and a column per run, or the other way round; see `_beside`."""
-    rows: list[tuple[str, ...]] = []
-    for name, tell in _FIGURES:
+    metrics = dict.fromkeys(name for story in stories for name in story.metrics)
+    reached: list[tuple[str, Callable[[Story], str]]] = [(name, functools.partial(_metric, name)) for name in metrics]
+    rows = []
+    for name, tell in (*_RESULTS, *reached, *_FIGURES):
         told = [tell(story) for story in stories]
         if any(told):
             rows.append((name, *(words or "-" for words in told)))
-    metrics = list(dict.fromkeys(name for story in stories for name in story.metrics))
-    for name in metrics:
-        values = [story.metrics.get(name) for story in stories]
-        rows.append((name, *("-" if value is None else f"{value:.5g}" for value in values)))
     return _beside(Table("figures", "Figures", ("", *labels), rows))
 
 
@@ -165,6 +164,11 @@ def _overlaid(curves: dict[str, Curve], axis: str, *, is_noisy: bool, is_named: 
     return Drawing(figure, "; ".join(said), "; ".join(filter(None, notes)))
 
 
+def _metric(name: str, story: Story) -> str:
+    value = story.metrics.get(name)
+    return "" if value is None else f"{value:.5g}"
+
+
 def _loss(story: Story) -> str:
     value = story.curves.last("train/loss")
     return "" if value is None else f"{value:.5g}"
@@ -201,8 +205,12 @@ def _updates(story: Story) -> str:
     return f"{max(made):,}" if story.curves.phases else ""
 
 
-_FIGURES: tuple[tuple[str, Callable[[Story], str]], ...] = (
+# what a run reached; its metrics follow
+_RESULTS: tuple[tuple[str, Callable[[Story], str]], ...] = (
     ("state", lambda story: story.standing.word),
+    ("training loss", _loss),
+)
+_FIGURES: tuple[tuple[str, Callable[[Story], str]], ...] = (
     ("task", lambda story: story.task),
     ("device", lambda story: str(story.plan.get("device_name") or "")),
     ("updates", _updates),
@@ -211,7 +219,6 @@ _FIGURES: tuple[tuple[str, Callable[[Story], str]], ...] = (
     ("time of an update (8 of 10 rows)", _step),
     ("peak memory", _peak),
     ("checkpoints", _checkpoints),
-    ("training loss", _loss),
 )
 # key of metrics.jsonl, what stands at the axis, the title, and whether its rows are noisy
 _CURVES = (

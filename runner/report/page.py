@@ -171,10 +171,16 @@ def _smaller(page: Page) -> Page:
         return replace(page, charts=charts, missing=[*page.missing, Missing(chart.title, what)])
     if shorter := _with_a_shorter_table(page, 2 * _MOST_COLUMNS * _MOST_OF_A_CELL):
         return shorter
-    name = max(("problems", "repeat", "missing", "verdicts"), key=lambda each: len(getattr(page, each)))
-    known = getattr(page, name)
-    assert known, "a page of nothing has room"
-    return replace(page, **{name: known[: len(known) // 2]})
+    lists: dict[str, Sequence[Any]] = {
+        "problems": page.problems,
+        "repeat": page.repeat,
+        "missing": page.missing,
+        "verdicts": page.verdicts,
+    }
+    name, longest = max(lists.items(), key=lambda each: len(each[1]))
+    assert longest, "a page of nothing has room"
+    cut_down: dict[str, Any] = {name: longest[: len(longest) // 2]}
+    return replace(page, **cut_down)
 
 
 def _with_a_shorter_table(page: Page, most: int) -> Page | None:
