@@ -318,6 +318,8 @@ def test_no_importable_callable_is_called_by_its_name(
         f"{module}.{name}" for module in sorted(sys.stdlib_module_names) for name in ("main", "open", "system")
     ]  # fmt: skip
     random.Random(seed).shuffle(names)
+    file.write_text("option: nothing\n")
+    assert attempt(("optimizer=evil",), tmp_path) is not None  # what reading any file loads is loaded now
     for name in names[:wanted]:
         ways: Mapping[str, str] = {
             "_target_": f"option: adamw\n_target_: {name}\n",

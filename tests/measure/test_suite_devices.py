@@ -68,6 +68,7 @@ def test_one_point_is_no_line() -> None:
     assert crossing(NAMES, {2: [1.0]}, planted(1.0, 1.0, 0.0), "samples") is None
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("few_rounds")
 def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
     found = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="64,16"))

@@ -158,7 +158,8 @@ class Ladder:
         if not members and self.asked.members:
             why = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
             raise ConfigError(Problem(f"nothing of it can be measured here: {why}", "techniques"))
-        with place_of(dataclasses.replace(self.wanted, request=self.asked.request)) as place:
+        wanted = dataclasses.replace(self.wanted, request=self.asked.request, words=())  # its own are understood
+        with place_of(wanted) as place:
             self.arena, self.is_on_cpu = place.arena, place.plan.device.startswith("cpu")
             self.arena.prepare(Cell(BASELINE))
             self.notes += place.notes
