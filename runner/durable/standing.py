@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from runner.base.birth import birth_of
+from runner.durable.directory import is_name
 
 Word = Literal["finished", "running", "preempted", "interrupted", "failed", "killed", "unknown"]
 
@@ -33,16 +34,24 @@ def standing(record: Mapping[str, Any]) -> Standing:
     if state == "running" and record.get("host") not in (None, socket.gethostname()):
         return Standing("running", f"running on {record['host']}, if it was not killed there")
     if state == "running" and not _is_alive(record):
-        return Standing("killed", "killed; the same command with the same run name goes on where it stopped")
+        return Standing("killed", f"killed; {_going_on(record)} goes on where it stopped")
     known: dict[str, tuple[Word, str]] = {
         "running": ("running", "running"),
         "done": ("finished", "done"),
-        "preempted": ("preempted", "saved and stopped; the same command goes on"),
+        "preempted": ("preempted", f"saved and stopped; {_going_on(record)} goes on"),
         "interrupted": ("interrupted", "stopped before its first checkpoint; the same command begins at update 0"),
         "failed": ("failed", f"failed (exit {code})"),
     }
     word, sentence = known.get(state, ("unknown", state))
     return Standing(word, sentence, code)
+
+
+def _going_on(record: Mapping[str, Any]) -> str:
+    """Return what goes on with the run: the name may have been given to it, and not typed."""
+    name, words = record.get("name"), record.get("overrides")
+    named = f"run={name}" if isinstance(name, str) and is_name(name) else "the same run name"
+    anew = " and without resume=fresh" if isinstance(words, list) and "resume=fresh" in words else ""
+    return f"the same command with {named}{anew}"
 
 
 def _is_alive(record: Mapping[str, Any]) -> bool:

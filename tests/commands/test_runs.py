@@ -17,6 +17,7 @@ from runner.base.configuration import Request
 from runner.base.errors import ConfigError
 from runner.cli import main
 from runner.commands.arguments import read_of_a_run
+from runner.durable.standing import standing
 from runner.engine.again import script
 
 
@@ -72,6 +73,15 @@ def test_the_list_as_json_says_the_same(folder: Path, capsys: pytest.CaptureFixt
         "name": "fine", "path": "outputs/fine", "task": "gpt", "state": "finished", "exit_code": 0, "phase": None, "update": 20, "total": 40,
         "metrics": {"val/loss": 1.25}, "written": "2023-11-14T22:13:20+00:00", "bytes": size,
     }  # fmt: skip
+
+
+def test_what_is_said_to_go_on_with_a_run_names_it() -> None:
+    """Its name may have been made up, so the words that were typed alone would begin another run."""
+    known = {"state": "preempted", "name": "gpt-1"}
+    assert standing(known).sentence == "saved and stopped; the same command with run=gpt-1 goes on"
+    anew = standing({**known, "state": "running", "overrides": ["resume=fresh"]}).sentence
+    assert anew == "killed; the same command with run=gpt-1 and without resume=fresh goes on where it stopped"
+    assert "with the same run name" in standing({**known, "name": ["x"]}).sentence
 
 
 def test_a_damaged_run_hides_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
