@@ -15,6 +15,7 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     folder             in which the command was given: paths in settings are relative to it
     python             the interpreter with everything the run needs; where it is gone, accel-run of the PATH is taken
     started_elsewhere  the ranks were started by torchrun or srun, which the script does not
+    -P: no runner.py of that folder is taken for ours.
     `resume=fresh` is left out: a new run has nothing to put aside, and with the old name it is to go on.
     Settings hold no secrets (runner/base/secret.py refuses them), and of the environment nothing is kept.
     """
@@ -30,7 +31,7 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
         *(["# Its ranks were started by torchrun or srun: start this line with it too."] if started_elsewhere else []),
         f"cd -- {shlex.quote(str(folder))} || exit",
         f'set -- {shlex.join(words)} "$@"',
-        f'[ ! -x {shlex.quote(python)} ] || exec {shlex.quote(python)} -m runner "$@"',
+        f'[ ! -x {shlex.quote(python)} ] || exec {shlex.quote(python)} -P -m runner "$@"',
         'exec accel-run "$@"',
     ]
     return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")

@@ -156,6 +156,6 @@ def test_the_script_of_a_run_has_its_words_to_the_letter(tmp_path: Path) -> None
     )
     (tmp_path / "command.sh").write_bytes(text)
     done = subprocess.run(["sh", "command.sh", "run=again"], cwd=tmp_path, capture_output=True, check=True)
-    told = [str(here), "-m", "runner", "train", "--task", "/t/my task.py", "--config-dir", "/c", *(word for word in WORDS if word != "run=mine"), "run=again"]  # fmt: skip
+    told = [str(here), "-P", "-m", "runner", "train", "--task", "/t/my task.py", "--config-dir", "/c", *(word for word in WORDS if word != "run=mine"), "run=again"]  # fmt: skip
     assert eval(done.stdout) == told  # the list of our own program
     assert b"torchrun" in text
