@@ -121,9 +121,7 @@ def test_an_error_is_shown_as_long_as_it_matters(
 
 def test_a_run_that_was_killed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = status(capsys, "killed")
-    assert lines[0] == (
-        "killed: killed; the same command with run=killed goes on where it stopped   (outputs/killed)"
-    )
+    assert lines[0] == ("killed: killed; the same command with run=killed goes on where it stopped   (outputs/killed)")
     assert lines[-1] == "  checkpoints update-0000000037: valid"
 
 
