@@ -86,12 +86,13 @@ def _memory(configuration: Configuration, inventory: Inventory, plan: Plan, need
         rates = correction.flops_per_s if correction else {}
         peaks[name] = peaks_of(name, plan.choices["precision"].name, profiles, rates)
     changes: Sequence[Change] = ()
+    untried: Sequence[tuple[str, ...]] = ()
     if not all(each.prediction.fits for each in plan.memory):
         from runner.engine.changes import changes_of
         from runner.launch.apart import apart
 
-        changes = apart(changes_of, configuration, inventory, plan, needs, peaks)
-    return sheet(plan, needs, peaks, changes)
+        changes, untried = apart(changes_of, configuration, inventory, plan, needs, peaks)
+    return sheet(plan, needs, peaks, changes, untried)
 
 
 def command(configuration: Configuration) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,45 +17,66 @@ from runner.plan.plan import Plan, make_plan
 from runner.plan.sheet import Change, seconds_of
 
 Words = tuple[str, ...]
+MOST_S = 5.0  # seconds of one core after which nothing more is traced
 
 
 def changes_of(
     configuration: Configuration, inventory: Inventory, plan: Plan, needs: Needs, peaks: Mapping[str, Peaks]
-) -> list[Change]:
-    """Return what would make the run fit, the fastest first: each setting alone, or where none does all together.
+) -> tuple[list[Change], list[Words]]:
+    """Return what would make the run fit, the fastest first, and what there was no time to try.
 
-    Belongs into a process of its own, as needs_of does.
+    Each setting alone, and where none is enough all together. Belongs into a process of its own, as needs_of does.
     """
     trial = _Trial(configuration, inventory, plan, needs, peaks, _seconds(plan, needs, peaks))
     single = list(_candidates(configuration, inventory, plan))
-    found = [change for words in single if (change := trial.of(words))]
+    found, untried, failed = [], list[Words](), set[Words]()
+    began = time.process_time()
+    for words in single:
+        if not trial.may_help(words) or (words == BUDGET and CHECKPOINT in failed):  # it keeps no less
+            failed.add(words)
+        elif time.process_time() - began > MOST_S and not is_free(words):
+            untried.append(words)
+        elif change := trial.of(words):
+            found.append(change)
+        else:
+            failed.add(words)
     if not found:
         together = tuple(word for words in single for word in words if not word.startswith("parallelism="))
-        found = [change for change in [trial.of(together)] if change]
-    return sorted(found, key=lambda change: (change.factor or 1.0, change.bytes))
+        together = tuple(word for word in together if (word,) != BUDGET or CHECKPOINT not in single)
+        found = [change for change in [trial.of(together) if trial.may_help(together) else None] if change]
+    return sorted(found, key=lambda change: (change.factor or 1.0, change.bytes)), untried
+
+
+def is_free(words: Words) -> bool:
+    """Tell whether what these settings take follows from the traces that are there."""
+    return all(word.partition("=")[0] in ("micro_batch_size", "parallelism") for word in words)
 
 
 def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) -> Iterator[Words]:
-    """Yield settings that take less, from those that cost least."""
+    """Yield settings that take less: those that need no trace, then those that help most for it."""
     if any(phase.micro_batch_size != "auto" for phase in configuration.phases):
         yield ("micro_batch_size=auto",)
     gpus = [device for device in inventory.usable if device.kind == "cuda"]
+    if len(gpus) > 1 and plan.choices["parallelism"].function in ("single", "ddp"):
+        yield ("parallelism=fsdp",)
+        yield ("parallelism=pipeline",)
     used = [gpu for gpu in gpus if gpu.torch_name in {rank.device for rank in plan.ranks}]
     if plan.choices["precision"].name in ("fp32", "tf32") and used:
         if all(gpu.native_bf16 for gpu in used):
             yield ("precision=bf16",)
         elif all(gpu.fp16_tensor_cores for gpu in used):
             yield ("precision=fp16",)
+    known = options_of("memory", configuration.request.config_dir)
+    keeps = plan.choices["memory"].function in ("none", "selective")
+    if keeps and "checkpoint" in known:
+        yield CHECKPOINT
     if plan.choices["optimizer"].function in ("adamw", "adam"):
         yield ("optimizer=adamw8bit",)
-    known = options_of("memory", configuration.request.config_dir)
-    if plan.choices["memory"].function in ("none", "selective"):
-        for name in ("budget", "checkpoint"):
-            if name in known:
-                yield (f"memory={name}",)
-    if len(gpus) > 1 and plan.choices["parallelism"].function in ("single", "ddp"):
-        yield ("parallelism=fsdp",)
-        yield ("parallelism=pipeline",)
+    if keeps and "budget" in known:
+        yield BUDGET
+
+
+CHECKPOINT, BUDGET = ("memory=checkpoint",), ("memory=budget",)
 
 
 @dataclass(frozen=True)
@@ -68,19 +90,20 @@ class _Trial:
     peaks: Mapping[str, Peaks]
     before: float | None
 
+    def may_help(self, words: Words) -> bool:
+        """Tell whether it is worth a trace."""
+        return bool(words) and all(may_fit(each.prediction, words) for each in self.plan.memory)
+
     def of(self, words: Words) -> Change | None:
         """Return what the run would take with these settings; None where it cannot be, or would not fit either."""
-        if not words or not all(may_fit(each.prediction, words) for each in self.plan.memory):
-            return None
         request = self.configuration.request
         try:
             changed = compose(dataclasses.replace(request, overrides=merge_overrides(request.overrides, words)))
-            is_same = all(word.partition("=")[0] in ("micro_batch_size", "parallelism") for word in words)
-            needs = self.needs if is_same else needs_of(changed, self.inventory)
+            needs = self.needs if is_free(words) else needs_of(changed, self.inventory)
             plan = make_plan(changed, self.inventory, needs=needs)
         except AccelRunError:
             return None
-        if not plan.memory or not all(each.prediction.fits for each in plan.memory):
+        if not plan.memory or not all(each.prediction.fits and each.is_exact for each in plan.memory):
             return None
         most = max(each.prediction.total for each in plan.memory)
         seconds = _seconds(plan, needs, self.peaks)

@@ -25,6 +25,7 @@ from runner.base.order import Order
 from runner.base.task import Progress
 from runner.base.words import first_line
 from runner.distributed.parallel import Parallel, Passes, Sums
+from runner.engine.as_cuda import AsCuda
 from runner.engine.assemble import Parts, assemble
 from runner.engine.faults import fault_of
 from runner.engine.kinds import Gradients
@@ -60,6 +61,7 @@ class Forecast:
     def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
         plan = make_plan(_alone(configuration), inventory)
         self.keeps_ahead = plan.choices["prefetch"].function == "stream"
+        self.autocast = AsCuda if plan.device.startswith("cuda") else nullcontext
         self.plan = _on_the_host(plan)
         self.limit = _limit(plan)
         self.phases = [phase for phase in self.plan.selected if phase.kind == "train"]
@@ -129,7 +131,7 @@ class Forecast:
         phase = dataclasses.replace(phase, batch=batch, updates=UPDATES, epochs=None)
         parts = self._built()
         blocks = list(dict.fromkeys(parts.task.blocks()))
-        with computing_again([blocks[number] for number in recompute]):
+        with computing_again([blocks[number] for number in recompute]), self.autocast():
             return _Follower(parts, phase, self._phantom, self.keeps_ahead).follow()
 
     def _measured(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
@@ -155,7 +157,10 @@ class Forecast:
         }
         why_not = f"{self._why_not}; the model is too large to be measured here, so activations are not counted"
         events = tuple((number, taken) for number, taken in enumerate(sizes.values()) if taken)
-        return Traced(phase.name, size, 1, Bytes(**sizes), events, (), (), 0, 0, 0, is_exact=False, why_not=why_not)
+        known = Traced(phase.name, size, 1, Bytes(**sizes), events, (), (), 0, 0, 0, is_exact=False, why_not=why_not)
+        without = known.peak.total - known.peak.gradients
+        found = _of_weights(model, self._built().task.blocks(), [weight for _, weight in trained])
+        return dataclasses.replace(known, without_bytes=without, **found)
 
 
 class _Follower:
@@ -165,6 +170,7 @@ class _Follower:
         self.parts, self.phase, self.phantom, self.keeps_ahead = parts, phase, phantom, keeps_ahead
         self.ledger = phantom.ledger = Ledger()
         self.kept: list[Block] = []  # activations of the newest pass
+        self.trained: list[nn.Parameter] = []
 
     def follow(self) -> Traced:
         """Return what two updates take."""
@@ -196,7 +202,8 @@ class _Follower:
             work = Gradients(phase, parts, order, position)
             ledger.kind = "temporary"
             stack.callback(work.release)
-            for weight in work.own.values():
+            self.trained = [*work.own.values()]
+            for weight in self.trained:
                 hook = weight.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
             training = dataclasses.replace(
@@ -267,6 +274,7 @@ class _Follower:
             num_layers: int | None = len(self.parts.task.layers())
         except NotImplementedError:
             num_layers = None
+        others = [event for event in events if ledger.blocks[event[0]].kind != "gradients"]
         passes = [ledger.work[stage] for stage in ("forward", "backward")]
         return Traced(
             phase=self.phase.name,
@@ -279,11 +287,23 @@ class _Follower:
             flops=sum(work.flops for work in passes) // steps,
             moved_bytes=sum(work.moved_bytes for work in passes) // steps,
             update_moved_bytes=ledger.work["update"].moved_bytes,
-            block_bytes=max(
-                (sum(weight.nbytes for weight in block.parameters()) for block in units.values()), default=0
-            ),
+            without_bytes=peak_of(others, ledger.blocks).total,
             num_layers=num_layers,
+            **_of_weights(self.parts.bare, list(units.values()), self.trained),
         )
+
+
+def _of_weights(model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter]) -> dict[str, int]:
+    """Return the fields of `Traced` that the parameters tell."""
+    own = [block for block in blocks if block is not model]
+    inside = {weight for block in own for weight in block.parameters()}
+    return {
+        "block_bytes": max((sum(weight.nbytes for weight in block.parameters()) for block in own), default=0),
+        "outside_bytes": sum(weight.nbytes for weight in model.parameters() if weight not in inside),
+        "row_bytes": sum(weight.nbytes // max(1, len(weight) if weight.dim() else 1) for weight in model.parameters()),
+        "trained_bytes": sum(weight.nbytes for weight in trained),
+        "widest_bytes": max((weight.nbytes for weight in trained), default=0),
+    }
 
 
 def times(few: Traced, factor: float, size: int, why_not: str) -> Traced:
@@ -293,8 +313,10 @@ def times(few: Traced, factor: float, size: int, why_not: str) -> Traced:
         return math.ceil(number * factor)
 
     peak = few.peak
+    fixed = peak.parameters + peak.buffers + peak.optimizer
     return dataclasses.replace(
         few,
+        without_bytes=fixed + grown(max(0, few.without_bytes - fixed)),
         micro_batch_size=size,
         peak=dataclasses.replace(
             peak,

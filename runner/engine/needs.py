@@ -25,8 +25,8 @@ MOST_ROUNDS = 3  # of traces at what the ones before said would fit
 def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = False) -> Needs:
     """Return what every phase that trains takes on the devices of the inventory.
 
-    The whole share of a rank is traced. Where it fits no more is asked for; else a small pass too, and then what the
-    two say would fit, until a trace has confirmed it.
+    The whole share of a rank is traced. Where it fits no more is asked for; else a pass of one sample too, so that all
+    others lie between two that are known, and then what these say would fit, until a trace has confirmed it.
 
     beyond  trace a second size in any case, so that it can be said what more would fit
     Raises what the task raises; belongs into a process of its own, as runner.launch.apart gives it.
@@ -43,13 +43,15 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
         ):
             tracer = _Tracer(made, Allocator.of(plan.choices["memory"].options.get("allocator")))
             tracer.trace(_sizes(plan))
-            if beyond:
-                tracer.trace({max(1, size // 4) for size in _sizes(plan)})
+
+            def wanted() -> set[int]:
+                return _sizes(make_plan(configuration, inventory, needs=Needs(tracer.demands(), known)))
+
+            if beyond or not wanted() <= tracer.done:
+                tracer.trace({1})
             for _ in range(MOST_ROUNDS):
-                wanted = _sizes(make_plan(configuration, inventory, needs=Needs(tracer.demands(), known)))
-                if not tracer.trace(wanted):
+                if not tracer.trace(wanted()):
                     break
-                tracer.trace({max(1, size // 4) for size in wanted})
     except (ConfigError, TaskFault):
         raise
     except Exception as error:  # data that is not there yet; or of torch's fake tensors, which lack something

@@ -41,7 +41,7 @@ def probe(request: Request, say: Callable[[str], None]) -> list[str]:
     with Arena(request, cores) as arena, arena.alone(Cell("probe"), Limits()) as (ask, opened):
         made, report, there = ask({"do": "make", "updates": UPDATES}), ask({"do": "report"}), opened.opened
     demand, rank = needs.demands[there["phase"]], plan.ranks[0]
-    thought = predicted(demand, there["micro_batch_size"], rank)
+    thought = predicted(demand, there["micro_batch_size"], dataclasses.replace(rank, unseen=0.0))
     tensors = sum(size for part, size in thought.parts.items() if part != "libraries")
     is_gpu = "reserved_gib" in report
     held = round(report["reserved_gib" if is_gpu else "peak_host_gib"] * GIB)

@@ -25,7 +25,7 @@ class Correction:
     device       its name
     task, date   what was trained, and when
     libraries    bytes that the process held beside its tensors; None where that was not seen
-    tensors      bytes of tensors with what the allocator took, measured / predicted
+    tensors      bytes of tensors with what the allocator took, measured / predicted without a margin for kernels
     flops_per_s  precision -> operations of the updates per second of the updates
     """
 
@@ -39,7 +39,8 @@ class Correction:
     def of(self, rank: RankDevice) -> RankDevice:
         """Return the device with what was measured in the place of estimates."""
         libraries = rank.overhead_bytes if self.libraries is None else self.libraries
-        unseen = self.tensors * MARGIN - 1 if rank.is_gpu else rank.unseen
+        # never below: another task may have what this one lacked
+        unseen = max(0.0, self.tensors * MARGIN - 1) if rank.is_gpu else rank.unseen
         return dataclasses.replace(rank, overhead_bytes=libraries, unseen=unseen)
 
     def __str__(self) -> str:
@@ -50,7 +51,7 @@ class Correction:
 def corrections() -> dict[str, Correction]:
     """Return device -> what was measured on this machine; what cannot be read counts as not measured."""
     found = {}
-    for name, fields in read_object(cache_folder() / FILE).get(_machine(), {}).items():
+    for name, fields in _here(read_object(cache_folder() / FILE)).items():
         if correction := _read(name, fields):
             found[name] = correction
     return found
@@ -64,13 +65,19 @@ def keep(correction: Correction) -> str:
     folder = cache_folder()
     files.make_directory(folder)
     known = read_object(folder / FILE)
-    here = dict(known.get(_machine()) or {})
+    here = _here(known)
     before = _read(correction.device, here.get(correction.device))
     rates = {**(before.flops_per_s if before else {}), **correction.flops_per_s}
     here[correction.device] = dataclasses.asdict(dataclasses.replace(correction, flops_per_s=rates))
     text = json.dumps({**known, _machine(): here}, indent=1) + "\n"
     files.atomic_write(folder / FILE, text)
     return str(folder / FILE)
+
+
+def _here(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept of the devices of this machine."""
+    found = known.get(_machine())
+    return dict(found) if isinstance(found, dict) else {}
 
 
 def _read(name: str, fields: object) -> Correction | None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.base.configuration import Choice
+from runner.base.partition import in_flight_of
 from runner.plan.corrections import Correction
 from runner.plan.need import Bytes, Layer, Traced
 from runner.plan.ranks import RankDevice
@@ -21,6 +23,8 @@ from runner.plan.segments import Allocator, replay
 GIB = 2**30
 PARTS = tuple(part.name for part in dataclasses.fields(Bytes))
 TOP_LAYERS = 5
+SUMS = 1024  # bytes; losses and counts of the passes before
+MANY = 64  # micro-batches; what a stage keeps of more is the same
 ALLOCATOR = 0.2  # of the tensors: what the allocator adds, before it is known what it does
 
 
@@ -28,6 +32,8 @@ ALLOCATOR = 0.2  # of the tensors: what the allocator adds, before it is known w
 class Point:
     """What was traced with one micro-batch.
 
+    without      bytes at the moment of most of all but gradients
+    is_whole     it is a whole update: no gradients of an earlier pass are there
     reserved     bytes that torch's allocator takes from a GPU's driver for peak.total
     flops        of the forward and backward pass of a micro-batch; moved_bytes are read and written by these
     recompute    numbers of the blocks that are computed again, as memory=budget has chosen them
@@ -39,13 +45,20 @@ class Point:
     flops: int
     moved_bytes: int
     recompute: tuple[int, ...] = ()
+    without: int = 0
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
 class Demand:
     """What a phase takes as a function of the micro-batch: as traced at some points, affine between and beyond them.
 
+    A peak is the largest of several moments that are each affine in the samples, so what lies between two points is not
+    above the line through them.
+
     largest      bytes of parameters of the largest block, which fsdp gathers at once
+    outside      of those in no block, which fsdp gathers for the whole pass; rows of one row of each parameter
+    trained      of all gradients; widest of the largest one
     num_layers   layers that a pipeline may split between; None where the task does not tell
     layers       those that keep most activations, the first the most, in the largest pass that was traced;
                  `blocks.*.mlp` is that of all blocks
@@ -58,6 +71,10 @@ class Demand:
     points: tuple[Point, ...]
     update_moved_bytes: int = 0
     largest: int = 0
+    outside: int = 0
+    rows: int = 0
+    trained: int = 0
+    widest: int = 0
     num_layers: int | None = None
     layers: tuple[Layer, ...] = ()
     kept: int = 0
@@ -84,11 +101,17 @@ class Demand:
                     traced.flops,
                     traced.moved_bytes,
                     traced.recompute,
+                    traced.without_bytes,
+                    traced.accumulation_steps == 1,
                 )
                 for traced in traces
             ),
             widest.update_moved_bytes,
             widest.block_bytes,
+            widest.outside_bytes,
+            widest.row_bytes,
+            widest.trained_bytes,
+            widest.widest_bytes,
             widest.num_layers,
             tuple(sorted(kept.values(), key=lambda layer: -layer.activations)[:TOP_LAYERS]),
             sum(layer.activations for layer in widest.layers),
@@ -106,9 +129,15 @@ class Demand:
         return Demand(**{**tree, "points": points, "layers": tuple(Layer(**layer) for layer in tree["layers"])})
 
     def at(self, samples: int) -> Point:
-        """Return what a pass of so many samples takes; from one trace alone an upper bound for fewer samples."""
+        """Return what a pass of so many samples takes; from one trace alone an upper bound for fewer samples.
+
+        What was not traced is taken to be one pass of several, so that gradients of others are there all the time.
+        """
         first, last = self._around(samples)
-        if first is last:
+        if samples in (first.micro_batch_size, last.micro_batch_size):
+            return first if samples == first.micro_batch_size else last
+        first, last = self._of_several(first), self._of_several(last)
+        if first.micro_batch_size == last.micro_batch_size:
             return _scaled(first, samples)
         share = (samples - first.micro_batch_size) / (last.micro_batch_size - first.micro_batch_size)
         peak = {name: _between(vars(first.peak)[name], vars(last.peak)[name], share) for name in PARTS}
@@ -118,7 +147,21 @@ class Demand:
             max(Bytes(**peak).total, _between(first.reserved, last.reserved, share)),
             _between(first.flops, last.flops, share),
             _between(first.moved_bytes, last.moved_bytes, share),
+            without=_between(first.without, last.without, share),
         )
+
+    def _of_several(self, point: Point) -> Point:
+        """Return the point as that of a pass after which others follow: all gradients are there, and a new one."""
+        if not point.is_whole:
+            return point
+        peak = point.peak
+        without = max(point.without, peak.total - peak.gradients)
+        total = max(peak.total, without + self.trained + self.widest + SUMS)
+        gradients = max(self.trained, peak.gradients)
+        rest = peak.total - peak.gradients - peak.temporary
+        peak = dataclasses.replace(peak, gradients=gradients, temporary=max(0, total - gradients - rest))
+        reserved = round(point.reserved * peak.total / max(1, point.peak.total))
+        return dataclasses.replace(point, peak=peak, reserved=reserved)
 
     def recompute_at(self, samples: int) -> tuple[int, ...]:
         """Return the blocks to compute again with so many samples: those of the next larger pass that was traced."""
@@ -156,17 +199,21 @@ def _between(first: int, last: int, share: float) -> int:
 
 
 def _scaled(point: Point, samples: int) -> Point:
-    """Return a bound by one trace: what a sample brings is taken off or added, what is not known to be so stays."""
+    """Return a bound by one trace: less takes no more, of more all grows that could depend on the samples.
+
+    It is not told apart what of the activations does not, such as copies of weights in a half format.
+    """
     factor = samples / point.micro_batch_size
-    less = factor < 1
+    more = max(1.0, factor)
     peak = dataclasses.replace(
         point.peak,
-        activations=round(point.peak.activations * factor),
-        inputs=round(point.peak.inputs * factor),
-        temporary=point.peak.temporary if less else round(point.peak.temporary * factor),
+        activations=round(point.peak.activations * more),
+        inputs=round(point.peak.inputs * more),
+        temporary=round(point.peak.temporary * more),
     )
     reserved = round(point.reserved * peak.total / max(1, point.peak.total))
-    return Point(samples, peak, reserved, round(point.flops * factor), round(point.moved_bytes * factor))
+    work = round(point.flops * factor), round(point.moved_bytes * factor)
+    return Point(samples, peak, reserved, *work, without=max(0, point.without + peak.total - point.peak.total))
 
 
 # ---------------------------------------------------------------- a rank's part
@@ -174,10 +221,32 @@ def _scaled(point: Point, samples: int) -> Point:
 
 @dataclass(frozen=True)
 class Part:
-    """How much of the whole a rank has: the strategy and the number of ranks."""
+    """How much of the whole a rank has: the strategy and the number of ranks.
+
+    share      samples of an update of the rank that has most; smaller passes accumulate. 0: all are passed at once
+    reshards   fsdp frees blocks after the forward pass
+    in_flight  passes of which a stage of a pipeline keeps its part of the activations at once, for each stage
+    passes     micro-batches of an update, which a pipeline reads at once
+    """
 
     strategy: str = "single"
     count: int = 1
+    share: int = 0
+    reshards: bool = True
+    in_flight: float = 1.0
+    passes: int = 1
+
+    @staticmethod
+    def of(choice: Choice, count: int, share: int = 0, passes: int = 1) -> Part:
+        """Return the part of a rank with this choice of parallelism."""
+        options, in_flight = choice.options, 1.0
+        if choice.function == "pipeline" and count > 1:
+            chunks = int(options["chunks"]) if options["schedule"] == "interleaved" else 1
+            kept = in_flight_of(options["schedule"], count, min(passes, MANY), chunks)
+            in_flight = max(sum(kept[rank::count]) for rank in range(count)) / len(kept)
+            in_flight *= passes / min(passes, MANY) if options["schedule"] == "gpipe" else 1
+        reshards = bool(options.get("reshard_after_forward", True))
+        return Part(choice.function, count, share, reshards, in_flight, passes)
 
 
 @dataclass(frozen=True)
@@ -204,9 +273,8 @@ class Prediction:
 def predicted(demand: Demand, samples: int, rank: RankDevice, part: Part | None = None) -> Prediction:
     """Return what the rank's device holds at most with passes of so many samples.
 
-    ddp adds a bucket for each gradient, in which ranks exchange them; fsdp leaves a rank an even part of parameters,
-    gradients and state, and gathers two blocks with the gradients of one; a pipeline leaves it an even part of all, and
-    as many micro-batches in flight as there are stages.
+    ddp adds a bucket for every gradient, which is there all the time. A pipeline leaves a rank an even part of all,
+    whatever its layers are: Placement knows better. Of fsdp see `_of_shards`.
     Source: Rajbhandari et al., ZeRO, 2020, section 5; Narayanan et al., PipeDream-2BW, 2021 (1F1B); both as written in
     runner/distributed/.
     """
@@ -215,22 +283,58 @@ def predicted(demand: Demand, samples: int, rank: RankDevice, part: Part | None 
     sizes = {name: int(vars(point.peak)[name]) for name in PARTS}
     over = max(0, point.reserved - point.peak.total) / max(1, point.peak.total) if rank.is_gpu else 0.0
     if part.count > 1 and part.strategy == "ddp":
-        sizes["gradients"] += point.peak.gradients
-    elif part.count > 1 and part.strategy in ("fsdp", "pipeline"):
+        sizes["gradients"] += max(demand.trained, point.peak.gradients)
+    elif part.count > 1 and part.strategy == "fsdp":
+        sizes |= _of_shards(demand, point, part)
+    elif part.count > 1 and part.strategy == "pipeline":
         for name in ("parameters", "gradients", "optimizer"):
             sizes[name] = -(-sizes[name] // part.count)
-        if part.strategy == "fsdp":
-            sizes["parameters"] += 2 * demand.largest
-            sizes["gradients"] += demand.largest
+        sizes["activations"] = round(sizes["activations"] * part.in_flight)
+        sizes["inputs"] *= part.passes
     tensors = sum(sizes.values())
     return Prediction(
         {
             **sizes,
-            "allocator": round(tensors * over) + round(tensors * rank.unseen),
+            "allocator": round(tensors * ((1 + over) * (1 + rank.unseen) - 1)),
             "libraries": rank.overhead_bytes + (rank.communication_bytes if part.count > 1 else 0),
         },
         rank.capacity_bytes if rank.is_gpu else rank.capacity_bytes // part.count,
     )
+
+
+def _of_shards(demand: Demand, point: Point, part: Part) -> dict[str, int]:
+    """Return parameters, gradients and state of a rank whose parts are cut by rows.
+
+    Gathered are what lies outside of blocks, for the whole pass, and of a block itself and what travels; with
+    reshards=False all blocks. Before gradients are cut they are there as a whole, for a block or what lies outside, and
+    once more to travel; between the passes of an update all of them. Evaluation gathers all parameters and has neither
+    gradients nor what a forward pass leaves for the backward pass.
+
+    The most of gradients g(t) / count beside the rest is not above the line between what it is for 0 and for 1.
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.13.
+    """
+    peak, count = point.peak, part.count
+    fixed = peak.parameters + peak.optimizer
+    rest = peak.total - fixed  # of all at once: with whole gradients, and without
+    without = max(point.without, peak.total - peak.gradients) - fixed
+    trained = max(demand.trained, peak.gradients)
+    if 0 < point.micro_batch_size < part.share:
+        most = max(rest, without + trained)
+    else:
+        most = without + -(-(rest - without) // count)
+    gradients = max(-(-trained // count), most - (rest - peak.gradients))
+    outside = demand.outside if demand.outside or demand.largest else peak.parameters
+    gathered = outside + 2 * demand.largest if part.reshards else peak.parameters + demand.largest
+    training = gathered + gradients + outside + 2 * demand.largest
+    evaluation = peak.parameters + max(outside, demand.largest)
+    gathered += max(0, evaluation - training)
+    uneven = demand.rows * (count - 1) // count
+    states = -(-peak.optimizer // max(1, peak.parameters))  # tensors like the parameters
+    return {
+        "parameters": -(-peak.parameters // count) + uneven + gathered,
+        "gradients": gradients + uneven + outside + 2 * demand.largest,
+        "optimizer": -(-peak.optimizer // count) + states * uneven,
+    }
 
 
 def may_fit(prediction: Prediction, words: Sequence[str]) -> bool:
@@ -263,6 +367,8 @@ def tensors_within(rank: RankDevice) -> int:
 def biggest(demand: Demand, rank: RankDevice, at_most: int, part: Part | None = None) -> int:
     """Return the most samples of a pass that fit the device, at most `at_most`; 0 where not even one does."""
     low, high = 0, at_most
+    if part is not None and 0 < part.share <= at_most and predicted(demand, part.share, rank, part).fits:
+        low = part.share  # all at once take less than a few less in several passes
     while low < high:
         middle = (low + high + 1) // 2
         if predicted(demand, middle, rank, part).fits:

@@ -73,7 +73,10 @@ class Traced:
     flops               operations of a micro-batch's forward and backward pass
     moved_bytes         bytes read and written by these
     update_moved_bytes  bytes read and written by the optimizer's step, with clipping
-    block_bytes         of the parameters of the largest of these
+    block_bytes         of the parameters of the largest of these; outside_bytes of those that are in none
+    row_bytes           of one row of each parameter: by so much the parts of ranks that cut them by rows are uneven
+    trained_bytes       of the gradients of all that is trained; widest_bytes of the largest of them
+    without_bytes       most at any moment of the second update, gradients not counted
     num_layers          layers between which a pipeline may split; None where the task does not tell
     recompute           numbers of the blocks that memory=budget computes again, so that this fits
     is_exact            True: equal to what the same run takes on a CPU, byte for byte
@@ -91,6 +94,11 @@ class Traced:
     moved_bytes: int
     update_moved_bytes: int
     block_bytes: int = 0
+    outside_bytes: int = 0
+    row_bytes: int = 0
+    trained_bytes: int = 0
+    widest_bytes: int = 0
+    without_bytes: int = 0
     num_layers: int | None = None
     recompute: tuple[int, ...] = ()
     is_exact: bool = True

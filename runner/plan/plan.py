@@ -310,6 +310,12 @@ def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
     return take_inventory(), "this machine"
 
 
+def part_of(parallelism: Choice, phase: PhasePlan) -> Part:
+    """Return how much of the whole each rank has in this phase."""
+    batch = phase.batch
+    return Part.of(parallelism, len(batch.shares) * batch.stages, max(batch.shares), batch.accumulation_steps)
+
+
 class _Planner:
     def __init__(self, configuration: Configuration, inventory: Inventory, needs: Needs | None) -> None:
         self.configuration = configuration
@@ -519,8 +525,8 @@ class _Planner:
         if self.needs is None:
             return ()
         found = []
-        part = Part(self.choices["parallelism"].function, len(self.ranks))
         for phase in phases:
+            part = part_of(self.choices["parallelism"], phase)
             demand = self.needs.demands.get(phase.name)
             for number, rank in enumerate(self.ranks if demand else ()):
                 assert demand is not None
@@ -579,7 +585,8 @@ class _Planner:
         self, needs: Needs, shares: Sequence[int], phase: str | None, *, follows_speed: bool
     ) -> int | Literal["auto"]:
         """Return the micro-batch that every device holds; auto where each holds the whole share of its rank."""
-        part, largest = Part(self.choices["parallelism"].function, len(self.ranks)), max(shares)
+        largest = max(shares)
+        part = Part.of(self.choices["parallelism"], len(self.ranks), largest)
         held = needs.held(phase, self.ranks, largest, part)
         if follows_speed:
             return max(1, held)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from runner.plan.estimate import Peaks, Seconds, update_seconds
-from runner.plan.fits import Demand, Needs, Part, RankMemory, biggest, sized
-from runner.plan.plan import PhasePlan, Plan
+from runner.plan.fits import Demand, Needs, RankMemory, biggest, sized
+from runner.plan.plan import PhasePlan, Plan, part_of
 
 WIDTH = 80  # columns
 COLUMNS = 5  # kinds of ranks beside each other
@@ -29,11 +29,17 @@ class Change:
         return f"{sized(self.bytes):>9}  {time:>7}  {' '.join(self.words)}"
 
 
-def sheet(plan: Plan, needs: Needs, peaks: Mapping[str, Peaks], changes: Sequence[Change] = ()) -> list[str]:
+def sheet(
+    plan: Plan,
+    needs: Needs,
+    peaks: Mapping[str, Peaks],
+    changes: Sequence[Change] = (),
+    untried: Sequence[tuple[str, ...]] = (),
+) -> list[str]:
     """Return the lines that tell of memory and time.
 
     peaks    device -> what it does at most
-    changes  what would make the run fit, as found
+    changes  what would make the run fit, as found; untried: what there was no time to try
     """
     if not plan.memory:
         why = needs.why_not or "no phase trains"
@@ -53,6 +59,8 @@ def sheet(plan: Plan, needs: Needs, peaks: Mapping[str, Peaks], changes: Sequenc
         lines += [f"{'peak':>9}  {'time':>7}  say", *map(str, changes)]
     elif not all(each.prediction.fits for each in plan.memory):
         lines += ["", *_wrapped("advice", "nothing that was tried would fit: take a smaller model or more memory")]
+    if untried:
+        lines += _wrapped("not tried", f"{', '.join(map(' '.join, untried))}: it would take long to follow them")
     lines += [""]
     lines += [line for said in _assumed(plan, needs) for line in _wrapped("", said)]
     return lines
@@ -87,7 +95,7 @@ def _parts(plan: Plan, of_ranks: Sequence[RankMemory]) -> list[str]:
     ]
     rows.append(("predicted", *(sized(kind[0].prediction.total) for kind in shown)))
     rows.append(("there is", *(_sized(kind[0].prediction.capacity) for kind in shown)))
-    rows.append(("", *("fits" if kind[0].prediction.fits else "DOES NOT FIT" for kind in shown)))
+    rows.append(("", *(_fits(kind[0]) for kind in shown)))
     widths = [max(len(row[column]) for row in rows) for column in range(1, len(shown) + 1)]
     lines = [
         f"{row[0]:<12}  " + "  ".join(cell.rjust(width) for cell, width in zip(row[1:], widths, strict=True))
@@ -100,7 +108,7 @@ def _parts(plan: Plan, of_ranks: Sequence[RankMemory]) -> list[str]:
 
 def _more(plan: Plan, phase: PhasePlan, demand: Demand, of_ranks: Sequence[RankMemory]) -> list[str]:
     """Return the most samples of a pass that would fit each kind of rank."""
-    part = Part(plan.choices["parallelism"].function, plan.world_size)
+    part = part_of(plan.choices["parallelism"], phase)
     found = []
     for kind in _alike(of_ranks):
         if not kind[0].prediction.capacity:
@@ -151,17 +159,21 @@ def seconds_of(plan: Plan, phase: PhasePlan, demand: Demand, peaks: Mapping[str,
 def _assumed(plan: Plan, needs: Needs) -> list[str]:
     """Return what a reader must know to trust the figures."""
     said = []
+    is_traced = all(demand.is_exact for demand in needs.demands.values())
+    how = "Traced on tensors without content" if is_traced else "Not all could be traced, see below"
     if any(rank.is_gpu for rank in plan.ranks):
         kernel = plan.choices["attention"].name
         scores = "keeps its scores, as attention=math does" if kernel == "math" else "keeps no scores"
-        said.append("Traced on tensors without content; torch's allocator is modelled, libraries are estimates;")
+        said.append(f"{how}; torch's allocator is modelled, libraries are estimates;")
         said[-1] += f" attention {scores}."
     else:
-        said.append("Traced on tensors without content, as a CPU allocates them; libraries are an estimate.")
+        said.append(f"{how}, as a CPU allocates them; libraries are an estimate.")
     said[-1] += " Times know nothing of launches, of exchange between ranks and of reading data."
     if plan.choices["compile"].name != "off":
         said.append(f"Traced without compile={plan.choices['compile'].name}, which mostly takes less.")
     why = [needs.why_not, *(demand.why_not for demand in needs.demands.values())]
+    if plan.choices["parallelism"].function == "pipeline" and plan.world_size > 1:
+        why.append("a rank of a pipeline is given an even part, whatever its layers are, and no room for what it sends")
     said += [f"NOT EXACT: {each}" for each in dict.fromkeys(why) if each]
     names = dict.fromkeys(rank.name for rank in plan.ranks)
     return said + [f"{needs.corrections[name]}." for name in names if name in needs.corrections]
@@ -183,6 +195,10 @@ def _devices(plan: Plan, kind: Sequence[RankMemory]) -> str:
 
 def _room(each: RankMemory) -> int:
     return each.prediction.capacity - each.prediction.total
+
+
+def _fits(each: RankMemory) -> str:
+    return ("fits" if each.is_exact else "may fit, not exact") if each.prediction.fits else "DOES NOT FIT"
 
 
 def _verdict(each: RankMemory) -> str:

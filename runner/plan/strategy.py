@@ -39,26 +39,28 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
     samples = micro or 1
     need = needs.worst(samples)
     are_unequal = max(rooms) > UNEQUAL * min(rooms)
+    share = -(-total // count)
     least = max(predicted(need, samples, rank, Part("ddp", count)).total for rank in ranks)
     room = f"{sized(min(rooms))} of the {'smaller' if are_unequal else 'same'} device"
 
     def hold(strategy: str, size: int = samples) -> bool:
-        return needs.fits(ranks, [size] * count, Part(strategy, count))
+        return needs.fits(ranks, [size] * count, Part(strategy, count, share))
 
+    holds_shards = hold("fsdp") or hold("fsdp", micro or share)  # at once no gradients are added up before they are cut
     if hold("ddp"):
         if not are_unequal:
             return Strategy("ddp", {}, f"auto: the model fits each of {count} devices ({need}; room {room})")
-        fits = hold("ddp", micro or -(-total // count))
+        fits = hold("ddp", micro or share)
         shares, why = ("speed", "even shares fit, so speed decides") if fits else ("memory", "even shares do not fit")
         return Strategy(
             "ddp", {"shares": shares}, f"auto: the model fits each of {count} unequal devices; {why} ({need})"
         )
-    if hold("fsdp") and not are_unequal:
+    if holds_shards and not are_unequal:
         return Strategy("fsdp", {}, f"auto: a copy takes {sized(least)}, above {room}; a part of it fits ({need})")
     if need.num_layers is not None and need.num_layers >= count and _fits_together(need, samples, ranks):
         why = "fsdp cuts evenly and the smaller device is too small for that" if are_unequal else "too large for fsdp"
         return Strategy("pipeline", {}, f"auto: a copy takes {sized(least)}, above {room}; {why} ({need})")
-    if hold("fsdp"):
+    if holds_shards:
         return Strategy("fsdp", {}, f"auto: a copy takes {sized(least)}, above {room}; even parts of it fit ({need})")
     held = needs.held(None, ranks, samples, Part("ddp", count))
     smaller = f"micro_batch_size={held}, " if held else ""

@@ -40,8 +40,9 @@ def needs(demand: Demand) -> Needs:
         (model(4, activations=0.3), devices(11, 8), 4, "ddp", {"shares": "speed"}, "even shares fit"),
         (model(20), devices(16, 16), None, "fsdp", {}, "a part of it fits"),
         (model(14), devices(11, 8), None, "pipeline", {}, "fsdp cuts evenly"),
-        (model(12, layers=None), devices(11, 8), None, "fsdp", {}, "even parts of it fit"),
-        (model(24), devices(16, 16), None, "fsdp", {}, "a part of it fits"),
+        (model(10, layers=None), devices(11, 8), None, "fsdp", {}, "even parts of it fit"),
+        (model(22), devices(16, 16), None, "fsdp", {}, "a part of it fits"),
+        (model(24), devices(16, 16), None, "pipeline", {}, "too large for fsdp"),  # evaluation gathers all
     ],
 )
 def test_the_simplest_that_fits_is_taken(

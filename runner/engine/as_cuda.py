@@ -1,0 +1,51 @@
+"""What autocast computes in float32 on a GPU and in the half format on a CPU, for following a GPU's run on a CPU.
+
+Norms, exponentials and losses are most of it: a norm between two convolutions keeps twice the bytes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+
+class AsCuda(TorchFunctionMode):
+    """Within it, autocast on a CPU gives these functions float32, as autocast on a GPU does.
+
+    Those that a function of torch calls inside, as cross entropy does, are not seen; a CPU keeps no less of that one.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(_widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
+
+
+def _named(names: str) -> Iterator[Any]:
+    for name in names.split():
+        for place in (torch, F, Tensor):
+            if hasattr(place, name):
+                yield getattr(place, name)
+
+
+_IN_FLOAT32 = frozenset(  # aten/src/ATen/autocast_mode.h of torch 2.13, AT_FORALL_FP32 and _SET_OPT_DTYPE
+    _named(
+        "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus"
+        " layer_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss"
+        " kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss"
+        " soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist"
+        " renorm logsumexp interpolate prod softmax log_softmax cumprod cumsum sum norm"
+    )
+)
