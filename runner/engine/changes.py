@@ -29,7 +29,9 @@ def changes_of(
     """
     trial = _Trial(configuration, inventory, plan, needs, peaks, _seconds(plan, needs, peaks))
     single = list(_candidates(configuration, inventory, plan))
-    found, untried, failed = [], list[Words](), set[Words]()
+    found: list[Change] = []
+    untried: list[Words] = []
+    failed: set[Words] = set()
     began = time.process_time()
     for words in single:
         if not trial.may_help(words) or (words == BUDGET and CHECKPOINT in failed):  # it keeps no less
@@ -103,7 +105,8 @@ class _Trial:
             plan = make_plan(changed, self.inventory, needs=needs)
         except AccelRunError:
             return None
-        if not plan.memory or not all(each.prediction.fits and each.is_exact for each in plan.memory):
+        is_rough = not all(each.is_exact for each in self.plan.memory)  # which the answer says anyway
+        if not plan.memory or not all(each.prediction.fits and (each.is_exact or is_rough) for each in plan.memory):
             return None
         most = max(each.prediction.total for each in plan.memory)
         seconds = _seconds(plan, needs, self.peaks)

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,11 @@ class Forecast:
     def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
         plan = make_plan(_alone(configuration), inventory)
         self.keeps_ahead = plan.choices["prefetch"].function == "stream"
-        self.autocast = AsCuda if plan.device.startswith("cuda") else nullcontext
+        is_gpu = plan.device.startswith("cuda")
+        self.autocast: Callable[[], AbstractContextManager[Any]] = AsCuda if is_gpu else nullcontext
         self.plan = _on_the_host(plan)
         self.limit = _limit(plan)
+        self.has_buckets = configuration.choices["parallelism"].function == "ddp"
         self.phases = [phase for phase in self.plan.selected if phase.kind == "train"]
         self._stack = ExitStack()
         self._parts: Parts | None = None
@@ -90,7 +92,7 @@ class Forecast:
             return known[blocks]
 
         def takes(blocks: Blocks) -> int:
-            return max(traced.peak.total for traced in with_these(blocks))
+            return max(traced.peak.total + traced.trained_bytes * self.has_buckets for traced in with_these(blocks))
 
         largest = max(with_these(()), key=lambda traced: traced.peak.total)
         chosen = computed_again(largest.blocks, takes, self.limit)
@@ -293,7 +295,7 @@ class _Follower:
         )
 
 
-def _of_weights(model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter]) -> dict[str, int]:
+def _of_weights(model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter]) -> dict[str, Any]:
     """Return the fields of `Traced` that the parameters tell."""
     own = [block for block in blocks if block is not model]
     inside = {weight for block in own for weight in block.parameters()}

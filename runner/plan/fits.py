@@ -182,7 +182,8 @@ class Demand:
 
     def __str__(self) -> str:
         """Return in a line what does not depend on the samples, and what each of them adds."""
-        one, two = self.at(self.points[-1].micro_batch_size), self.at(self.points[-1].micro_batch_size + 1)
+        most = self.points[-1].micro_batch_size
+        one, two = self.at(most + 1), self.at(most + 2)
         fixed = f"weights {sized(one.peak.parameters + one.peak.buffers)}, gradients {sized(one.peak.gradients)}"
         each = max(0, two.peak.total - one.peak.total)
         return f"{fixed}, optimizer {sized(one.peak.optimizer)}, {sized(each)} a sample"
