@@ -169,6 +169,10 @@ def _settings_or_flags(line: _Line, *more: str) -> list[str]:
     return _with_values(line, key, value) if has_value else [f"{key}=" for key in _names(line)] + _beginnings(line)
 
 
+def _plan(line: _Line) -> list[str]:
+    return _settings_or_flags(line, "--probe")
+
+
 def _train(line: _Line) -> list[str]:
     return _settings_or_flags(line, "-m")
 
@@ -474,7 +478,7 @@ _PATH_FLAGS = {"--task": ".py", "--config-dir": "/"}
 _COMMANDS: Mapping[str, Callable[[_Line], list[str]]] = {
     "train": _train,
     "both": _settings_or_flags,
-    "plan": _settings_or_flags,
+    "plan": _plan,
     "profile": _profile,
     "explain": _explain,
     "inference": _inference,

@@ -7,6 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from runner.base.configuration import compose, facts_of_profiles
+from runner.base.errors import ConfigError, Problem
+from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
 from runner.commands.arguments import SETTINGS_HELP, read
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from runner.plan.plan import Plan
     from runner.plan.sheet import Change
 
+PROBE = "--probe"
 HELP = f"""usage: accel-run plan [--probe] [key=value ...]
 
 Shows every value of the run with its reason, what it takes of memory and about how long an update takes, and stops.
@@ -41,8 +44,12 @@ def run(words: list[str]) -> int:
     """Print the plan."""
     from runner.plan.plan import inventory_for, make_plan, rank_table
 
-    probes = "--probe" in words
-    configuration = compose(read([word for word in words if word != "--probe"]).request)
+    probes = PROBE in words
+    rest = [word for word in words if word != PROBE]
+    slips = [word for word in rest if _means_probe(word)]
+    if slips:
+        raise ConfigError([Problem("unknown option", word, f"say {PROBE}") for word in slips])
+    configuration = compose(read(rest).request)
     if probes:
         from runner.measure.real_updates import probe
 
@@ -66,6 +73,13 @@ def run(words: list[str]) -> int:
         print(fit_to_show(f"note: {note}"))
     print(fit_to_show(f"\nnext: {command(configuration)}"))
     return 0
+
+
+def _means_probe(word: str) -> bool:
+    """Tell whether it is meant for `--probe` and for no setting, such as profiler."""
+    key, flag = word.partition("=")[0], PROBE.lstrip("-")
+    is_near = key.startswith("-") and not key.startswith("--prof") and did_you_mean(key.lstrip("-"), [flag])
+    return key == flag or bool(is_near)
 
 
 def _needs(configuration: Configuration, inventory: Inventory) -> Needs:

@@ -59,6 +59,14 @@ accel-run: seed= 3: has a space after =
 accel-run: fast: is not a setting; settings are written key=value
            accel-run plan shows every key
 """,
+    "plan --prob": """\
+accel-run: --prob: unknown option
+           say --probe
+""",
+    "plan probe": """\
+accel-run: probe: unknown option
+           say --probe
+""",
     "monitor once": """\
 accel-run: once: is not a setting; settings are written key=value
            say --once
