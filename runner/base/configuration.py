@@ -14,6 +14,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.base.division import divide
@@ -516,13 +517,28 @@ def _compose_groups(groups: Mapping[str, str], request: Request, problems: list[
     plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)
     assert isinstance(plain, dict)
     problems = [
-        Problem("must be a mapping of keys to values", f"{group}/{choices[group]}.yaml")
-        for group in GROUPS
-        if not isinstance(plain.get(group) or {}, dict)
+        *(
+            Problem("must be a mapping of keys to values", f"{group}/{choices[group]}.yaml")
+            for group in GROUPS
+            if not isinstance(plain.get(group, {}), (dict, NoneType))
+        ),
+        *_of_packages({str(group): str(option) for group, option in choices.items()}, request.config_dir),
     ]
     if problems:
         raise ConfigError(problems)
     return {**plain, "hydra_choices": choices}
+
+
+def _of_packages(choices: Mapping[str, str], config_dir: Path | None) -> Iterator[Problem]:
+    """Say of the user's files whose keys would not be those of their group."""
+    for group, option in choices.items():
+        file = _file_of(group, option, config_dir)
+        if config_dir is None or file is None or not file.is_relative_to(config_dir):
+            continue
+        found = re.match(r"(?:\s*#.*\n)*?\s*#\s*@package\s+(\S+)", _text_of(file, config_dir))
+        if found and found[1] not in (group, "_global_"):
+            what = f"must have no # @package line but {_GLOBAL}, which is for keys of the whole configuration"
+            yield Problem(f"{what}, but has {found[1]}", str(file), "leave the line out")
 
 
 def _of_composing(error: Exception, groups: Mapping[str, str], config_dir: Path | None) -> Problem:
@@ -1227,6 +1243,12 @@ def selected_by_profile(profile: str, config_dir: Path | None = None) -> dict[st
                 if str(key).startswith("override "):
                     chosen[str(key).split()[1].lstrip("/")] = str(option)
     return chosen
+
+
+def own_profile(profile: str, config_dir: Path | None) -> Path | None:
+    """Return the file of a hardware profile in the user's folder; None where it is one of ours."""
+    file = _file_of("hardware", profile, config_dir)
+    return file if file and config_dir and file.is_relative_to(config_dir) else None
 
 
 def facts_of_profiles(config_dir: Path | None = None) -> dict[str, dict[str, Any]]:

@@ -173,15 +173,17 @@ def take_inventory() -> Inventory:
     )
 
 
-def inventory_of_profile(facts: Mapping[str, Any], here: Inventory | None = None) -> Inventory:
-    """Return the inventory of a machine that is not here, made of the `hardware:` facts of a profile.
+def inventory_of_profile(
+    facts: Mapping[str, Any], here: Inventory | None = None, file: Path | None = None
+) -> Inventory:
+    """Return the inventory of a machine that is not here, made of the `hardware:` facts of a profile, of `file`.
 
     A profile tells of GPUs only. The CPU and the versions are those of `here`, as a note says; without `here` they
     are one core, no memory and no versions. Raises ConfigError with every fact that is missing or of a wrong type.
     """
     problems: list[Problem] = []
     described = [each for each in facts.get("devices") or () if each.get("kind", "cuda") != "cpu"]
-    devices = tuple(_device_of_profile(index, each, problems) for index, each in enumerate(described))
+    devices = tuple(_device_of_profile(index, each, file, problems) for index, each in enumerate(described))
     if problems:
         raise ConfigError(problems)
     title = facts.get("title", "a machine that is not here")
@@ -387,8 +389,8 @@ def _major(version: str | None) -> int:
     return int(version.split(".")[0]) if version else 10**6  # unknown: nothing to complain about
 
 
-def _device_of_profile(index: int, facts: Mapping[str, Any], problems: list[Problem]) -> Device:
-    where = f"hardware.devices[{index}]"
+def _device_of_profile(index: int, facts: Mapping[str, Any], file: Path | None, problems: list[Problem]) -> Device:
+    where = f"{file}: hardware.devices[{index}]" if file else f"hardware.devices[{index}]"
     name, memory_gib, capability = facts.get("name"), facts.get("memory_gib"), _pair(facts.get("capability"))
     if not isinstance(name, str):
         problems.append(Problem(f"name must be text, but is {name}", where))

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from runner.axes.memory import allocator_environment
-from runner.base.configuration import Choice, Configuration, PhaseSettings, function_of, shipped_options
+from runner.base.configuration import (
+    Choice,
+    Configuration,
+    PhaseSettings,
+    function_of,
+    own_profile,
+    shipped_options,
+)
 from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Problem
 from runner.base.phases import GROUPS as PHASE_GROUPS
@@ -306,7 +313,9 @@ def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
     if any(item.get("kind") != "cpu" for item in configuration.hardware.get("devices") or ()):
         cpu, notes = read_cpu()
         here = Inventory((), cpu, notes=notes)
-        return inventory_of_profile(configuration.hardware, here), f"the machine of profile {configuration.profile}"
+        file = own_profile(configuration.profile, configuration.request.config_dir)
+        planned = inventory_of_profile(configuration.hardware, here, file)
+        return planned, f"the machine of profile {configuration.profile}"
     return take_inventory(), "this machine"
 
 

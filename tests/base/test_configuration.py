@@ -310,6 +310,9 @@ def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tm
 
 
 OPTIONS_OF_SGD = ("lr", "momentum", "nesterov", "weight_decay", "kernel", "decay_1d", "lr_scales")
+OTHER_PACKAGE = (
+    "must have no # @package line but # @package _global_, which is for keys of the whole configuration, but has _group_"
+)
 NO_OPTIONS = (
     f"must choose an option of every group, but has none for {', '.join(GROUPS)}"
     f" | begin with a copy of {shipped('conf')}/config.yaml, or give the file another name"
@@ -339,6 +342,14 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
     "a list": (
         {"optimizer/mine.yaml": "- 1\n"}, ("optimizer=mine",),
         ["optimizer/mine.yaml: must be a mapping of keys to values"],
+    ),
+    "an empty list": (
+        {"precision/fp16.yaml": "[]\n"}, ("precision=fp16",),
+        ["precision/fp16.yaml: must be a mapping of keys to values"],
+    ),
+    "keys of another package": (
+        {"scheduler/mine.yaml": "# mine\n# @package _group_\ndefaults:\n  - cosine\nwarmup: 10\n"}, ("scheduler=mine",),
+        [f"{{folder}}/scheduler/mine.yaml: {OTHER_PACKAGE} | leave the line out"],
     ),
     "a task that is a list": (
         {"task/mine.yaml": "- lr: 1\n"}, ("task=mine",),

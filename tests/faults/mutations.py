@@ -180,7 +180,7 @@ FILES: Mapping[str, Spoil] = {
     "old mac": lambda rng, text: text.replace("\n", "\r").encode(),
     "BOM": lambda rng, text: b"\xef\xbb\xbf" + text.encode(),
     "UTF-16": lambda rng, text: text.encode("utf-16"),
-    "Latin-1": lambda rng, text: (text + "# \u00fcber\nx: \u00e9\n").encode("latin-1"),
+    "Latin-1": lambda rng, text: (text + "# \u00fcber\nx: \u00e9\n").encode("latin-1", errors="replace"),
     "not UTF-8": lambda rng, text: text.encode() + bytes([rng.randrange(128, 256)]) + b"\n",
     "empty": lambda rng, text: b"",
     "blank": lambda rng, text: rng.choice([b"\n\n", b" ", b"\t", b"---\n", b"...\n", b"# nothing\n", b"{}", b"null", b"---\n---\n"]),
