@@ -311,7 +311,8 @@ def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tm
 
 OPTIONS_OF_SGD = ("lr", "momentum", "nesterov", "weight_decay", "kernel", "decay_1d", "lr_scales")
 OTHER_PACKAGE = (
-    "must have no # @package line but # @package _global_, which is for keys of the whole configuration, but has _group_"
+    "must have no # @package line but # @package _global_, which is for keys of the whole configuration,"
+    " but has _group_"
 )
 NO_OPTIONS = (
     f"must choose an option of every group, but has none for {', '.join(GROUPS)}"
