@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,6 +115,11 @@ def shortened(items: Sequence[object], shown: int = 4, separator: str = ", ") ->
     """Return the first of the items, and how many more there are."""
     more = f" and {len(items) - shown} more" if len(items) > shown else ""
     return separator.join(map(str, items[:shown])) + more
+
+
+def is_number(value: object) -> bool:
+    """Tell whether what was read can be shown as a number; an integer of 400 digits cannot, and True is none."""
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
 def bytes_in_words(size: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
-from runner.base.words import bytes_in_words
+from runner.base.words import bytes_in_words, is_number
 from runner.commands.arguments import own_words
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
@@ -105,7 +105,7 @@ def row_of(path: Path) -> Row:
         phase if isinstance(phase, str) and len(totals) > 1 else None,
         update if isinstance(update, int) else None,
         total if isinstance(total, int) else None,
-        {str(name): float(value) for name, value in metrics.items() if _is_number(value)},
+        {str(name): float(value) for name, value in metrics.items() if is_number(value)},
         last_written(path),
         _size_of(path),
     )
@@ -163,10 +163,6 @@ def _size_of(path: Path) -> int:
         except OSError:
             continue
     return total
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _as_json(row: Row) -> dict[str, Any]:

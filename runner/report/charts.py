@@ -14,11 +14,11 @@ import numpy as np
 from runner.base import partition
 from runner.base.errors import AccelRunError
 from runner.base.picture import COLORS, new_figure
-from runner.base.words import words_of
+from runner.base.words import is_number, words_of
 from runner.measure import pictures
 from runner.measure.results import Results
 from runner.observe import limits, machine_plots
-from runner.report.story import PARTS, Curve, Story, fit, is_number
+from runner.report.story import PARTS, Curve, Story, fit
 from runner.report.svg import GRID, MUTED, as_svg, drawing
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 from runner import __version__
 from runner.base.errors import StorageError
 from runner.base.packages import require
-from runner.base.words import bytes_in_words
+from runner.base.words import bytes_in_words, is_number
 from runner.durable import files
 from runner.durable.directory import is_name
 from runner.measure.criteria import criteria, rule_of_thumb
@@ -26,7 +26,7 @@ from runner.observe.samples import Summary
 from runner.observe.verdicts import verdicts
 from runner.plan.inventory import Cpu
 from runner.report.charts import TIME, Chart, Missing, charts_of, kinds_of
-from runner.report.story import Checkpoint, Story, cut, fit, is_number, names_in, numbers
+from runner.report.story import Checkpoint, Story, cut, fit, names_in, numbers
 
 MARK = '<meta name="generator" content="accel-run '  # of a page of any version
 MOST_BYTES = 500_000

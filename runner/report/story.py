@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 import shlex
-import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from runner.base.configuration import Request, compose, to_yaml
 from runner.base.errors import AccelRunError
 from runner.base.guarded_yaml import read_guarded
 from runner.base.secret import fit_to_show, is_secret
+from runner.base.words import is_number
 from runner.durable import files
 from runner.durable.checkpoint import verify
 from runner.durable.directory import RunDirectory, is_name
@@ -180,11 +180,6 @@ def numbers(found: Any) -> dict[str, float]:
     """Return those entries of a mapping that are numbers, without NaN and infinities."""
     pairs = found.items() if isinstance(found, Mapping) else ()
     return {str(name): float(value) for name, value in pairs if is_number(value) and math.isfinite(value)}
-
-
-def is_number(value: Any) -> bool:
-    """Tell whether it can be drawn; an integer of 400 digits cannot, and True is none."""
-    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
 def flat(tree: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]]:
