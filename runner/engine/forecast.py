@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ class Forecast:
     """
 
     def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
+        of_ranks = make_plan(configuration, inventory)
+        self.shares = {phase.name: max(phase.batch.shares) for phase in of_ranks.phases}
         plan = make_plan(_alone(configuration), inventory)
         self.keeps_ahead = plan.choices["prefetch"].function == "stream"
         is_gpu = plan.device.startswith("cuda")
@@ -128,7 +131,7 @@ class Forecast:
         return self._parts
 
     def _followed(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
-        steps = min(2, -(-max(phase.batch.shares) // size))  # more passes take no more memory than two
+        steps = min(2, -(-self.shares[phase.name] // size))  # more passes take no more memory than two
         batch = Batch(size * steps, size, (size * steps,))
         phase = dataclasses.replace(phase, batch=batch, updates=UPDATES, epochs=None)
         parts = self._built()
@@ -192,7 +195,8 @@ class _Follower:
         position = Position(phase.name)
 
         def read() -> Iterator[MicroBatch]:
-            for key in order.from_update(0):
+            first = next(order.from_update(0))._replace(last=True)  # one pass is enough to make the state
+            for key in chain([first], order.from_update(1)):
                 with _disable_current_modes():
                     item = fetcher[key]
                 map_tensors(lambda tensor: ledger.saw(tensor, "inputs"), item.batch)

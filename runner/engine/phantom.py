@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from runner.plan.need import Event
 
@@ -140,7 +140,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = _tensors((args, kwargs))
         if not any(map(self.is_fake, given)):
             answer = func(*args, **kwargs)
         else:
@@ -189,11 +189,12 @@ class Phantom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func is _aten.masked_select.default and not self.is_fake(args[1]):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
             func, args = _aten.index.Tensor, (args[0].expand(shape), [*self._places(args[1].expand(shape))])
-        args, kwargs = tree_map(lambda leaf: self.faked(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        with self.fakes:
-            answer = func(*args, **kwargs)
-            correct = _CORRECTED.get(func)
-            answer = correct(args, answer) if correct else answer
+        if not all(type(tensor) is FakeTensor for tensor in _tensors((args, kwargs))):
+            args, kwargs = tree_map(lambda leaf: self.faked(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        answer = self.fakes.dispatch(func, (), args, kwargs)
+        if func in _CORRECTED:
+            with self.fakes:
+                answer = _CORRECTED[func](args, answer)
         if real and func._schema.is_mutable:
             for fake in _written(func, args, kwargs):
                 if id(fake) in real:
@@ -210,7 +211,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return index.nonzero().unbind(1)
 
     def _count(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], answer: Any) -> None:
-        made = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
+        made = _tensors(answer)
         for tensor in made:
             self.ledger.saw(tensor)
         if func.is_view:
@@ -243,6 +244,15 @@ def in_layers(ledger: Ledger, model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in what an operation is given or returns; ten times as fast as torch's trees."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return _tensors([*value.values()]) if isinstance(value, dict) else []
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors into which an operation writes."""
     places = {argument.name: argument for argument in func._schema.arguments}
@@ -251,8 +261,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         leaf
         for name, value in values.items()
         if places[name].alias_info is not None and places[name].alias_info.is_write
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, Tensor)
+        for leaf in _tensors(value)
     ]
 
 

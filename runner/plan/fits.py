@@ -128,14 +128,17 @@ class Demand:
         )
         return Demand(**{**tree, "points": points, "layers": tuple(Layer(**layer) for layer in tree["layers"])})
 
-    def at(self, samples: int) -> Point:
+    def at(self, samples: int, share: int = 0) -> Point:
         """Return what a pass of so many samples takes; from one trace alone an upper bound for fewer samples.
 
         What was not traced is taken to be one pass of several, so that gradients of others are there all the time.
+
+        share  samples of an update: where they are more, what was traced as a whole update is one pass of several too
         """
         first, last = self._around(samples)
         if samples in (first.micro_batch_size, last.micro_batch_size):
-            return first if samples == first.micro_batch_size else last
+            found = first if samples == first.micro_batch_size else last
+            return self._of_several(found) if share > samples else found
         first, last = self._of_several(first), self._of_several(last)
         if first.micro_batch_size == last.micro_batch_size:
             return _scaled(first, samples)
@@ -280,7 +283,7 @@ def predicted(demand: Demand, samples: int, rank: RankDevice, part: Part | None 
     runner/distributed/.
     """
     part = part or Part()
-    point = demand.at(samples)
+    point = demand.at(samples, part.share)
     sizes = {name: int(vars(point.peak)[name]) for name in PARTS}
     over = max(0, point.reserved - point.peak.total) / max(1, point.peak.total) if rank.is_gpu else 0.0
     if part.count > 1 and part.strategy == "ddp":

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from runner.base.batch import map_tensors
@@ -279,7 +279,8 @@ def most_of_rank(plan, world) -> int:
         def batches():
             for key in order.from_update(0):
                 gc.collect()  # else what is left over from the last pass may still be there
-                item = fetcher[key]
+                with _disable_current_modes():  # the data set is no part of it
+                    item = fetcher[key]
                 map_tensors(count.add, item.batch)
                 yield item
 
@@ -299,7 +300,8 @@ def most_of_rank(plan, world) -> int:
 @pytest.mark.parametrize(
     ("strategy", "micro", "steps", "blocks", "above"),
     [
-        ("ddp", 4, 1, "true", 1.1),
+        ("ddp", 4, 1, "true", 1.001),
+        ("ddp", 2, 3, "true", 1.001),
         ("fsdp", 4, 1, "true", 1.3),
         ("fsdp", 2, 3, "true", 1.3),
         ("fsdp", 4, 1, "false", 1.3),
@@ -308,7 +310,7 @@ def most_of_rank(plan, world) -> int:
 def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micro, steps, blocks, above):
     """Buckets, gathered blocks, gradients before they are cut, and what several passes add up.
 
-    For fsdp it is a bound: not all of that is there at once.
+    For ddp it is exact; for fsdp it is a bound: not all of that is there at once.
     """
     file = tmp_path / "wide.py"
     file.write_text(WIDE)
