@@ -192,9 +192,10 @@ class Phantom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not all(type(tensor) is FakeTensor for tensor in _tensors((args, kwargs))):
             args, kwargs = tree_map(lambda leaf: self.faked(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         answer = self.fakes.dispatch(func, (), args, kwargs)
-        if func in _CORRECTED:
+        correct = _CORRECTED.get(func)
+        if correct is not None:
             with self.fakes:
-                answer = _CORRECTED[func](args, answer)
+                answer = correct(args, answer)
         if real and func._schema.is_mutable:
             for fake in _written(func, args, kwargs):
                 if id(fake) in real:

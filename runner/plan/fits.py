@@ -142,15 +142,15 @@ class Demand:
         first, last = self._of_several(first), self._of_several(last)
         if first.micro_batch_size == last.micro_batch_size:
             return _scaled(first, samples)
-        share = (samples - first.micro_batch_size) / (last.micro_batch_size - first.micro_batch_size)
-        peak = {name: _between(vars(first.peak)[name], vars(last.peak)[name], share) for name in PARTS}
+        way = (samples - first.micro_batch_size) / (last.micro_batch_size - first.micro_batch_size)
+        peak = {name: _between(vars(first.peak)[name], vars(last.peak)[name], way) for name in PARTS}
         return Point(
             samples,
             Bytes(**peak),
-            max(Bytes(**peak).total, _between(first.reserved, last.reserved, share)),
-            _between(first.flops, last.flops, share),
-            _between(first.moved_bytes, last.moved_bytes, share),
-            without=_between(first.without, last.without, share),
+            max(Bytes(**peak).total, _between(first.reserved, last.reserved, way)),
+            _between(first.flops, last.flops, way),
+            _between(first.moved_bytes, last.moved_bytes, way),
+            without=_between(first.without, last.without, way),
         )
 
     def _of_several(self, point: Point) -> Point:
