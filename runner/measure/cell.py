@@ -41,6 +41,7 @@ from runner.engine.infer import timed_predictions
 from runner.engine.loop import StepInfo
 from runner.engine.session import open_run
 from runner.engine.train import Phase, TrainingRun
+from runner.measure.contention import Contention
 from runner.measure.counting import counted
 from runner.measure.probe import probe
 from runner.measure.sketch import sketch
@@ -149,6 +150,9 @@ class MeasuredPhase(Phase):
 class Clock:
     """Marks the ends of updates: by the host's clock, since a CPU has nothing under way when an update is over."""
 
+    def __init__(self) -> None:
+        self.contention = Contention()
+
     def tick(self) -> Any:
         """Return a mark; nobody waits."""
         return time.perf_counter()
@@ -164,6 +168,11 @@ class Clock:
     def slowed(self) -> list[str]:
         """Return what holds the device's clocks down, in words."""
         return []
+
+    def behind_others(self) -> Callable[[], float]:
+        """Return what tells the seconds since now in which this thread stood in line for a core behind others."""
+        before = self.contention.look()
+        return lambda: self.contention.behind_others_s(before, self.contention.look())
 
 
 class DeviceClock(Clock):
@@ -184,6 +193,10 @@ class DeviceClock(Clock):
 
     def joules(self) -> float | None:
         return self.nvml.read(self.gpu, ["energy_j"])["energy_j"] if self.gpu else None
+
+    def behind_others(self) -> Callable[[], float]:
+        """What the host waits for need not hold the device up."""
+        return lambda: 0.0
 
     def slowed(self) -> list[str]:
         found = self.nvml.read(self.gpu, ["throttle_reasons"])["throttle_reasons"] if self.gpu else None
@@ -275,17 +288,18 @@ class Cell:
         for _ in range(unpaid):
             next(self.updates)
         world.synchronize()
-        before, joules = watch.spent(), self.clock.joules()
+        before, joules, behind = watch.spent(), self.clock.joules(), self.clock.behind_others()
         began = time.perf_counter()
         ticks = deque([self.clock.tick()], maxlen=TIMED_UPDATES + 1)
         for _ in range(updates):
             next(self.updates)
             ticks.append(self.clock.tick())
         world.synchronize()
-        seconds, after = time.perf_counter() - began, self.clock.joules()
+        seconds, behind_s, after = time.perf_counter() - began, behind(), self.clock.joules()
         return {
             "updates": updates,
             "seconds": seconds,
+            "behind_s": min(behind_s, seconds),
             "parts_s": between(before, watch.spent()),
             "updates_ms": [round(self.clock.between_ms(*pair), 4) for pair in pairwise(ticks)],
             "joules": None if joules is None or after is None else after - joules,

@@ -83,7 +83,9 @@ class Limits:
 class Measured:
     """What was measured of a cell.
 
-    blocks_ms       milliseconds per update, by round; only rounds in which it took part are there
+    blocks_ms       milliseconds per update, by round; only rounds in which it took part are there. What it stood in
+                    line for a core behind processes of others is not in it
+    behind_s        seconds of that, by round
     parts_s         seconds of these blocks by part, as the stopwatch of the cell tells them
     updates_ms      milliseconds of each of the last updates of a block, by round
     block_j         joules per update, by round, where the device counts them
@@ -99,6 +101,7 @@ class Measured:
 
     cell: Cell
     blocks_ms: dict[int, float] = field(default_factory=dict)
+    behind_s: dict[int, float] = field(default_factory=dict)
     parts_s: dict[str, float] = field(default_factory=dict)
     updates_ms: dict[int, list[float]] = field(default_factory=dict)
     block_j: dict[int, float] = field(default_factory=dict)
@@ -129,8 +132,14 @@ class Measured:
     @property
     def turn_s(self) -> float:
         """Return about how many seconds a block takes, with the updates before it that are not timed."""
-        update_s = self.median_ms / 1e3 if self.blocks_ms else self.warm_up_s / max(1, self.warm_up_updates)
-        return (self.updates + self.unpaid) * update_s
+        if not self.blocks_ms:
+            return (self.updates + self.unpaid) * self.warm_up_s / max(1, self.warm_up_updates)
+        return self.lasted_s / len(self.blocks_ms) * (1 + self.unpaid / self.updates)
+
+    @property
+    def lasted_s(self) -> float:
+        """Return the seconds that its blocks took, in line for cores and all."""
+        return sum(self.blocks_ms.values()) * self.updates / 1e3 + sum(self.behind_s.values())
 
     @property
     def opening_s(self) -> float:
@@ -506,7 +515,8 @@ class Arena:
         try:
             process.go_on()
             made = process.block(measured.updates, self.limits.start_s, measured.unpaid)
-            measured.blocks_ms[number] = 1e3 * made["seconds"] / measured.updates
+            measured.blocks_ms[number] = 1e3 * (made["seconds"] - made["behind_s"]) / measured.updates
+            measured.behind_s[number] = made["behind_s"]
             for part, seconds in made["parts_s"].items():
                 measured.parts_s[part] = measured.parts_s.get(part, 0.0) + seconds
             measured.updates_ms[number] = made["updates_ms"]
@@ -641,7 +651,8 @@ class _Process(Line):
 
     def make(self, updates: int, timeout_s: float) -> float:
         """Let it make so many updates; return the seconds they took."""
-        return float(self.block(updates, timeout_s)["seconds"])
+        made = self.block(updates, timeout_s)
+        return float(made["seconds"] - made["behind_s"])
 
     def block(self, updates: int, timeout_s: float, unpaid: int = 0) -> dict[str, Any]:
         """Let it make so many updates; return what they took, without the `unpaid` ones before them."""
@@ -829,6 +840,10 @@ def _disturbances(trials: Trials) -> Iterator[str]:
     busy = statistics.fmean(trials.others) if trials.others else 0.0
     if busy > BUSY_CORES:
         yield f"the machine is busy: other processes keep {busy:.1f} of {trials.num_cores:g} cores at work"
+    seconds = sum(cell.lasted_s for cell in trials.cells)
+    behind_s = sum(sum(cell.behind_s.values()) for cell in trials.cells)
+    if behind_s > CONTENDED * seconds:
+        yield f"{behind_s / seconds:.0%} of the time blocks stood in line behind other processes: it is not counted"
     blocks = sum(len(cell.blocks_ms) for cell in trials.cells)
     for reason, times in sum((cell.slowed for cell in trials.cells), Counter[str]()).most_common():
         yield f"the device throttles: {reason}, in {times} of {blocks} blocks"
@@ -870,6 +885,7 @@ CLEARLY_SLOWER = 0.95
 RESTLESS = 0.15
 STILL_S = 0.05  # before each round, in which nothing of ours runs
 BUSY_CORES = 0.25
+CONTENDED = 0.02  # of the time of all blocks
 ROUNDING = 1e-3  # relative difference of losses that order of summation makes at most
 GRADIENT_FACTOR = 5  # a norm is more sensitive than a mean
 # What may change losses by more than rounding, and by how much: other formats, other random draws in dropout.

@@ -54,7 +54,8 @@ class FakeProcess(trial._Process):
             answer = {"values": {}, "periods": {}, "readers": 0, "ahead": 0, "updates": 10**6}
         elif what == "make":
             seconds = self.order["updates"] * self.of("update_s") * (1 + self.of("noise") * self.random.random())
-            answer = {"seconds": seconds, "parts_s": {}, "updates_ms": [], "slowed": [], "joules": None}
+            told = {"parts_s": {}, "updates_ms": [], "slowed": [], "joules": None}
+            answer = {"seconds": seconds, "behind_s": 0.0, **told}
         elif what == "report":
             answer = {"peak_host_gib": 0.0, "losses": [1.0] * 8, "grad_norms": [1.0]}
         self.clock.now += min(seconds, timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections import Counter
@@ -150,7 +151,8 @@ def test_the_updates_of_a_block_take_as_long_as_the_block(trials: Trials) -> Non
         for number, updates_ms in cell.updates_ms.items():
             assert len(updates_ms) == min(cell.updates, TIMED_UPDATES)
             if len(updates_ms) == cell.updates:
-                assert sum(updates_ms) == pytest.approx(cell.blocks_ms[number] * cell.updates, rel=0.02)
+                lasted_ms = cell.blocks_ms[number] * cell.updates + 1e3 * cell.behind_s[number]
+                assert sum(updates_ms) == pytest.approx(lasted_ms, rel=0.02)
 
 
 def test_what_disturbs_the_measurement_is_said() -> None:
@@ -160,6 +162,10 @@ def test_what_disturbs_the_measurement_is_said() -> None:
 
     assert list(_disturbances(Trials([calm], "interleaved", others=[0.0, 0.1]))) == []
     assert "other processes keep 1.0 of" in next(_disturbances(Trials([calm], "interleaved", others=[0.9, 1.1])))
+    behind = dataclasses.replace(calm, updates=1000, behind_s=dict.fromkeys(range(8), 1.0))
+    assert next(_disturbances(Trials([behind], "interleaved"))).startswith(
+        "50% of the time blocks stood in line behind"
+    )
     assert "heat, in 3 of 16 blocks" in next(_disturbances(Trials([calm, throttled], "interleaved")))
     assert "restless" in next(_disturbances(Trials([uneven], "interleaved")))
 

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from runner.base.cgroup import Grant
+from runner.measure import contention
+from runner.measure.contention import Contention, Look
+
+NOTHING = Look(0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("after", "behind_s"),
+    [
+        (Look(waited=0.0, busy=1.0, ours=1.0, own=1.0), 0.0),  # alone
+        (Look(waited=0.5, busy=1.0, ours=0.5, own=0.5), 0.5),  # one other on its core
+        (Look(waited=0.5, busy=1.0, ours=1.0, own=0.5), 0.0),  # a worker of its own on its core
+        (Look(waited=0.6, busy=1.5, ours=1.0, own=0.5), 0.3),  # as much of either
+        (Look(waited=0.0, busy=2.0, ours=1.0, own=1.0), 0.0),  # another on another core
+        (Look(waited=0.1, busy=0.9, ours=1.0, own=1.0), 0.0),  # the clocks of cores are coarse
+    ],
+)
+def test_what_others_held_up_is_told_from_what_was_ones_own(after: Look, behind_s: float) -> None:
+    assert Contention.behind_others_s(NOTHING, after) == pytest.approx(behind_s)
+
+
+def test_who_is_granted_less_than_the_cores_waits_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contention, "cpu_grant", lambda: Grant(0.5, Path("/")))
+    assert Contention().look() is None
+    assert Contention.behind_others_s(None, None) == 0.0
+
+
+@contextmanager
+def other_job(core: int) -> Iterator[None]:
+    """Keep a core busy, by a process that is none of ours."""
+    code = f"""import os
+os.sched_setaffinity(0, {{{core}}})
+if pid := os.fork():
+    print(pid)
+    os._exit(0)
+os.close(1)
+while True:
+    sum(range(10_000))
+"""
+    pid = int(subprocess.run([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").is_file(), reason="the system does not count it")
+def test_what_is_left_is_the_time_of_the_work_itself() -> None:
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    os.sched_setaffinity(0, {core})
+    try:
+        with other_job(core):
+            told = Contention()
+            look, began, own = told.look(), time.perf_counter(), time.thread_time()
+            while time.thread_time() - own < 0.5:
+                sum(range(1000))
+            seconds, work_s = time.perf_counter() - began, time.thread_time() - own
+            behind_s = told.behind_others_s(look, told.look())
+    finally:
+        os.sched_setaffinity(0, before)
+    assert seconds > 1.3 * work_s, "the other job held nothing up"
+    assert seconds - behind_s == pytest.approx(work_s, rel=0.15)
