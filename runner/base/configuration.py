@@ -42,6 +42,7 @@ from runner.base.secret import refuse_secrets, secret_problems
 from runner.base.settings import EarlyStoppingSettings, EvaluateSettings, Settings
 
 if TYPE_CHECKING:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override
 
 # group -> the file whose functions are its options
@@ -286,6 +287,14 @@ def merge_overrides(old: Iterable[str], new: Iterable[str]) -> tuple[str, ...]:
     return (*(word for word in old if not f"{_key_of(word)}.".startswith(roots)), *new)
 
 
+def word_of(key: str, text: str) -> str:
+    """Return the word of a command line that gives the key exactly this text."""
+    if re.fullmatch(r"[\w./@:+-]+", text, re.ASCII):
+        return f"{key}={text}"
+    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)
+    return f'{key}="{escaped}"'
+
+
 # ---------------------------------------------------------------- the words
 
 
@@ -312,11 +321,11 @@ def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], l
             problems.append(Problem(f"{what}, but has {len(word):,}", word, "put long texts into a file"))
             continue
         try:
-            override = parser.parse_override(word)
+            override = _read_word(parser, word)
         except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of 5,000 digits
             near = _nearly(word, request.own_keys) if len(problems) < MAX_HINTS else ""
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
-            problems.append(Problem(f"cannot be read: {reason}", word, near or "quote it: 'key=\"any text\"'"))
+            problems.append(Problem(f"cannot be read: {reason}", word, near or f"quote it: '{_quoted(word)}'"))
             continue
         refuse_calls(override.key_or_group, None, word)
         if "${" in word.partition("=")[2]:
@@ -330,6 +339,16 @@ def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], l
             continue
         parsed.append(override)
     return parsed, problems
+
+
+def _read_word(parser: OverridesParser, word: str) -> Override:
+    """Return what the word says. Letters beyond ASCII, as in a path, need no quotes, which Hydra's grammar wants."""
+    key, _, value = word.partition("=")
+    if value.isascii() or set(value) & set("'\"[]{}(),$"):
+        return parser.parse_override(word)
+    override = parser.parse_override(word_of(key, value))
+    override.input_line = word
+    return override
 
 
 def _depth(word: str) -> int:

@@ -3,6 +3,7 @@
 # command -> (module in runner.commands, what it does; nothing: not in the overview)
 COMMANDS = {
     "train": ("train", "train a task; the same command with the same run=NAME resumes"),
+    "resume": ("resume", "go on with a run that was stopped, from any folder"),
     "inference": ("inference", "predict with the newest checkpoint of a run (short: infer)"),
     "infer": ("inference", ""),
     "both": ("both", "train, then predict with what was trained"),

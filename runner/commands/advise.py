@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING
 
-from runner.base.configuration import Request, compose, merge_overrides
-from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
+from runner.base.configuration import Request, compose
+from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.secret import fit_to_show
 from runner.commands.arguments import budget, own_words, read_of_a_run, teller
 
 if TYPE_CHECKING:
-    from runner.durable.directory import RunDirectory
     from runner.measure.advise import Advice, Entry, Known
 
 HELP = """usage: accel-run advise [run=last|NAME|DIR] [key=value ...] [budget_s=120] [apply=true] [--json]
@@ -107,30 +105,23 @@ def _wish(words: list[str]) -> _Wish:
     if problems:
         raise ConfigError(problems)
     given = read_of_a_run(rest, own)
-    named = [word.partition("=")[2] for word in given.overrides if word.startswith("run=")]
-    is_of_a_run = bool(named) or not (given.overrides or given.task_file)
-    request, told, notes = _of_run(given, named[-1] if named else "last") if is_of_a_run else (given, Known(), ())
+    names_a_run = any(word.startswith("run=") for word in given.overrides)
+    is_of_a_run = names_a_run or not (given.overrides or given.task_file)
+    request, told, notes = _of_run(given) if is_of_a_run else (given, Known(), ())
     return _Wish(request, told, budget_s, own["apply"].lower() == "true", own["profile"] or None, as_json, notes)
 
 
-def _of_run(given: Request, wanted: str) -> tuple[Request, Known, tuple[str, ...]]:
+def _of_run(given: Request) -> tuple[Request, Known, tuple[str, ...]]:
     """Return the settings of a run with those given over them, and what it has measured of itself."""
-    from runner.durable.directory import RunDirectory
+    from runner.durable.origin import find_run, origin_of
     from runner.engine.evidence import read_evidence
     from runner.measure.advise import Known
     from runner.measure.facts import monitored
 
-    root = compose(Request(tuple(word for word in given.overrides if word.startswith("output_root=")))).settings.root
-    directory = RunDirectory.find(root, wanted)
-    before, task_file, config_dir = settings_of(directory)
-    own = [word for word in given.overrides if not word.startswith(("run=", "output_root="))]
-    before = [word for word in before if word.partition("=")[0] not in ("run", "resume", "output_root")]
-    request = replace(
-        given,
-        overrides=merge_overrides(before, own),
-        task_file=given.task_file or task_file,
-        config_dir=given.config_dir or config_dir,
-    )
+    directory, root = find_run(given)
+    own = tuple(word for word in given.overrides if not word.startswith(("run=", "output_root=")))
+    origin = origin_of(directory, root, given)
+    request = origin.request(replace(given, overrides=own), without=("run", "resume", "output_root"))
     evidence = read_evidence(directory.path)
     if own:  # what it measured is of other settings
         return request, Known(), (f"run {directory.name} with {' '.join(own)}: measured anew",)
@@ -140,46 +131,6 @@ def _of_run(given: Request, wanted: str) -> tuple[Request, Known, tuple[str, ...
     longest = max(trained, key=lambda phase: phase.seconds or 0.0, default=None)
     notes = (f"run {directory.name} failed: what it measured until then is used",) if evidence.unfinished else ()
     return request, Known(evidence, *monitored(directory.path), longest.name if longest else None), notes
-
-
-def settings_of(directory: RunDirectory) -> tuple[list[str], Path | None, Path | None]:
-    """Return the overrides of a run, its task file and its folder of configuration; None where there was none.
-
-    Raises InputMissing where run.json cannot be read, and what lies beside it does not tell either.
-    """
-    from runner.durable.files import read_object
-
-    record = read_object(directory.run_json)
-    words = record.get("overrides")
-    task_file, config_dir = record.get("task_file"), record.get("config_dir")
-    if not _are_words(words) or not isinstance(record.get("task"), str):
-        words = _words_in(directory.overrides)
-        planned = read_object(directory.path / "plan.json")
-        task_file, config_dir = planned.get("task_file"), planned.get("config_dir")
-        if not _are_words(words) or "task_file" not in planned:
-            raise InputMissing(
-                f"run {directory.name} does not tell how it was made: run.json is damaged, and overrides.yaml or "
-                "plan.json too",
-                where=f"run={directory.name}",
-                fix="say the settings instead of the run, as accel-run advise task=gpt",
-            )
-    shown = [Path(found) if isinstance(found, str) and found else None for found in (task_file, config_dir)]
-    return words, shown[0], shown[1]
-
-
-def _words_in(file: Path) -> Any:
-    """Return the list in overrides.yaml, a word of JSON in each line; None where it cannot be read."""
-    from runner.durable.files import read as read_file
-
-    try:
-        lines = read_file(file, at_most=1 << 20).decode().split("\n")
-        return [json.loads(line.removeprefix("- ")) for line in lines if line not in ("", "[]")] if any(lines) else None
-    except (AccelRunError, ValueError, RecursionError):
-        return None
-
-
-def _are_words(found: object) -> TypeGuard[list[str]]:
-    return isinstance(found, list) and all(isinstance(word, str) for word in found)
 
 
 def screen(advice: Advice) -> list[str]:

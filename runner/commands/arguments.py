@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runner.base.configuration import Request
+from runner.base.configuration import Request, word_of
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
 
@@ -70,7 +70,7 @@ def read_of_a_run(words: list[str], own: Iterable[str] = ()) -> Request:
     if arguments.positional and named:
         what = f"names a second run, besides {arguments.positional[0]}"
         raise ConfigError(Problem(what, named[-1], "leave one of them out"))
-    return replace(given, overrides=(*given.overrides, *(f"run={word}" for word in arguments.positional)))
+    return replace(given, overrides=(*given.overrides, *(word_of("run", word) for word in arguments.positional)))
 
 
 def own_words(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str, str], list[str], bool]:

@@ -138,8 +138,8 @@ class _Line:
 
     @cached_property
     def _record(self) -> Mapping[str, Any]:
-        """The run.json of the run that `inference` would take; nothing for other commands."""
-        if self.command not in ("inference", "infer"):
+        """The run.json of the run that `inference` or `resume` would take; nothing for other commands."""
+        if self.command not in ("inference", "infer", "resume"):
             return {}
         from runner.base.errors import AccelRunError
         from runner.durable.directory import RunDirectory
@@ -199,6 +199,10 @@ def _inference(line: _Line) -> list[str]:
         return _settings_or_flags(line)
     keys = [f"{key}=" for key in ("run", "device", "output_root", *line.inference_keys()) if key not in line.overrides]
     return [*_run_names(line), *keys]
+
+
+def _resume(line: _Line) -> list[str]:
+    return [*([] if "=" in line.last or line.last.startswith("-") else _run_names(line)), *_settings_or_flags(line)]
 
 
 def _export(line: _Line) -> list[str]:
@@ -482,6 +486,7 @@ _COMMANDS: Mapping[str, Callable[[_Line], list[str]]] = {
     "profile": _profile,
     "explain": _explain,
     "inference": _inference,
+    "resume": _resume,
     "runs": _list_of_runs,
     "status": _status,
     "report": _report,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from runner.base.configuration import Request
 from runner.commands.arguments import SETTINGS_HELP, read
 
 HELP = f"""usage: accel-run train [key=value ...] [-m]
@@ -27,9 +28,14 @@ def run(words: list[str]) -> int:
         from runner.launch.sweep import sweep
 
         return sweep(arguments.request)
+    return train_and_point(arguments.request)
+
+
+def train_and_point(request: Request) -> int:
+    """Train, and say in a line what would make it faster where that is plain; return 0, or 75."""
     from runner.launch.start import train
 
-    code, job = train(arguments.request)
+    code, job = train(request)
     if job is not None and code == 0:
         from runner.measure.hint import hint  # now: a slip is answered without it
         from runner.observe.events import Console

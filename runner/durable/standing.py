@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,11 +48,11 @@ def standing(record: Mapping[str, Any]) -> Standing:
 
 
 def _going_on(record: Mapping[str, Any]) -> str:
-    """Return what goes on with the run: the name may have been given to it, and not typed."""
+    """Return what goes on with the run: its name may have been given to it, and not typed."""
     name, words = record.get("name"), record.get("overrides")
-    named = f"run={name}" if isinstance(name, str) and is_name(name) else "the same run name"
-    anew = " and without resume=fresh" if isinstance(words, list) and "resume=fresh" in words else ""
-    return f"the same command with {named}{anew}"
+    named = name if isinstance(name, str) and is_name(name) else "NAME"
+    roots = [word for word in words if str(word).startswith("output_root=")] if isinstance(words, list) else []
+    return shlex.join(["accel-run", "resume", named, *roots[-1:]])
 
 
 def _is_alive(record: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from runner.base.configuration import Request
@@ -19,10 +20,7 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     `resume=fresh` is left out: a new run has nothing to put aside, and with the old name it is to go on.
     Settings hold no secrets (runner/base/secret.py refuses them), and of the environment nothing is kept.
     """
-    words = ["train"]
-    words += ["--task", str(request.task_file)] if request.task_file else []
-    words += ["--config-dir", str(request.config_dir)] if request.config_dir else []
-    words += [word for word in request.overrides if not _is_of_that_run(word)]
+    words = words_of(replace(request, overrides=tuple(word for word in request.overrides if not _is_of_that_run(word))))
     lines = [
         "#!/bin/sh",
         f"# Trains with the settings of the run {name} again, as a new run. Words after it are settings too:",
@@ -35,6 +33,14 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
         'exec accel-run "$@"',
     ]
     return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+
+
+def words_of(request: Request) -> list[str]:
+    """Return what is typed after `accel-run` for this request."""
+    words = ["train"]
+    words += ["--task", str(request.task_file)] if request.task_file else []
+    words += ["--config-dir", str(request.config_dir)] if request.config_dir else []
+    return [*words, *request.overrides]
 
 
 def _is_of_that_run(word: str) -> bool:

@@ -235,8 +235,7 @@ class Screen:
             "" if plan.settings.output_root == "outputs" else f" output_root={shlex.quote(plan.settings.output_root)}"
         )
         if outcome.stopped_by:
-            words = [word for word in sys.argv[1:] if not word.startswith("run=")] or ["train"]
-            return [f"{shlex.join(['accel-run', *words, f'run={self.directory.name}'])}   (goes on where it stopped)"]
+            return [f"accel-run resume run={self.directory.name}{root}   (goes on where it stopped)"]
         return [
             f"accel-run inference run={self.directory.name}{root}",
             f"accel-run status run={self.directory.name}{root}",

@@ -103,6 +103,7 @@ def _lead(job: Job, world: World) -> Ended:
             "task": plan.choices["task"].name,
             "task_file": plan.task_file,
             "config_dir": plan.config_dir,
+            "folder": str(Path.cwd()),
             "overrides": list(request.overrides),
             "command": shlex.join(["accel-run", *sys.argv[1:]]),
             "pid": os.getpid(),

@@ -25,6 +25,7 @@ from runner.base.configuration import (
     selected_by_profile,
     shipped_options,
     to_yaml,
+    word_of,
 )
 from runner.base.errors import ConfigError, InputMissing
 from runner.base.places import shipped
@@ -234,6 +235,17 @@ def test_a_folder_shadows_a_shipped_file_and_it_is_said(bare: Path, tmp_path: Pa
         f"{folder}/optimizer/adamw.yaml is used instead of the shipped optimizer/adamw.yaml",
     )
     assert composed(task=bare).flat()["optimizer.lr"] != 7, "the next request without the folder forgets it"
+
+
+@pytest.mark.parametrize(
+    "text", ["/plain/x", "a b", "é/ü x", 'a"b', "a\\", 'a\\"b', "a,b", "(x)", "[1,2]", "it's", "x=y", "#a"]
+)
+def test_any_text_can_be_said_in_a_word(text: str) -> None:
+    assert compose(Request((word_of("output_root", text),))).settings.output_root == text
+
+
+def test_letters_beyond_ascii_need_no_quotes() -> None:
+    assert compose(Request(("data.path=/home/josé/meine Bäume",))).settings.data.path == "/home/josé/meine Bäume"
 
 
 def test_a_file_of_the_folder_beats_the_settings_of_a_task(task: Path, tmp_path: Path) -> None:

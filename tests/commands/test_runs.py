@@ -78,10 +78,12 @@ def test_the_list_as_json_says_the_same(folder: Path, capsys: pytest.CaptureFixt
 def test_what_is_said_to_go_on_with_a_run_names_it() -> None:
     """Its name may have been made up, so the words that were typed alone would begin another run."""
     known = {"state": "preempted", "name": "gpt-1"}
-    assert standing(known).sentence == "saved and stopped; the same command with run=gpt-1 goes on"
+    assert standing(known).sentence == "saved and stopped; accel-run resume gpt-1 goes on"
     anew = standing({**known, "state": "running", "overrides": ["resume=fresh"]}).sentence
-    assert anew == "killed; the same command with run=gpt-1 and without resume=fresh goes on where it stopped"
-    assert "with the same run name" in standing({**known, "name": ["x"]}).sentence
+    assert anew == "killed; accel-run resume gpt-1 goes on where it stopped"
+    assert "accel-run resume NAME goes on" in standing({**known, "name": ["x"]}).sentence
+    kept = standing({**known, "overrides": ["output_root=my runs"]}).sentence
+    assert "accel-run resume gpt-1 'output_root=my runs' goes on" in kept
 
 
 def test_a_damaged_run_hides_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ accel-run: --budget 5: unknown option; settings are written key=value
 """,
     "train x=[1,2": """\
 accel-run: x=[1,2: cannot be read: no viable alternative at input '[1,2'
-           quote it: 'key="any text"'
+           quote it: 'x="[1,2"'
 """,
     "train optimizer=adamm": """\
 accel-run: optimizer=adamm: unknown optimizer; must be one of adam, adamw, adamw8bit, sgd

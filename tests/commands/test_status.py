@@ -90,7 +90,7 @@ def test_runs_that_were_made_are_listed_have_a_page_and_the_line_that_makes_them
     assert main(["report", "killed"]) == 0
     page = (folder / "outputs" / "killed" / "report.html").read_text()
     assert 'id="loss"' in page
-    assert "the same command with run=killed goes on where it stopped" in page
+    assert "accel-run resume killed goes on where it stopped" in page
 
 
 def test_a_run_that_failed_shows_its_last_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +121,7 @@ def test_an_error_is_shown_as_long_as_it_matters(
 
 def test_a_run_that_was_killed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = status(capsys, "killed")
-    assert lines[0] == ("killed: killed; the same command with run=killed goes on where it stopped   (outputs/killed)")
+    assert lines[0] == ("killed: killed; accel-run resume killed goes on where it stopped   (outputs/killed)")
     assert lines[-1] == "  checkpoints update-0000000037: valid"
 
 
@@ -142,7 +142,7 @@ def test_a_run_on_another_machine_may_be_running(folder: Path, capsys: pytest.Ca
 
 def test_a_run_that_was_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = status(capsys, "stopped")
-    assert lines[0] == "stopped: saved and stopped; the same command with run=stopped goes on   (outputs/stopped)"
+    assert lines[0] == "stopped: saved and stopped; accel-run resume stopped goes on   (outputs/stopped)"
     assert lines[-1].endswith(": valid")
 
 

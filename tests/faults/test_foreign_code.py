@@ -12,7 +12,7 @@ import pytest
 from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, SecurityRefusal
 from runner.commands.complete import candidates
-from runner.engine.trained import _as_trained
+from runner.durable.origin import origin_of
 from runner.launch.launcher import launched
 from tests.faults.tallies import Tally
 from tests.forkserver import ForkServer
@@ -89,9 +89,9 @@ def test_no_run_names_code_below_the_output_root(
     from runner.durable.directory import RunDirectory
 
     directory = RunDirectory.find(Path("outputs"), "a")
-    assert _as_trained(Request(), directory, Path("outputs")).task_file == TASK
+    assert origin_of(directory, Path("outputs"), Request()).task_file == TASK
     with pytest.raises(SecurityRefusal):
-        _as_trained(Request(), directory, tmp_path)  # TASK is not below, but then neither is the run in that root
+        origin_of(directory, tmp_path, Request())  # TASK is not below, but then neither is the run in that root
 
 
 HOSTILE = (

@@ -356,6 +356,7 @@ COMMANDS = {
     "inference": ["inference", "run=enemy", "device=cpu", "monitor=off", "--task", str(TASK)],
     "resume": ["train", *WORDS, "updates=9", "resume_allow=[updates]", "run=new", "resume=outputs/enemy"],
     "bare inference": ["inference", "run=enemy", "device=cpu", "monitor=off"],
+    "bare resume": ["resume", "enemy", "device=cpu", "monitor=off"],
     "export": ["export", "enemy", "format=safetensors", "--task", str(TASK)],
     "complete": ["complete", "--", "inference", "run=enemy", "inference."],
 }

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from runner.base.configuration import Request, compose
-from runner.base.errors import ConfigError, InputMissing, Problem
-from runner.commands.advise import run, screen, settings_of
+from runner.base.errors import ConfigError, Problem
+from runner.commands.advise import run, screen
 from runner.durable.directory import RunDirectory
 from runner.engine.evidence import Evidence, PhaseEvidence
 from runner.engine.session import Job
@@ -384,22 +384,6 @@ def test_what_a_failed_run_measured_is_used_with_a_note(
     assert "note: run first failed: what it measured until then is used" in capsys.readouterr().out
     assert seen[0].evidence is not None
     assert seen[0].evidence.updates == RUN.updates
-
-
-@pytest.mark.parametrize("record", ["", "{}", "[1]", '{"task": "gpt"', '{"task": "gpt", "overrides": 3}'])
-def test_a_damaged_record_is_no_other_task(tmp_path: Path, record: str) -> None:
-    words = '- "task=classification"\n- "log_every=3"\n'
-    plan = '{"task_file": "/where/task.py", "config_dir": "/where/conf"}'
-
-    whole = settings_of(left_by(tmp_path / "whole", record, words, plan))
-    assert whole == (["task=classification", "log_every=3"], Path("/where/task.py"), Path("/where/conf"))
-    for words_left, plan_left in ((words, ""), ("", plan), ('- "task=cl', plan), ("- 3\n", plan)):
-        with pytest.raises(InputMissing, match="does not tell how it was made"):
-            settings_of(left_by(tmp_path / "less", record, words_left, plan_left))
-
-
-def test_a_run_without_overrides_has_none(tmp_path: Path) -> None:
-    assert settings_of(left_by(tmp_path / "run", "", "[]\n", '{"task_file": null}')) == ([], None, None)
 
 
 def test_what_takes_milliseconds_is_no_reason_for_a_hint() -> None:

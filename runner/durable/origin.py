@@ -1,0 +1,108 @@
+"""What made a run, as the run's own files tell it: to use it, to measure it, or to go on with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from runner.base.configuration import Request, compose, merge_overrides
+from runner.base.errors import AccelRunError, DataError, SecurityRefusal
+from runner.durable.directory import RunDirectory
+from runner.durable.files import read, read_object
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run was made with.
+
+    folder  in which the command was given: paths among the words are relative to it; None where it is not known
+    """
+
+    overrides: tuple[str, ...]
+    task_file: Path | None
+    config_dir: Path | None
+    folder: Path | None = None
+
+    def request(self, given: Request, without: Iterable[str] = ("run", "resume")) -> Request:
+        """Return the request that made the run, less the words of the keys `without`, with `given` put over it."""
+        kept = [word for word in self.overrides if word.partition("=")[0] not in without]
+        task_file, config_dir = given.task_file or self.task_file, given.config_dir or self.config_dir
+        words = merge_overrides(kept, given.overrides)
+        return replace(given, overrides=words, task_file=task_file, config_dir=config_dir)
+
+
+def find_run(request: Request) -> tuple[RunDirectory, Path]:
+    """Return the run that the request names, the last one where it names none, and the folder in which it was sought.
+
+    Of the words only run= and output_root= are read: the others can be judged only by that run's task.
+    """
+    words = tuple(word for word in request.overrides if word.partition("=")[0] in ("run", "output_root"))
+    settings = compose(Request(words, None, request.config_dir)).settings
+    return RunDirectory.find(settings.root, settings.run or "last"), settings.root
+
+
+def origin_of(directory: RunDirectory, root: Path, given: Request) -> Origin:
+    """Return what the run was made with.
+
+    root   in which runs are trusted to be ours
+    given  where it names a task's file, what the run says of it does not count
+    Raises DataError where neither run.json nor what lies beside it tells, SecurityRefusal where a run that may come
+    from elsewhere says which code is to be run.
+    """
+    origin = _read(directory)
+    if given.task_file is None and origin.task_file is not None:
+        _refuse_foreign(origin.task_file, directory, root)
+    return origin
+
+
+def _read(directory: RunDirectory) -> Origin:
+    record = read_object(directory.run_json)
+    words, named = record.get("overrides"), [record.get(key) for key in ("task_file", "config_dir", "folder")]
+    if not _are_words(words) or not isinstance(record.get("task"), str) or not _are_paths(named):
+        words, planned = _words_in(directory.overrides), read_object(directory.plan)
+        named = [planned.get(key) for key in ("task_file", "config_dir", "folder")]
+        if not _are_words(words) or "task_file" not in planned or not _are_paths(named):
+            raise DataError(
+                f"run {directory.name} does not tell how it was made: run.json is damaged, and overrides.yaml or "
+                "plan.json too",
+                where=str(directory.shown),
+                fix="say the settings it was trained with: accel-run train run=NAME ..., or accel-run advise task=NAME",
+            )
+    task_file, config_dir, folder = (Path(path) if path else None for path in named)
+    return Origin(tuple(words), task_file, config_dir, folder)
+
+
+def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> None:
+    """Raise SecurityRefusal where a run that may come from elsewhere says which Python file is to be run."""
+    inside = root.resolve()
+    ways = (task_file.resolve(), Path(os.path.normpath(task_file.absolute())))  # a link leads out of what was unpacked
+    if directory.path.resolve().parent == inside and not any(
+        way.is_relative_to(folder) for way in ways for folder in (inside, root.absolute())
+    ):
+        return
+    raise SecurityRefusal(
+        f"this run says that its task is {task_file}; a folder from elsewhere does not decide what code is run",
+        where=str(directory.path),
+        fix=f"read that file, and where you trust it say --task {task_file}",
+    )
+
+
+def _words_in(file: Path) -> Any:
+    """Return the list in overrides.yaml, a word of JSON in each line; None where it cannot be read."""
+    try:
+        lines = read(file, at_most=1 << 20).decode().split("\n")
+        return [json.loads(line.removeprefix("- ")) for line in lines if line not in ("", "[]")] if any(lines) else None
+    except (AccelRunError, ValueError, RecursionError):
+        return None
+
+
+def _are_words(found: object) -> TypeGuard[list[str]]:
+    return isinstance(found, list) and all(isinstance(word, str) for word in found)
+
+
+def _are_paths(found: Iterable[object]) -> TypeGuard[list[str | None]]:
+    return all(value is None or isinstance(value, str) for value in found)

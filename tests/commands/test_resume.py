@@ -1,0 +1,138 @@
+"""`accel-run resume`: a stopped run goes on from any folder, with its own words, and refuses what `train` refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from runner.cli import main
+from runner.durable.checkpoint import load, path_of
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
+WORDS = ["--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "updates=60", "checkpoint.every=10"]
+STOPPED = [*WORDS, "task.fail_at=25"]
+ON = {"NO_KILL": "1"}  # the task does not fail again
+
+
+@pytest.fixture(scope="module")
+def once(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder `begun` with a run that failed after update 20."""
+    folder = tmp_path_factory.mktemp("project")
+    assert server.run(["train", *STOPPED], folder).code == 70
+    return folder
+
+
+@pytest.fixture
+def begun(once: Path, tmp_path: Path) -> Path:
+    """The same in a folder of its own, where it was begun."""
+    folder = tmp_path / "my prøject"
+    shutil.copytree(once, folder)
+    record = folder / "outputs" / "mine" / "run.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"folder": str(folder)}))
+    return folder
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    return folder
+
+
+def reached(folder: Path) -> int:
+    return load(path_of(folder / "outputs" / "mine" / "checkpoints", 60)).update
+
+
+def test_it_goes_on_from_any_folder_with_the_words_that_made_it(
+    server: ForkServer, begun: Path, elsewhere: Path
+) -> None:
+    ended = server.run(
+        ["resume", f"output_root={json.dumps(str(begun / 'outputs'), ensure_ascii=False)}"], elsewhere, ON
+    )
+    assert ended.code == 0, ended.err
+    assert "resumes at update 20" in ended.out
+    assert ended.err.startswith("resume: accel-run train --task ")
+    assert ended.err.endswith(f"   (in {begun})\n")
+    assert reached(begun) == 60
+    assert not list(elsewhere.glob("outputs"))
+    record = json.loads((begun / "outputs" / "mine" / "run.json").read_text())
+    assert record["state"] == "done"
+    assert sorted(record["overrides"]) == sorted(word for word in STOPPED[2:])
+
+
+def test_the_folder_of_a_run_names_it_and_its_task_must_be_named(
+    server: ForkServer, begun: Path, elsewhere: Path
+) -> None:
+    run = str(begun / "outputs" / "mine")
+    refused = server.run(["resume", run], elsewhere, ON)
+    assert refused.code == 89
+    assert f"--task {TASK}" in refused.err
+    ended = server.run(["resume", run, "--task", str(TASK)], elsewhere, ON)
+    assert ended.code == 0, ended.err
+    assert reached(begun) == 60
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(server: ForkServer, begun: Path, elsewhere: Path) -> None:
+    (begun / "outputs").rename(elsewhere / "kept")
+    ended = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
+    assert ended.code == 0, ended.err
+    assert load(path_of(elsewhere / "kept" / "mine" / "checkpoints", 60)).update == 60
+    begun.rename(begun.parent / "renamed")
+    again = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
+    assert f"{begun}, where this run was begun, is gone" in again.err
+    assert again.code == 0, again.err
+
+
+def test_mechanics_may_differ_and_mathematics_only_by_name(server: ForkServer, begun: Path) -> None:
+    refused = server.run("resume mine seed=1 global_batch_size=24", begun, ON)
+    assert refused.code == 88
+    assert "seed: was " in refused.err
+    assert "global_batch_size: was " in refused.err
+    by_name = server.run("resume updates=70", begun, ON)
+    assert by_name.code == 88
+    assert "resume_allow=[updates]" in by_name.err
+    longer = server.run("resume updates=70 resume_allow=[updates] dataloader=thread", begun, ON)
+    assert longer.code == 0, longer.err
+    assert load(path_of(begun / "outputs" / "mine" / "checkpoints", 70)).update == 70
+
+
+def test_a_length_in_the_other_unit_takes_the_place_of_the_old_one(server: ForkServer, begun: Path) -> None:
+    refused = server.run("resume epochs=3", begun, ON)
+    assert refused.code == 88
+    assert "resume_allow=[epochs]" in refused.err
+    assert "both are given" not in refused.err
+
+
+def test_what_began_anew_goes_on(server: ForkServer, begun: Path) -> None:
+    record = begun / "outputs" / "mine" / "run.json"
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps(content | {"overrides": [*content["overrides"], "resume=fresh"]}))
+    ended = server.run("resume", begun, ON)
+    assert ended.code == 0, ended.err
+    assert "resumes at update 20" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "answer"),
+    [
+        ("resume", 66, "run=last: there is no run in outputs yet"),
+        ("resume nothing", 66, "run=nothing: there is no run 'nothing' in outputs"),
+        ("resume first run=second", 78, "run=second: names a second run, besides first"),
+        ("resume first resume=fresh", 78, "resume=fresh: the run named goes on from its own checkpoints"),
+    ],
+)
+def test_a_slip_is_answered(
+    words: str,
+    code: int,
+    answer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == code
+    assert capsys.readouterr().err.startswith(f"accel-run: {answer}")
