@@ -69,6 +69,7 @@ GROUPS = (*AXES, "task", "hardware")
 _SOURCES = {group: PACKAGE / file for group, file in AXES.items()}
 SHOWN_BY = "accel-run plan shows every key"
 MAX_WORD = 20_000  # characters of a word of the command line
+MAX_UNREAD = 200  # problems after which the rest of the words are not looked at: something else went wrong
 MAX_HINTS = 50  # unknown keys for which a near one is searched: more are another kind of mistake
 
 # Names people bring from other trainers, and what they are here.
@@ -316,6 +317,10 @@ def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], l
     parsed: list[Override] = []
     problems: list[Problem] = []
     for word in _joined(request, problems):
+        if len(problems) >= MAX_UNREAD:
+            what = "and what follows were not looked at: too much before it cannot be read"
+            problems.append(Problem(what, word, "mend that first; many settings belong into a file"))
+            break
         if len(word) > MAX_WORD or _depth(word) > MAX_DEPTH:  # the grammar would take seconds to say no
             what = f"must have at most {MAX_WORD:,} characters and be nested at most {MAX_DEPTH} deep"
             problems.append(Problem(f"{what}, but has {len(word):,}", word, "put long texts into a file"))

@@ -33,7 +33,7 @@ def _holds_text(value: Any) -> bool:
 
 def has_secret_shape(text: str) -> bool:
     """Tell whether the text holds a key of a known service, a private key, or an address with a password in it."""
-    return _SHAPE.search(text) is not None
+    return any(lead in text for lead in _LEADS) and _SHAPE.search(text) is not None  # a hundred times as fast
 
 
 def refuse_secrets(words: Iterable[str]) -> None:
@@ -131,6 +131,9 @@ _SHAPE = re.compile(
     r"|(?<![\w-])sk-(?:(?:proj|svcacct|admin|ant)-[A-Za-z0-9_-]{20,}"  # else one word of letters and digits
     r"|(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{20,}(?![\w-]))"
 )
+# Each alternative of the shape has one of these in it.
+_LEADS = ("-----BEGIN ", "://", "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "AKIA", "xox", "glpat-",
+          "wandb_v", "sk-")  # fmt: skip
 _INNER = re.compile(r"""["']?([A-Za-z_][\w.-]*)["']?\s*:\s*["']?(?=([^\s,}\]"']+))""")
 _NO_SECRET = re.compile(r"(?i)null|true|false|[-+]?(?:\d{1,12}|\d{0,12}\.\d{1,12})(?:e[-+]?\d{1,3})?")
 # C0 and C1 without tab and line end, and the marks that turn the direction of text around

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import random
 import secrets
 import stat
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from runner.base import secret
 from runner.base.errors import ConfigError
 from runner.base.secret import (
     fit_to_show,
@@ -23,7 +25,7 @@ from runner.base.secret import (
     secrets_in,
     without_secrets,
 )
-from tests.faults.tallies import IS_LONG, Tally
+from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import Ended, ForkServer
 
 # ruff: noqa: E501 - texts are compared to the letter
@@ -404,3 +406,38 @@ def test_a_secret_that_comes_by_reference_is_refused(open_handed: ForkServer, tm
     assert (ended.code, "data.path: is a secret" in ended.err) == (78, True), ended
     assert SECRET not in ended.out + ended.err
     assert open_handed.run(words, tmp_path, {"DATA": "/data"}).code == 0
+
+
+def test_nothing_of_a_shape_is_passed_over_by_the_quick_look() -> None:
+    parts = [
+        "-----BEGIN ",
+        "RSA ",
+        "PRIVATE KEY",
+        "://",
+        "a:b@",
+        "u",
+        "hf_",
+        *(f"gh{each}_" for each in "pousrx"),
+        "AKIA",
+    ]
+    parts += [
+        "github_pat_",
+        "xoxb-",
+        "glpat-",
+        "wandb_v1_",
+        "sk-",
+        "proj-",
+        "A" * 16,
+        "a1" * 20,
+        "9" * 31,
+        "-",
+        " ",
+        ".",
+    ]
+    dice, num_found = random.Random(SEED), 0
+    for _ in range(20_000):
+        text = "".join(dice.choices(parts, k=dice.randint(1, 5)))
+        found = secret._SHAPE.search(text) is not None
+        assert has_secret_shape(text) == found, text
+        num_found += found
+    assert num_found > 300
