@@ -200,7 +200,7 @@ def compose(request: Request) -> Configuration:
     """
     refuse_secrets(request.overrides)
     _require_paths(request)
-    parsed, problems = _parse(request)
+    parsed, problems = parse(request)
     groups, values = _split(parsed, request, problems)
     composed = _compose_groups(groups, request, problems)
     notes = list(_shadows(request.config_dir))
@@ -218,27 +218,6 @@ def compose(request: Request) -> Configuration:
         raise ConfigError(problems)
     sources = _sources(groups, of_task, values, composed, schema, request)
     return _freeze(tree, composed, schema, sources, request, tuple(notes))
-
-
-def expand_sweep(request: Request) -> list[Request]:
-    """Return one request per combination of the comma lists, ranges and choices among the overrides."""
-    from itertools import product
-
-    parsed, problems = _parse(request, sweeps=True)
-    if problems:
-        raise ConfigError(problems)
-    open_ones = [override.input_line or "" for override in parsed if not _can_be_listed(override)]
-    if open_ones:
-        raise ConfigError(
-            Problem("does not say which values", word, "list them, or say range(a,b)") for word in open_ones
-        )
-    lists = [
-        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if override.is_sweep_override()
-        else [override.input_line or ""]
-        for override in parsed
-    ]
-    return [replace(request, overrides=words) for words in product(*lists)]
 
 
 def options_of(group: str, config_dir: Path | None = None) -> list[str]:
@@ -308,7 +287,7 @@ def _require_paths(request: Request) -> None:
         raise InputMissing(f"{request.config_dir} is not a folder", where="--config-dir")
 
 
-def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], list[Problem]]:
+def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], list[Problem]]:
     """Read each word with Hydra's grammar; a word that is none becomes a problem with the way to write it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -328,6 +307,10 @@ def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], l
         try:
             override = _read_word(parser, word)
         except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of 5,000 digits
+            if _HALF_A_LIST.search(word):
+                what = "has nothing where a value of its list should be"
+                problems.append(Problem(what, word, "say key=1,2, or choice(1,2)"))
+                continue
             near = _nearly(word, request.own_keys) if len(problems) < MAX_HINTS else ""
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
             problems.append(Problem(f"cannot be read: {reason}", word, near or f"quote it: '{_quoted(word)}'"))
@@ -338,9 +321,9 @@ def _parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], l
             problems.append(Problem("${...} can stand in files only", word, fix))
             continue
         if override.is_sweep_override() and not sweeps:
-            problems.append(
-                Problem("is a sweep over several values", word, f"run them all with -m, or quote it: '{_quoted(word)}'")
-            )
+            is_open = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
+            means = "find the best of them with accel-run search" if is_open else "run them all with -m"
+            problems.append(Problem("is a sweep over several values", word, f"{means}, or quote it: '{_quoted(word)}'"))
             continue
         parsed.append(override)
     return parsed, problems
@@ -356,6 +339,9 @@ def _read_word(parser: OverridesParser, word: str) -> Override:
     return override
 
 
+_HALF_A_LIST = re.compile(r"=\s*,|,\s*,|,\s*$|=\s*(choice|range|interval|glob)\(\s*\)$")
+
+
 def _depth(word: str) -> int:
     """Return how deep brackets are nested, those of a quoted text included."""
     depth = deepest = 0
@@ -363,12 +349,6 @@ def _depth(word: str) -> int:
         depth += (char in "[{(") - (char in ")}]")
         deepest = max(deepest, depth)
     return deepest
-
-
-def _can_be_listed(override: Override) -> bool:
-    from hydra.core.override_parser.types import ValueType
-
-    return override.value_type not in (ValueType.INTERVAL_SWEEP, ValueType.GLOB_CHOICE_SWEEP)
 
 
 def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:

@@ -4,6 +4,7 @@
 COMMANDS = {
     "train": ("train", "train a task; the same command with the same run=NAME resumes"),
     "resume": ("resume", "go on with a run that was stopped, from any folder"),
+    "search": ("search", "search settings that are best by a metric, each tried by a training of its own"),
     "inference": ("inference", "predict with the newest checkpoint of a run (short: infer)"),
     "infer": ("inference", ""),
     "both": ("both", "train, then predict with what was trained"),

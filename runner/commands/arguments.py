@@ -117,7 +117,7 @@ def _absolute(path: Path | None) -> Path | None:
     return path.absolute() if path else None
 
 
-_EXAMPLES = {"--task": "my_task.py", "--config-dir": "conf", "apply": "true"}
+_EXAMPLES = {"--task": "my_task.py", "--config-dir": "conf", "apply": "true", "goal": "min"}
 
 SETTINGS_HELP = """settings are written key=value, in any order; accel-run plan shows all of them
   task=NAME, --task FILE       what is trained: a task of ours, or a file of yours

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from runner.base.configuration import Request
+from runner.base.errors import ConfigError, Problem
 from runner.commands.arguments import SETTINGS_HELP, read
+from runner.commands.sweep_words import GRID, TOGETHER_HELP, wish_of
 
 HELP = f"""usage: accel-run train [key=value ...] [-m]
 
@@ -11,24 +13,31 @@ Trains the task of the configuration and leaves everything in outputs/<run name>
 run=NAME goes on where it stopped: after Ctrl-C, SIGTERM (exit 75), a crash or a kill.
 
 {SETTINGS_HELP}
-  -m                           a sweep: every combination of comma lists, one process at a time
+  -m                           a sweep: every combination of key=1,2, key=range(1,5) and key=choice(a,b), each a run of
+                               its own in outputs/<run name>, which gets sweep.json and results.csv; with it
+{TOGETHER_HELP}
+  retry=true                   try failed trials again when the sweep goes on
 
 examples
   accel-run train
   accel-run train +hardware=t4 updates=1000 run=first
   accel-run train --task ./my_task.py optimizer.lr=0.01
-  accel-run train -m optimizer.lr=0.001,0.003 seed=0,1
+  accel-run train -m optimizer.lr=0.001,0.003 seed=0,1 run=sweep
 """
 
 
 def run(words: list[str]) -> int:
     """Train; return 0, or 75 when it was saved and stopped."""
-    arguments = read(words, multirun=True)
-    if arguments.multirun:
+    if {"-m", "--multirun"} & set(words):
+        wish, rest = wish_of(words, GRID)
         from runner.launch.sweep import sweep
 
-        return sweep(arguments.request)
-    return train_and_point(arguments.request)
+        return sweep(read(rest, multirun=True, own=GRID).request, wish)
+    request = read(words).request
+    meant = [word for word in request.overrides if word.partition("=")[0] in GRID]
+    if meant:
+        raise ConfigError(Problem("is for a sweep over several values", word, "say -m with it") for word in meant)
+    return train_and_point(request)
 
 
 def train_and_point(request: Request) -> int:

@@ -28,6 +28,7 @@ from runner.base.words import shortened
 from runner.durable import files
 
 LAST = "last"  # in place of a name: the newest run
+SWEEP = "sweep.json"  # in the folder of a sweep, which lies where runs do and holds those of its trials
 
 
 class RunDirectory:
@@ -46,16 +47,21 @@ class RunDirectory:
         self._lock = lock
 
     @classmethod
-    def create_or_open(cls, root: Path, name: str) -> RunDirectory:
+    def create_or_open(cls, root: Path, name: str, *, of_a_sweep: bool = False) -> RunDirectory:
         """The folder `name` in `root` is there and locked, and what a crash left half written in it is swept away.
 
         What is found in it is on disk, also where the process that made it was killed before it came to that.
 
-        Raises ConfigError for a name that is not allowed, SecurityRefusal where the folder is a link, RunInUse where
-        another process holds it, CannotCreate, and AccelRunError with exit code 77 where permission is missing.
+        of_a_sweep  it holds the runs of a sweep, and is none itself
+        Raises ConfigError for a name that is not allowed or that of the other kind, SecurityRefusal where the folder is
+        a link, RunInUse where another process holds it, CannotCreate, and AccelRunError with exit code 77 where
+        permission is missing.
         """
         check_name(name)
         path = (root / name).absolute()
+        if _is_run(path) if of_a_sweep else is_sweep(path):
+            what = "is the name of a run" if of_a_sweep else "is the name of a sweep, which goes on with train -m"
+            raise ConfigError(Problem(what, f"run={name}", "take another name"))
         try:
             with files.storage("look at", path):
                 leads_to = path.resolve() if path.is_symlink() else None
@@ -79,7 +85,8 @@ class RunDirectory:
         try:
             files.sync_names_of(path)
             files.sweep(path)
-            files.fsync_directory(run.inner("checkpoints"))  # who named the newest may have been killed before that
+            if not of_a_sweep:
+                files.fsync_directory(run.inner("checkpoints"))  # who named the newest may have been killed before that
         except SecurityRefusal:
             run.release()
             raise
@@ -97,18 +104,22 @@ class RunDirectory:
     def find(cls, root: Path, run: str = LAST) -> RunDirectory:
         """Return an existing run for reading: the newest one ("last"), one in `root` by name, or one by its path.
 
-        Raises InputMissing with the names that exist.
+        A run of a sweep in `root` has its name too. Raises InputMissing with the names that exist.
         """
         known = runs(root)
         if run == LAST:
             if not known:
                 raise InputMissing(f"there is no run in {root} yet", where="run=last", fix=_START_ONE)
             return cls(known[0], writable=False)
-        by_name = (root / run,) if _NAME.fullmatch(run) else ()
+        by_name = (root / run, *(path for path in known if path.name == run)) if _NAME.fullmatch(run) else ()
         for path in (*by_name, Path(run).expanduser()):
             if _is_run(path):
                 return cls(path.resolve() if path.name in ("", "..") else path, writable=False)
         what = f"there is no run {run!r} in {root}"
+        if sweep := find_sweep(root, run):
+            inner = [path.name for path in runs(sweep)]
+            fix = f"name one of its runs, newest first: {shortened(inner, _NUM_OFFERED)}" if inner else "start it again"
+            raise InputMissing(f"{run} is a sweep of {len(inner)} runs", where=f"run={run}", fix=fix)
         if _is_folder(Path(run).expanduser()):
             what = f"the folder {run} is no run: it has none of {', '.join(_SIGNS_OF_A_RUN)}"
         raise InputMissing(what, where=f"run={run}", fix=_offer(run, known))
@@ -235,10 +246,31 @@ def default_name(task: str) -> str:
     return f"{plain}-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
-def runs(root: Path) -> list[Path]:
-    """Return the runs in `root`, the one that was written to last first."""
-    found = ((last_written(root / name), root / name) for name in files.names(root))
-    return [path for written, path in sorted(found, reverse=True) if written > 0 or _is_run(path)]
+def runs(root: Path, *, in_sweeps: bool = True) -> list[Path]:
+    """Return the runs in `root`, those of its sweeps among them, the one that was written to last first."""
+    paths = [root / name for name in files.names(root)]
+    if in_sweeps:
+        paths += [sweep / name for sweep in paths if is_sweep(sweep) for name in files.names(sweep)]
+    found = sorted(((last_written(path), path) for path in paths), reverse=True)
+    return [path for written, path in found if written > 0 or _is_run(path)]
+
+
+def sweeps(root: Path) -> list[Path]:
+    """Return the folders of the sweeps in `root`."""
+    return [root / name for name in files.names(root) if is_sweep(root / name)]
+
+
+def find_sweep(root: Path, name: str) -> Path | None:
+    """Return the folder of a sweep, in `root` by name or by its path; None where it is none."""
+    return next((path for path in (root / name, Path(name).expanduser()) if is_sweep(path)), None)
+
+
+def is_sweep(path: Path) -> bool:
+    """Tell whether the folder holds the runs of a sweep."""
+    try:
+        return _is_folder(path) and (path / SWEEP).exists()
+    except OSError:
+        return False
 
 
 def _is_folder(path: Path) -> bool:

@@ -1,121 +1,254 @@
-"""Sweeps: every combination of comma lists, one fresh process at a time; a failure does not stop the rest."""
+"""Sweeps: every combination of several values, each trained in a fresh process; a failure does not stop the rest."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
+import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Literal, Protocol
 
-from runner.base.configuration import Configuration, Request, compose, expand_sweep, merge_overrides
-from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
-from runner.durable.directory import check_name, default_name
-from runner.durable.files import read_object
+from runner.base.configuration import Configuration, Request, merge_overrides, word_of
+from runner.base.errors import AccelRunError, ConfigError, Exit, IncompatibleResume
+from runner.base.schema import did_you_mean
+from runner.base.sweeps import Axis, composed, expand_sweep
+from runner.base.words import shortened
+from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.launch.apart import apart
+from runner.launch.packing import Packing, packed
+from runner.launch.pool import Pool, command
+from runner.launch.trials import STOPPED, Goal, Result, Sweep, Trial, counted, table, winner
 from runner.observe.events import Console
 from runner.plan.inventory import take_inventory
 from runner.plan.plan import make_plan
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One combination: the name and folder of its run, and the words that tell it from the others."""
+class Wish:
+    """What was said of a sweep besides its settings.
 
-    request: Request
-    name: str
-    folder: Path
-    words: str
+    metric    by which trials are compared, best_is which of its values are better; None: those of early_stopping
+    together  trials at once; auto: as many as the device holds
+    retry     trials that have failed are tried again
+    """
+
+    metric: str | None = None
+    best_is: Literal["min", "max"] | None = None
+    together: int | Literal["auto"] = 1
+    retry: bool = False
+
+
+class Source(Protocol):
+    """What says which trial is next."""
+
+    def next(self) -> Trial | None:
+        """Return the next trial to be run, None where there is none for now."""
+
+    def ended(self, result: Result) -> None:
+        """Take note of how a trial has ended. Raises AccelRunError where no other can be asked for."""
 
     @property
-    def label(self) -> str:
-        """Name and words."""
-        return f"{self.name}  {self.words}".rstrip()
+    def total(self) -> int:
+        """Return how many trials there will be."""
 
 
-def sweep(request: Request) -> int:
+def sweep(request: Request, wish: Wish) -> int:
     """Train each combination in a process of its own and print a table; 0 when all ended well, else the first failure.
 
-    The runs are called NAME-1, NAME-2, ... after `run=NAME`; the same command with the same name resumes those not
-    finished. Ctrl-C, SIGTERM or SIGUSR1 lets the trial under way save, and ends the sweep with 75; so does a trial
-    that was stopped. Raises AccelRunError, before anything is started, with the problems of every
-    combination.
+    The runs are called NAME-1, NAME-2, ... in the folder NAME, after `run=NAME`; the same command goes on with those
+    not finished. Ctrl-C, SIGTERM or SIGUSR1 lets the trials under way save, and ends the sweep with 75; so does a trial
+    that was stopped. Raises AccelRunError, before anything is started, with the problems of every combination, and
+    RunInUse where another process has the folder.
     """
-    trials = _trials(request)
-    say = Console().info  # goes on when nobody reads any more, as in `| head`
-    rows: list[tuple[Trial, int]] = []
-    with _OneAtATime() as process:
-        for number, trial in enumerate(trials, 1):
-            lead = f"[{number}/{len(trials)}] {trial.label}"
-            if _is_finished(trial):
-                say(f"{lead}: finished already")
-                rows.append((trial, 0))
-                continue
-            say(lead)
-            rows.append((trial, process.run(_command(trial))))
-            if process.is_stopped() or rows[-1][1] in _STOPPED:
-                break
-    say(_table(rows))
-    last = rows[-1][1]
-    if (process.is_stopped() or last in _STOPPED) and (last or len(rows) < len(trials)):
-        say(f"\nstopped; the same command with run={trials[0].name.rpartition('-')[0]} goes on")
-        return int(Exit.INTERRUPTED if last == Exit.INTERRUPTED else Exit.PREEMPTED)
-    return next((code for _, code in rows if code), 0)
-
-
-def _trials(request: Request) -> list[Trial]:
-    """Return the combinations. Raises AccelRunError with every problem of all of them."""
     requests = expand_sweep(request)
+    configurations = composed(requests)
+    must_be_plannable(configurations)
     varied = _varied([one.overrides for one in requests])
-    configurations, errors = _composed(requests)
-    errors += [
-        ConfigError(Problem("names the sweep, so it has one value", key))
-        for key in ("run", "output_root")
-        if key in varied
-    ]
-    errors += [] if errors else _not_plannable(configurations)
+    fixed = tuple(word for word in requests[0].overrides if key_of(word) not in varied)
+    choices = [tuple(word for word in one.overrides if key_of(word) in varied) for one in requests]
+    packing = packed(configurations, wish.together)
+    with opened("sweep", replace(request, overrides=fixed), configurations[0], wish) as (directory, found):
+        _enlist(found, choices, directory.name)
+        return walk(directory, found, _Grid(found, retry=wish.retry), packing, configurations[0])
+
+
+class opened:  # noqa: N801 - used as a function
+    """The folder of a sweep is there, locked and described; what it holds was made by the same settings.
+
+    fixed          what all trials have in common
+    configuration  of one of them
+    Raises IncompatibleResume where the folder holds a sweep of other settings.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["sweep", "search"],
+        fixed: Request,
+        configuration: Configuration,
+        wish: Wish,
+        axes: Sequence[Axis] = (),
+    ) -> None:
+        settings, task = configuration.settings, configuration.choices["task"].name
+        name = settings.run or default_name(f"{task}-{kind}")
+        check_name(name)
+        self.directory = RunDirectory.create_or_open(settings.root, name, of_a_sweep=True)
+        early = settings.early_stopping
+        before = Sweep.read(self.directory.path)
+        self.sweep = Sweep(
+            self.directory.path, kind, task, tuple(word for word in fixed.overrides if key_of(word) not in _PLACE),
+            str(fixed.task_file) if fixed.task_file else None, str(fixed.config_dir) if fixed.config_dir else None,
+            shlex.join(["accel-run", *sys.argv[1:]]), Goal(wish.metric or early.metric, wish.best_is or early.best_is),
+            space={axis.key: str(axis) for axis in axes}, trials=before.trials, codes=before.codes,
+            record=before.record,
+        )  # fmt: skip
+        try:
+            if before.record:
+                _must_agree(before, self.sweep, name)
+        except AccelRunError:
+            self.directory.release()
+            raise
+
+    def __enter__(self) -> tuple[RunDirectory, Sweep]:
+        return self.directory, self.sweep
+
+    def __exit__(self, *_: object) -> None:
+        self.directory.release()
+
+
+def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing, configuration: Configuration) -> int:
+    """Run what the source asks for, write down how each trial ended, and print the table; return the exit code."""
+    say = Console().info  # goes on when nobody reads any more, as in `| head`
+    found.together = packing.why
+    if packing.why:
+        say(packing.why)
+    found.save(directory, "running")
+    held: dict[int, float] = {}  # number of a trial that another process holds -> until when it is waited for
+
+    def start(trial: Trial) -> None:
+        words = merge_overrides(
+            (*found.fixed, *trial.words), [word_of("output_root", str(directory.shown)), f"run={trial.name}"]
+        )
+        pool.start(trial, command(replace(configuration.request, overrides=words)))
+
+    with Pool(packing.slots) as pool:
+        while True:
+            while pool.has_room and (trial := source.next()) is not None:
+                say(f"[{trial.number}/{source.total}] {trial.label}")
+                if found.codes.pop(trial.number, None) is not None or found.kind == "search":
+                    found.save(directory, "running")  # whoever goes on after a kill must know of this start
+                start(trial)
+            if not pool:
+                break
+            trial, code = pool.wait()
+            if code == Exit.IN_USE:  # the sweep was killed, and what it had begun is still being saved
+                if not pool.is_stopped and time.monotonic() < held.setdefault(
+                    trial.number, time.monotonic() + _PATIENCE_S
+                ):
+                    time.sleep(1.0)
+                    start(trial)
+                continue
+            found.codes[trial.number] = code
+            if code in STOPPED:
+                pool.stop()
+            found.save(directory, "running")
+            source.ended(found.result(trial))
+        is_stopped = pool.is_stopped
+    results = found.results()
+    say("\n".join(["", *table(results, found.goal), "", _summary(results, found.goal)]))
+    is_cut = is_stopped and (len(results) < source.total or any(each.state in OPEN for each in results))
+    found.save(directory, "preempted" if is_cut else "done")
+    if is_cut:
+        say(f"stopped; the same command with run={directory.name} goes on")
+        return int(Exit.INTERRUPTED if Exit.INTERRUPTED in found.codes.values() else Exit.PREEMPTED)
+    say(f"{directory.shown}/results.csv has the table; a page about it: accel-run report {_said(directory)}")
+    if found.kind == "search" and winner(results, found.goal):
+        return int(Exit.DONE)
+    code = next((code for each in results if (code := _code_of(each))), 0)
+    return code or int(Exit.NUMERIC if found.kind == "search" and results else Exit.DONE)
+
+
+def must_be_plannable(configurations: Sequence[Configuration]) -> None:
+    """Raise what this machine cannot do, found in a process of its own: this one must hold neither torch nor a GPU."""
+    try:
+        errors = apart(_plan_all, configurations)
+    except BrokenProcessPool:
+        return  # the trials will tell
     if errors:
         found = ConfigError(dict.fromkeys(problem for error in errors for problem in error.problems))
         found.exit_code = errors[0].exit_code
         raise found
-    settings = configurations[0].settings
-    name = settings.run or default_name(f"{configurations[0].choices['task'].name}-sweep")
-    check_name(name)
-    return [
-        Trial(
-            Request(merge_overrides(one.overrides, [f"run={name}-{number}"]), one.task_file, one.config_dir),
-            f"{name}-{number}",
-            settings.root / f"{name}-{number}",
-            " ".join(word for word in one.overrides if _key(word) in varied),
+
+
+def key_of(word: str) -> str:
+    """Return the key of a setting."""
+    return word.partition("=")[0].lstrip("+")
+
+
+class _Grid:
+    """The trials of a sweep that are not through, in their order."""
+
+    def __init__(self, found: Sweep, *, retry: bool) -> None:
+        self.total = len(found.trials)
+        again = (*OPEN, "failed") if retry else OPEN
+        self._left = [each.trial for each in found.results() if each.state in again]
+
+    def next(self) -> Trial | None:
+        return self._left.pop(0) if self._left else None
+
+    def ended(self, result: Result) -> None:
+        """Ask for the next one, whatever it was."""
+
+
+def _enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
+    """The sweep has a trial for each choice: those it had before, and new ones for what was added to the lists."""
+    before = {frozenset((*found.record.get("fixed", ()), *trial.words)): trial for trial in found.trials}
+    asked = {frozenset((*found.fixed, *words)): words for words in choices}
+    lost = [trial.label for whole, trial in before.items() if whole not in asked]
+    if lost:
+        fix = "give the same settings, to whose lists values may be added, or take another run=NAME"
+        raise IncompatibleResume(
+            f"the sweep has {shortened(lost)}, which is not asked for", where=f"run={name}", fix=fix
         )
-        for number, one in enumerate(requests, 1)
-    ]
+    trials = {whole: replace(trial, words=asked[whole]) for whole, trial in before.items()}
+    for whole, words in asked.items():
+        number = len(trials) + 1
+        trials.setdefault(whole, Trial(number, f"{name}-{number}", words))
+    found.trials = list(trials.values())
 
 
-def _composed(requests: Sequence[Request]) -> tuple[list[Configuration], list[AccelRunError]]:
-    configurations: list[Configuration] = []
-    errors: list[AccelRunError] = []
-    for request in requests:
-        try:
-            configurations.append(compose(request))
-        except ConfigError as error:
-            errors.append(error)
-    return configurations, errors
+def _must_agree(before: Sweep, now: Sweep, name: str) -> None:
+    """Raise IncompatibleResume where the folder holds trials of another kind or task."""
+    pairs = {
+        "the kind": (before.kind, now.kind),
+        "the task": (before.task, now.task),
+        "--task": (before.task_file, now.task_file),
+        "--config-dir": (before.config_dir, now.config_dir),
+    }
+    if now.kind == "search":
+        pairs["what all trials have in common"] = (shlex.join(sorted(before.fixed)), shlex.join(sorted(now.fixed)))
+        pairs["what is searched"] = (_spaced(before.space), _spaced(now.space))
+    if now.kind == "search" and before.codes:
+        pairs["the goal"] = (_goal_of(before.goal), _goal_of(now.goal))
+    for what, (old, new) in pairs.items():
+        if old != new:
+            fix = "take another run=NAME"
+            raise IncompatibleResume(
+                f"{what} was {old or 'none'} when it began, and is {new or 'none'} now", where=f"run={name}", fix=fix
+            )
 
 
-def _not_plannable(configurations: list[Configuration]) -> list[AccelRunError]:
-    """Return what this machine cannot do, found in a process of its own: this one must not hold a GPU meanwhile."""
-    try:
-        return apart(_plan_all, configurations)
-    except BrokenProcessPool:
-        return []  # the trials will tell
+def _spaced(space: Mapping[str, str]) -> str:
+    return "; ".join(f"{key}: {told}" for key, told in space.items())
 
 
-def _plan_all(configurations: list[Configuration]) -> list[AccelRunError]:
+def _goal_of(goal: Goal) -> str:
+    return f"{goal.best_is} of {goal.metric}"
+
+
+def _plan_all(configurations: Sequence[Configuration]) -> list[AccelRunError]:
     inventory = take_inventory()
     errors: list[AccelRunError] = []
     for configuration in configurations:
@@ -129,99 +262,35 @@ def _plan_all(configurations: list[Configuration]) -> list[AccelRunError]:
 def _varied(combinations: Sequence[tuple[str, ...]]) -> set[str]:
     """Return the keys whose words differ."""
     columns = zip(*combinations, strict=True)
-    return {_key(column[0]) for column in columns if len(set(column)) > 1}
+    return {key_of(column[0]) for column in columns if len(set(column)) > 1}
 
 
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+")
+def _said(directory: RunDirectory) -> str:
+    """Return what names the sweep in a command to be pasted."""
+    is_usual = directory.shown.parent == Path("outputs")
+    return directory.name if is_usual else shlex.quote(str(directory.shown))
 
 
-def _command(trial: Trial) -> list[str]:
-    words = [sys.executable, "-m", "runner", "train", *trial.request.overrides]
-    if trial.request.task_file:
-        words += ["--task", str(trial.request.task_file)]
-    if trial.request.config_dir:
-        words += ["--config-dir", str(trial.request.config_dir)]
-    return words
+def _summary(results: Sequence[Result], goal: Goal) -> str:
+    best = winner(results, goal)
+    if best is not None:
+        return f"{counted(results)}; {_goal_of(goal)}: {best.value:.5g}, {best.trial.label}"
+    known = list(dict.fromkeys(name for each in results for name in each.metrics))
+    if known and goal.metric not in known:
+        near = did_you_mean(goal.metric, known)
+        return f"{counted(results)}; no trial has {goal.metric}, but {shortened(known, 8)}" + (
+            f"; {near}" if near else ""
+        )
+    return f"{counted(results)}; no trial has a finite {goal.metric}"
 
 
-class _OneAtATime:
-    """Runs processes, and hands on the signals that ask to stop."""
-
-    def __init__(self) -> None:
-        self.num_asked = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def is_stopped(self) -> bool:
-        """Tell whether somebody asked to stop."""
-        return self.num_asked > 0
-
-    def __enter__(self) -> _OneAtATime:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            self._previous[number] = signal.signal(number, self._hand_on)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def run(self, words: list[str]) -> int:
-        """Run a process to its end and return its exit code, 128 + n for signal n."""
-        if self.is_stopped():
-            return int(Exit.PREEMPTED)
-        with subprocess.Popen(words) as self._process:
-            if self.is_stopped():  # between the line above and the process
-                self._process.send_signal(signal.SIGUSR1)
-            code = self._process.wait()
-        self._process = None
-        return code if code >= 0 else 128 - code
-
-    def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        """A terminal or a scheduler may have signalled the trial too, which would leave at once at a second SIGTERM.
-
-        SIGUSR1 asks it to save and stop, and does not count as a first.
-        """
-        self.num_asked += 1
-        if self._process is not None:
-            self._process.send_signal(signal.SIGUSR1 if self.num_asked == 1 else signal.SIGTERM)
+def _code_of(result: Result) -> int:
+    """Return with what the sweep ends for the sake of this trial; 0 where it is no reason."""
+    if result.state == "failed":
+        return result.exit_code or int(Exit.SOFTWARE)
+    return int(Exit.IN_USE) if result.state in OPEN else 0
 
 
-# ---------------------------------------------------------------- what the runs say of themselves
-
-
-def _is_finished(trial: Trial) -> bool:
-    """Tell whether the run was made by the same words and is done; anything else is for the run itself to judge."""
-    record, asked = _record(trial), trial.request
-    return (
-        record.get("state") == "done"
-        and set(record.get("overrides") or ()) == set(asked.overrides)
-        and record.get("task_file") == (str(asked.task_file) if asked.task_file else None)
-        and record.get("config_dir") == (str(asked.config_dir) if asked.config_dir else None)
-        and not any(_key(word) == "resume" for word in asked.overrides)
-    )
-
-
-def _record(trial: Trial) -> Mapping[str, Any]:
-    return read_object(trial.folder / "run.json")
-
-
-def _table(rows: Sequence[tuple[Trial, int]]) -> str:
-    """Return a line per trial: how it ended, and the metrics of its last evaluation."""
-    width = max(len(trial.label) for trial, _ in rows)
-    lines, losses = [""], {}
-    for trial, code in rows:
-        metrics = dict(_record(trial).get("metrics") or {})
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        lines.append(f"{trial.label:<{width}}  {_ENDED.get(code, f'exit {code}'):<8}  {shown}".rstrip())
-        if code == 0 and "val/loss" in metrics:
-            losses[trial.label] = metrics["val/loss"]
-    if len(losses) > 1:
-        lines.append(f"lowest val/loss: {min(losses, key=lambda label: losses[label])}")
-    return "\n".join(lines)
-
-
-_STOPPED = (Exit.PREEMPTED, Exit.INTERRUPTED)
-_ENDED = {0: "done", int(Exit.PREEMPTED): "stopped"}
+OPEN = ("waiting", "running", "stopped")  # the same command goes on with these
+_PLACE = ("run", "output_root")
+_PATIENCE_S = 60.0

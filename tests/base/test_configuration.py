@@ -18,7 +18,6 @@ from runner.base.configuration import (
     Configuration,
     Request,
     compose,
-    expand_sweep,
     function_of,
     merge_overrides,
     options_of,
@@ -31,6 +30,7 @@ from runner.base.errors import ConfigError, InputMissing
 from runner.base.places import shipped
 from runner.base.schema import settings_keys
 from runner.base.settings import Settings
+from runner.base.sweeps import expand_sweep
 
 TASK = """
 from typing import Literal

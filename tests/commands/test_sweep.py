@@ -5,8 +5,10 @@ A trial starts a real process, which loads torch: few sweeps, and each is asked 
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ from typing import Any
 import pytest
 
 from runner.cli import main
-from runner.launch.sweep import _OneAtATime
+from runner.launch.pool import Pool
+from runner.launch.sweep import _enlist
+from runner.launch.trials import Sweep, Trial
 from tests.forkserver import Ended, ForkServer
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
@@ -24,19 +28,20 @@ ON_CPU = ["--task", str(TASK), "device=cpu", "monitor=off", "evaluate.every=0"]
 
 
 def record(folder: Path, name: str) -> dict[str, Any]:
-    content = json.loads((folder / "outputs" / name / "run.json").read_text())
+    content = json.loads((folder / "outputs" / "mine" / name / "run.json").read_text())
     assert isinstance(content, dict)
     return content
 
 
 @dataclass(frozen=True)
 class Swept:
-    """A sweep over two lists whose first trial failed, and the same command again after what failed was mended."""
+    """A sweep over two lists whose first trial failed; the same command again; and with retry after it was mended."""
 
     folder: Path
     words: list[str]
     first: Ended
     pids: list[int]
+    unasked: Ended
     again: Ended
 
 
@@ -45,46 +50,70 @@ def swept(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Swept
     folder = tmp_path_factory.mktemp("swept")
     words = ["train", "-m", "run=mine", "task.fail_at=15,0", "updates=20,10", *ON_CPU]
     first = server.run(words, folder)
-    (folder / "outputs" / "mine-1" / "kept").write_text("")
+    (folder / "outputs" / "mine" / "mine-1" / "kept").write_text("")
     pids = [record(folder, f"mine-{number}")["pid"] for number in (1, 2, 3, 4)]
-    again = server.run(words, folder, env={"NO_KILL": "1"})
-    return Swept(folder, words, first, pids, again)
+    unasked = server.run(words, folder, env={"NO_KILL": "1"})
+    again = server.run([*words, "retry=true"], folder, env={"NO_KILL": "1"})
+    return Swept(folder, words, first, pids, unasked, again)
 
 
-def test_every_combination_is_trained_under_a_name_of_its_own(swept: Swept) -> None:
-    assert sorted(path.name for path in (swept.folder / "outputs").iterdir()) == [f"mine-{n}" for n in (1, 2, 3, 4)]
+def rows(text: str) -> list[list[str]]:
+    """Return the rows of the table of trials that was printed last."""
+    return [re.split(r"  +", line) for line in text.splitlines() if re.match(r"mine-\d+  ", line)]
+
+
+def test_every_combination_is_trained_in_a_folder_of_its_own_below_that_of_the_sweep(swept: Swept) -> None:
+    names = [path.name for path in (swept.folder / "outputs" / "mine").iterdir() if path.is_dir()]
+    assert sorted(names) == [f"mine-{n}" for n in (1, 2, 3, 4)]
     for number, (fail_at, updates) in enumerate([(15, 20), (15, 10), (0, 20), (0, 10)], 1):
         overrides = record(swept.folder, f"mine-{number}")["overrides"]
         assert {f"task.fail_at={fail_at}", f"updates={updates}", f"run=mine-{number}"} <= set(overrides)
 
 
 def test_a_failure_does_not_stop_the_rest_and_its_code_is_that_of_the_sweep(swept: Swept) -> None:
-    assert swept.first.code == 70
-    ended = [line for line in swept.first.out.splitlines() if line.startswith("mine-")]
-    assert [line.split("  ")[2].strip() for line in ended] == ["exit 70", "done", "done", "done"]
+    assert swept.first.code == swept.unasked.code == 70
+    assert [row[3] for row in rows(swept.first.out)] == ["failed (70)", "done", "done", "done"]
     assert swept.first.err.count("raised KeyError: 'points'") == 1
+    assert "3 done, 1 failed" in swept.first.out
 
 
-def test_the_table_has_words_end_and_metrics_of_every_trial(swept: Swept) -> None:
-    lines = swept.again.out.splitlines()
-    table = lines[lines.index("") :] if "" in lines else lines
-    rows = [line for line in table if line.startswith("mine-")]
-    for number, row in enumerate(rows, 1):
-        metrics = record(swept.folder, f"mine-{number}")["metrics"]
-        assert row.startswith(f"mine-{number}  task.fail_at=")
-        assert row.endswith(f"done      val/loss {metrics['val/loss']:.4g}")
+def test_the_table_has_words_state_and_metrics_of_every_trial_and_marks_the_best(swept: Swept) -> None:
     losses = {f"mine-{n}": record(swept.folder, f"mine-{n}")["metrics"]["val/loss"] for n in (1, 2, 3, 4)}
-    assert table[-1].startswith(f"lowest val/loss: {min(losses, key=lambda name: losses[name])}  ")
+    best = min(losses, key=lambda name: losses[name])
+    told = rows(swept.again.out)
+    assert [row[0] for row in told] == list(losses)
+    for row in told:
+        assert row[3:6] == ["done", f"{losses[row[0]]:.5g}", f"{losses[row[0]]:.5g}"]
+        assert (row[-1] == "<- best") == (row[0] == best)
+    with (swept.folder / "outputs" / "mine" / "results.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [row["name"] for row in table if row["is_best"] == "1"] == [best]
+    assert [float(row["val/loss"]) for row in table] == list(losses.values())
+    assert [(row["task.fail_at"], row["updates"]) for row in table][:2] == [("15", "20"), ("15", "10")]
 
 
-def test_the_same_command_resumes_what_is_not_finished_and_leaves_the_rest(swept: Swept) -> None:
+def test_the_same_command_repeats_nothing_and_tries_again_what_failed_only_by_choice(swept: Swept) -> None:
+    assert not [line for line in swept.unasked.out.splitlines() if line.startswith("[")]
+    assert [row[3] for row in rows(swept.unasked.out)] == ["failed (70)", "done", "done", "done"]
     assert swept.again.code == 0, swept.again.err
-    out = swept.again.out
-    assert "[2/4] mine-2  task.fail_at=15 updates=10: finished already" in out
-    assert out.count("finished already") == 3
+    started = [line for line in swept.again.out.splitlines() if line.startswith("[")]
+    assert started == ["[1/4] mine-1  task.fail_at=15 updates=20"]
     pids = [record(swept.folder, f"mine-{number}")["pid"] for number in (1, 2, 3, 4)]
     assert [new == old for new, old in zip(pids, swept.pids, strict=True)] == [False, True, True, True]
-    assert (swept.folder / "outputs" / "mine-1" / "kept").exists()
+    assert (swept.folder / "outputs" / "mine" / "mine-1" / "kept").exists()
+
+
+def test_values_may_be_added_to_a_sweep_and_none_taken_away(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(swept.folder)
+    fewer = [word.replace("updates=20,10", "updates=20") for word in swept.words]
+    before = (swept.folder / "outputs" / "mine" / "sweep.json").read_bytes()
+    assert main(fewer) == 88
+    assert (swept.folder / "outputs" / "mine" / "sweep.json").read_bytes() == before
+    found = Sweep.read(swept.folder / "outputs" / "mine")
+    old = list(found.trials)
+    _enlist(found, [("task.fail_at=15", f"updates={n}") for n in (20, 10, 5)] + [old[2].words, old[3].words], "mine")
+    assert found.trials[:4] == old
+    assert found.trials[4:] == [Trial(5, "mine-5", ("task.fail_at=15", "updates=5"))]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +168,7 @@ def test_a_signal_saves_the_trial_and_ends_the_sweep_with_75(
 ) -> None:
     words = ["train", "-m", "run=mine", "seed=1,2", "task.sleep_s=0.02", "updates=1000", "log_every=1", *ON_CPU]
     pid = server.start(words, tmp_path)
-    metrics = tmp_path / "outputs" / "mine-1" / "metrics.jsonl"
+    metrics = tmp_path / "outputs" / "mine" / "mine-1" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -148,8 +177,8 @@ def test_a_signal_saves_the_trial_and_ends_the_sweep_with_75(
     assert ended.code == 75, ended.err
     assert ended.out.endswith("\nstopped; the same command with run=mine goes on\n")
     assert record(tmp_path, "mine-1")["state"] == "preempted"
-    assert list((tmp_path / "outputs" / "mine-1" / "checkpoints").glob("update-*"))
-    assert not (tmp_path / "outputs" / "mine-2").exists()
+    assert list((tmp_path / "outputs" / "mine" / "mine-1" / "checkpoints").glob("update-*"))
+    assert not (tmp_path / "outputs" / "mine" / "mine-2").exists()
 
 
 def test_a_signal_while_the_trial_starts_ends_the_sweep_too(server: ForkServer, tmp_path: Path) -> None:
@@ -166,16 +195,16 @@ def test_a_signal_while_the_trial_starts_ends_the_sweep_too(server: ForkServer, 
     assert "stopped; the same command with run=mine goes on" in ended.out
 
 
-def test_after_a_signal_between_trials_none_is_started(tmp_path: Path) -> None:
-    with _OneAtATime() as process:
+def test_after_a_signal_between_trials_none_is_started() -> None:
+    with Pool() as pool:
+        assert pool.has_room
         os.kill(os.getpid(), signal.SIGTERM)
-        assert process.run(["touch", str(tmp_path / "started")]) == 75
-    assert not list(tmp_path.iterdir())
+        assert not pool.has_room
 
 
 def test_the_handlers_come_back() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
-    with _OneAtATime():
+    with Pool():
         assert [signal.getsignal(number) for number in numbers] != before
     assert [signal.getsignal(number) for number in numbers] == before

@@ -1,0 +1,164 @@
+"""How many trials run at once: as many as were asked for, or as fit the device by what they are predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Literal
+
+from runner.base.configuration import Configuration
+from runner.base.errors import AccelRunError, ConfigError, Problem
+from runner.base.words import bytes_in_words
+from runner.launch.apart import apart
+from runner.launch.pool import ALONE, Slot
+from runner.plan.fits import Prediction
+
+MOST_TRACED = 8  # models that are traced for one answer, each of which may take seconds
+SPARE = 0.9  # of the memory: what trials hold besides is not theirs alone to decide
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The places for trials at once, and why there are so many: nothing where nobody asked for more than one."""
+
+    slots: tuple[Slot, ...] = ALONE
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What there is for trials on one device, and what each takes.
+
+    device  as a trial is told of it, "" where there is no choice; name for people
+    takes   bytes of the largest trial, 0 where nobody knows
+    """
+
+    device: str
+    name: str
+    capacity: int
+    takes: int
+
+    @property
+    def count(self) -> int:
+        """Return how many trials it holds by memory, at least one."""
+        return max(1, int(self.capacity * SPARE) // self.takes) if self.takes and self.capacity else 1
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What a process of its own has found out: the devices, the cores, and why nothing is known, if so."""
+
+    rooms: tuple[Room, ...] = ()
+    cores: int = 1
+    why_not: str = ""
+
+
+def packed(configurations: Sequence[Configuration], together: int | Literal["auto"]) -> Packing:
+    """Return the places for trials at once. Raises ConfigError where several cannot run beside each other."""
+    if together == 1:
+        return Packing()
+    several = {each.choices["parallelism"].name for each in configurations} - {"single"}
+    if several:
+        name = sorted(several)[0]
+        if together == "auto":
+            return Packing(why=f"together=auto: one at a time, for parallelism={name} takes all devices")
+        what = "must be 1 where each trial takes several devices"
+        raise ConfigError(Problem(what, f"together={together}", f"say together=1, or leave out parallelism={name}"))
+    try:
+        seen = apart(_foresee, _different(configurations), together == "auto")
+    except BrokenProcessPool:
+        seen = Foreseen(why_not="the process that traced the model died")
+    return _packing(seen, together, len(configurations))
+
+
+def _packing(seen: Foreseen, together: int | Literal["auto"], num_trials: int) -> Packing:
+    """Return the places on the devices that were found, dealt evenly."""
+    threads = "each with {} of {} cores"
+    if together != "auto":
+        count = min(together, num_trials)
+        each = max(1, seen.cores // count)
+        why = f"together={together}: {count} trials at once, as asked for, {threads.format(each, seen.cores)}"
+        devices = [room.device for room in seen.rooms] or [""]
+        return Packing(tuple(_slot(devices[at % len(devices)], each) for at in range(count)), why)
+    if seen.why_not or not seen.rooms:
+        return Packing(why=f"together=auto: one at a time, for what a trial takes is not known: {seen.why_not}")
+    places = [
+        room.device for at in range(max(room.count for room in seen.rooms)) for room in seen.rooms if at < room.count
+    ]
+    count = min(len(places), seen.cores, num_trials)
+    each = max(1, seen.cores // count)
+    room = seen.rooms[0]
+    memory = f"{bytes_in_words(room.takes)} predicted for each, {bytes_in_words(room.capacity)} on {room.name}"
+    memory += f" and {len(seen.rooms) - 1} more" if len(seen.rooms) > 1 else ""
+    least = "memory" if count == len(places) else "cores" if count == seen.cores else "the number of trials"
+    why = f"together=auto: {count} at once by {least}: {memory}, {threads.format(each, seen.cores)}"
+    return Packing(tuple(_slot(places[at], each) for at in range(count)), why)
+
+
+def _slot(device: str, cores: int) -> Slot:
+    """Return what tells a trial of its device and of its part of the cores."""
+    seen = {"CUDA_VISIBLE_DEVICES": device} if device else {}
+    return {**seen, "OMP_NUM_THREADS": str(cores)}
+
+
+def _different(configurations: Sequence[Configuration]) -> list[Configuration]:
+    """Return one configuration of each kind: settings that change numbers only take no other memory."""
+    found: dict[tuple[tuple[str, str], ...], Configuration] = {}
+    for configuration in configurations:
+        values = {key: str(value) for key, value in configuration.flat().items() if key not in _NUMBERS}
+        found.setdefault(tuple(sorted(values.items())), configuration)
+    return list(found.values())
+
+
+def _foresee(configurations: Sequence[Configuration], traces: bool) -> Foreseen:
+    """Return what the devices have and the largest of the trials takes; in a process that torch may be loaded into."""
+    from runner.engine.needs import needs_of
+    from runner.plan.inventory import take_inventory
+    from runner.plan.plan import allow_for, make_plan
+
+    allow_for(configurations[0])
+    inventory = take_inventory()
+    cores = inventory.cpu.logical_cores
+    gpus = [device for device in inventory.usable if device.kind == "cuda"]
+    plan = make_plan(configurations[0], inventory)
+    on_gpu = bool(gpus) and plan.ranks[0].is_gpu
+    is_free = {each.settings.device for each in configurations} <= {"auto", "cuda"}
+    names = {gpu.uuid: gpu.name for gpu in gpus if gpu.uuid} if on_gpu and is_free and len(gpus) > 1 else {"": ""}
+    bare = Foreseen(tuple(Room(device, name, 0, 0) for device, name in names.items()), cores)
+    if not traces:
+        return bare
+    if len(configurations) > MOST_TRACED:
+        return Foreseen(cores=cores, why_not=f"more than {MOST_TRACED} models to trace; say together=N")
+    largest: Prediction | None = None
+    for configuration in configurations:
+        try:
+            needs = needs_of(configuration, inventory)
+            memory = make_plan(configuration, inventory, needs=needs).memory
+        except AccelRunError as error:
+            return Foreseen(cores=cores, why_not=error.problems[0].what)
+        if not memory:
+            return Foreseen(cores=cores, why_not=needs.why_not or "nothing of it could be traced")
+        most = max((each.prediction for each in memory), key=lambda prediction: prediction.total)
+        largest = most if largest is None or most.total > largest.total else largest
+    assert largest is not None
+    if not on_gpu:
+        import psutil  # type: ignore[import-untyped]
+
+        free = min(largest.capacity or 2**63, psutil.virtual_memory().available)
+        return Foreseen((Room("", "this machine", free, largest.total),), cores)
+    free_of = {gpu.uuid: gpu.free_bytes if gpu.free_bytes is not None else gpu.memory_bytes for gpu in gpus}
+    rooms = [
+        Room(device, name or plan.device_name, free_of[device] if device else largest.capacity, largest.total)
+        for device, name in names.items()
+    ]
+    return Foreseen(tuple(rooms), cores)
+
+
+# Settings by which no pass of a model grows.
+_NUMBERS = frozenset({
+    "run", "output_root", "resume", "weights", "seed", "updates", "epochs", "max_grad_norm", "log_every",
+    "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps", "scheduler.warmup",
+    "early_stopping.patience", "early_stopping.metric", "early_stopping.best_is",
+    "early_stopping.min_delta", "evaluate.every",
+})  # fmt: skip
