@@ -1,0 +1,447 @@
+"""What the pages tell people to type is understood by the program, links lead somewhere, and no block is forgotten.
+
+Every block of code has a language: none or sh, lines of a shell; python; yaml, with its place in the first line; or
+text, followed by why it is not to be typed. Commands and settings inside of sentences and tables are read as well.
+Nothing is run and torch is not loaded: a command is read as it reads itself, and its settings are composed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+import runner
+from runner.base.configuration import (
+    AXES,
+    Request,
+    compose,
+    expand_sweep,
+    function_of,
+    options_of,
+    task_source,
+)
+from runner.base.schema import read_functions, settings_keys
+from runner.base.settings import Settings
+from runner.cli import main
+from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, plan, profile, report, tune
+from runner.commands.arguments import own_words, read, read_of_a_run
+from runner.measure.suites import SUITES
+from runner.plan.plan import inventory_for, make_plan
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md")})
+RESULTS = DOCS / "results"  # blocks are raw output of the script that the heading names
+WITH_RECIPES = ROOT / "CONTRIBUTING.md"  # whose blocks are followed, and used, by tests/end_to_end/test_contributing.py
+WHY_TEXT = ("output", "layout", "formula")
+FOREIGN = DOCS / "coming-from.md"  # its first column is what other programs are told
+
+# What stands for something of the reader's own.
+PLACEHOLDERS = {
+    "KEY": "precision", "COMMAND": "train", "NAME": "first", "OTHER": "first", "OTHER_RUN": "first", "NEW": "new",
+    "FILE": "my_task.py", "DIR": "DIR", "CONFIG_DIR": "DIR", "FOLDER": "outputs",
+}  # fmt: skip
+OTHER_PROGRAMS = {"git", "cd", "pip", "docker", "sh", "exit", "code=$?", "if"}
+
+
+# ---------------------------------------------------------------- the pages
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code: where it stands, its language, what follows the language, and its text."""
+
+    page: Path
+    line: int
+    language: str
+    rest: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Said:
+    """Code inside of a sentence or a cell of a table."""
+
+    page: Path
+    line: int
+    text: str
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line} {self.text}"
+
+
+@cache
+def tokens(page: Path) -> Sequence[Token]:
+    return MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    for token in tokens(page):
+        if token.type in ("fence", "code_block"):
+            language, _, rest = token.info.strip().partition(" ")
+            yield Block(page, (token.map or [0])[0] + 1, language, rest, token.content)
+
+
+def inner(page: Path) -> Iterator[tuple[int, int | None, Token]]:
+    """Yield the pieces of running text, with their line and the column of their table."""
+    line, column = 0, None
+    for token in tokens(page):
+        line = token.map[0] + 1 if token.map else line
+        if token.type == "tr_open":
+            column = -1
+        elif token.type in ("td_open", "th_open"):
+            column = (column or 0) + 1
+        elif token.type == "table_close":
+            column = None
+        for child in token.children or ():
+            yield line, column, child
+
+
+def said(page: Path) -> Iterator[Said]:
+    for line, column, token in inner(page):
+        if token.type == "code_inline" and not (page == FOREIGN and column == 0):
+            yield Said(page, line, token.content, column)
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+SAID = [each for page in PAGES for each in said(page)]
+UNIQUE = list({each.text: each for each in SAID}.values())
+
+
+# ---------------------------------------------------------------- how commands read their words
+
+
+def _settings(words: list[str]) -> None:
+    arguments = read(words, multirun=True)
+    for combination in expand_sweep(arguments.request) if arguments.multirun else [arguments.request]:
+        configuration = compose(combination)
+        if any(word.lstrip("+").startswith("hardware=") for word in words):
+            make_plan(configuration, inventory_for(configuration)[0])
+
+
+def _of_a_run(words: list[str]) -> None:
+    """The task's own keys are those of some task: which one, only the run knows."""
+    request = read_of_a_run([word for word in words if not word.startswith(("format=", "inference."))])
+    compose(request)
+    for word in words:
+        if word.startswith("inference."):
+            assert word.partition("=")[0] in known_keys(), f"no task has {word}"
+
+
+def _explain(words: list[str]) -> None:
+    arguments = read(words, positional=1)
+    (key,) = arguments.positional
+    assert key in compose(arguments.request).flat()
+
+
+def _profile(words: list[str]) -> None:
+    compose(profile.as_training(read(words, own=profile.OWN).request))
+
+
+def _benchmark(words: list[str]) -> None:
+    suite, wanted, _ = benchmark._wanted(words)
+    mine = {path.stem for path in Path("DIR/benchmark/technique").glob("*.yaml")} if "--config-dir" in words else set()
+    known = mine | {"init", "reset", "clean", "plots", "all", "matmul", "copies", "disk", "roofline"} | techniques()
+    assert set(wanted.words) <= known, wanted.words
+    if suite.__name__.endswith("ladder") and wanted.options["techniques"] != "all":
+        assert set(wanted.options["techniques"].strip("[]").split(",")) <= techniques()
+
+
+def _advise(words: list[str]) -> None:
+    _, rest, _ = own_words(words, advise.OWN)
+    compose(read_of_a_run(rest, advise.OWN))
+
+
+def _doctor(words: list[str]) -> None:
+    settings, flags = doctor._read(words)
+    doctor._chosen(settings.get("checks"), "--quick" in flags)
+
+
+def _import(words: list[str]) -> None:
+    assert 1 <= len(read(words, positional=2).positional) <= 2
+
+
+def _runs(words: list[str]) -> None:
+    assert own_words(words, {"output_root": "outputs"})[1] == []
+
+
+def _completion(words: list[str]) -> None:
+    assert words in (["bash"], ["zsh"], ["fish"])
+
+
+def _new(words: list[str]) -> None:
+    (name,) = words
+    assert name.endswith(".py")
+
+
+READERS: Mapping[str, Callable[[list[str]], Any]] = {
+    "train": _settings, "both": _settings,
+    "plan": lambda words: _settings([word for word in words if word != plan.PROBE]),
+    "inference": _of_a_run, "export": _of_a_run, "status": _of_a_run,
+    "explain": _explain, "profile": _profile, "benchmark": _benchmark, "advise": _advise, "tune": tune._wish,
+    "monitor": monitor._read, "doctor": _doctor, "report": report._read, "runs": _runs,
+    "new": _new, "import_": _import, "completion": _completion,
+}  # fmt: skip
+
+
+def understood(words: Sequence[str]) -> None:
+    """Raise what the program would answer to these words, those after accel-run."""
+    assert words, "a command is missing"
+    first, *rest = words
+    if first.startswith("--"):
+        assert first in ("--help", "--version")
+        return
+    assert first in COMMANDS, f"no command {first}"
+    if "--help" not in rest:
+        READERS[COMMANDS[first][0]](rest)
+
+
+@cache
+def techniques() -> set[str]:
+    return {path.stem for path in (ROOT / "conf" / "benchmark" / "technique").glob("*.yaml")}
+
+
+@cache
+def known_keys() -> set[str]:
+    """Return every key that something of the command line has: settings, options, tasks and commands."""
+    keys = {*settings_keys(Settings), *AXES, "task", "hardware", "inference.seed", "key", "format"}
+    for group in AXES:
+        for option in options_of(group):
+            signature = function_of(group, option)
+            keys |= {f"{group}.{name}" for name in (signature.keys if signature else ())}
+    sources = [(task_source(name, None)) for name in options_of("task")]
+    for source in [*sources, Path("my_task.py")]:
+        for name, signature in read_functions(source).items():
+            head = "task" if name == "build" else "inference" if name.endswith(".predict") else None
+            keys |= {f"{head}.{key}" for key in signature.keys} if head else set()
+    for owner in (advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN, doctor._KEYS):
+        keys |= set(owner)
+    for suite in SUITES:
+        keys |= set(benchmark.suite_of(suite).OPTIONS)
+    interface = ast.parse((ROOT / "runner" / "interface.py").read_text(encoding="utf-8"))
+    keys |= {node.arg for node in ast.walk(interface) if isinstance(node, ast.arg)}
+    return keys | set(settings_keys(monitor.Options))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The reader's folder: a new task, a run, a folder of configurations with what the page has put there before."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "my_task.py"]) == 0
+    capsys.readouterr()
+    for name in ("outputs/first", "outputs/second", "benchmarks", "conf/hardware", "DIR/hardware"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("conf/hardware/gpt_tuned.yaml", "DIR/hardware/mine.yaml"):
+        (tmp_path / name).write_text("# @package _global_\nhardware:\n  title: tuned\n  devices: []\n")
+    return tmp_path
+
+
+# ---------------------------------------------------------------- lines of a shell
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each line, without comments, pipes and redirections."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        ends = [words.index(sign) for sign in ("|", ">", "&&") if sign in words]
+        if words:
+            yield words[: min(ends, default=None)]
+
+
+def check_line(words: list[str]) -> None:
+    program, *rest = words
+    if "-m" in rest and rest[rest.index("-m") + 1] == "runner":
+        understood(rest[rest.index("-m") + 2 :])
+    elif program == "accel-run":
+        understood(rest)
+    elif program == "python" or program.removeprefix("./").startswith("scripts/"):
+        script, *rest = rest if program == "python" else words
+        path = ROOT / script
+        assert path.is_file(), f"there is no {script}"
+        assert program == "python" or path.stat().st_mode & 0o100, f"{script} is not executable"
+        if path.name == "run.sh":
+            understood(rest)
+    else:
+        assert program in OTHER_PROGRAMS, f"{program}: no program of ours; mark the block as text, with why"
+        for extras in re.findall(r"accel-run\[([\w,-]+)\]", " ".join(rest)):
+            assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+
+
+def filled(text: str) -> str:
+    """Return the line with something in place of what is for the reader to fill in."""
+    text = re.sub(r" \[[^\]]*\]| \.\.\.", "", text)
+    return re.sub(r"\b[A-Z][A-Z_]+\b", lambda found: PLACEHOLDERS.get(found[0], found[0]), text)
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+# ---------------------------------------------------------------- the laws
+
+
+def test_every_block_has_a_kind() -> None:
+    for block in BLOCKS:
+        assert block.language in ("", "sh", "python", "yaml", "text"), f"{block}: {block.language}"
+        if block.language == "text":
+            assert block.rest in WHY_TEXT, f"{block}: after text stands why it is not to be typed: {WHY_TEXT}"
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        each
+        for each in BLOCKS
+        if each.language in ("", "sh") and each.page not in (WITH_RECIPES,) and RESULTS not in each.page.parents
+    ],
+    ids=str,
+)
+def test_what_is_to_be_typed_is_understood(block: Block) -> None:
+    if block.text.startswith("#!/bin/bash"):
+        subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    for page_block in blocks(block.page):
+        if page_block.language == "yaml" and page_block.line < block.line:
+            put(page_block)
+    for words in commands(block.text):
+        check_line(words)
+
+
+def put(block: Block) -> list[str]:
+    """Write the file that a block of YAML shows to where its first line says; return the command that stands there."""
+    found = re.match(r"# (DIR/\S+\.yaml)(?: +(accel-run .+))?$", block.text.partition("\n")[0])
+    assert found, f"{block}: the first line says where it lies, as # DIR/optimizer/slow.yaml"
+    path = Path(found[1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(block.text.partition("\n")[2])
+    return shlex.split(found[2] or "")[1:]
+
+
+@pytest.mark.parametrize(
+    "block", [each for each in BLOCKS if each.language == "yaml" and each.page != WITH_RECIPES], ids=str
+)
+def test_a_shown_file_is_taken(block: Block) -> None:
+    words = put(block)
+    assert words, f"{block}: behind the place stands a command that takes the file"
+    understood(words)
+
+
+@pytest.mark.parametrize(
+    "block", [each for each in BLOCKS if each.language == "python" and each.page != WITH_RECIPES], ids=str
+)
+def test_shown_python_is_python_and_imports_what_there_is(block: Block) -> None:
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("runner"):
+            assert node.module == "runner"
+            assert {alias.name for alias in node.names} <= set(runner.__all__)
+    source = Path("my_task.py")
+    if "PHASES =" in block.text:
+        source.write_text(f"{block.text}\n{source.read_text()}")
+    elif "def build(" in block.text:
+        source.write_text(block.text)
+    compose(Request((), source))
+
+
+@pytest.mark.parametrize(
+    "each", [each for each in UNIQUE if re.match(r"(accel-run|python|(\./)?scripts/\S+)(?= |$)", each.text)], ids=str
+)
+def test_a_command_in_a_sentence_is_understood(each: Said) -> None:
+    for words in commands(filled(each.text)):
+        if words[0].startswith("scripts/") and len(words) == 1:  # named, not called
+            assert (ROOT / words[0]).exists()
+        elif len(words) > 1:
+            check_line(words)
+
+
+@pytest.mark.parametrize(
+    "each", [each for each in SAID if each.page == FOREIGN and re.match(r"[a-z][\w.]*=\S", each.text)], ids=str
+)
+def test_settings_for_those_who_come_from_elsewhere_compose(each: Said) -> None:
+    understood(["train", *shlex.split(each.text)])
+
+
+@pytest.mark.parametrize("each", [each for each in SAID if each.text.startswith("from runner import ")], ids=str)
+def test_a_name_to_import_is_there(each: Said) -> None:
+    assert set(each.text.removeprefix("from runner import ").split(", ")) <= set(runner.__all__)
+
+
+def test_a_setting_in_a_sentence_is_one() -> None:
+    unknown = []
+    for each in SAID:
+        found = re.fullmatch(r"\+?([a-z][\w.-]*)=(\S*)", each.text)
+        if found and RESULTS not in each.page.parents:
+            key, value = found.groups()
+            options = options_of(key) if key in (*AXES, "task", "hardware") else ()
+            is_known = re.sub(r"^phase\.\w+\.", "", key) in known_keys()
+            if not is_known or (options and re.fullmatch(r"[a-z][\w-]*", value) and value not in options):
+                unknown.append(str(each))
+    assert not unknown, "\n".join(unknown)
+
+
+# ---------------------------------------------------------------- links
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names that GitHub gives the headings."""
+    found = set()
+    for heading, text in zip(tokens(page), tokens(page)[1:], strict=False):
+        if heading.type == "heading_open":
+            plain = "".join(child.content for child in text.children or ())
+            found.add(re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for line, _, token in inner(page):
+        target = token.attrGet("href" if token.type == "link_open" else "src")
+        if token.type not in ("link_open", "image") or re.match(r"https://", str(target)):
+            continue
+        path, _, anchor = str(target).partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name}:{line} {target}"
+        assert there.is_relative_to(ROOT), f"{page.name}:{line} {target} leads out of the project"
+        assert not anchor or anchor in anchors(there), f"{page.name}:{line} {target}: no such heading"
+
+
+def linked(page: Path) -> set[Path]:
+    targets = [str(token.attrGet("href")).partition("#")[0] for _, _, token in inner(page) if token.type == "link_open"]
+    return {(page.parent / target).resolve() for target in targets if target and "://" not in target}
+
+
+def test_the_index_has_every_page_and_the_readme_the_index() -> None:
+    index, folders = DOCS / "README.md", {DOCS / "decisions", RESULTS}
+    expected = folders | {page for page in DOCS.rglob("*.md") if page != index and page.parent not in folders}
+    assert expected - linked(index) == set()
+    assert index in linked(ROOT / "README.md")
+
+
+def test_decisions_have_a_number_each() -> None:
+    numbers = [path.name[:4] for path in sorted((DOCS / "decisions").glob("*.md"))]
+    assert numbers == [f"{number:04}" for number in range(1, len(numbers) + 1)]
+    for path in (DOCS / "decisions").glob("*.md"):
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        assert first.startswith(f"# {path.name[:4]} ") or not re.match(r"# \d", first)
+
+
+def test_results_name_the_scripts_that_made_them() -> None:
+    for page in sorted(RESULTS.glob("*.md")):
+        assert re.match(r"\d{4}-\d\d-\d\d-", page.name)
+        named = set(re.findall(r"scripts/[\w./]+", page.read_text(encoding="utf-8")))
+        assert named, f"{page.name} names no script"
+        assert all((ROOT / name.rstrip(".")).exists() for name in named), named
