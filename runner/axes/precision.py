@@ -330,4 +330,9 @@ def _float(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-PRECISIONS: Mapping[str, Callable[..., Precision]] = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": fp16}
+PRECISIONS: Mapping[str, Callable[..., Precision]] = {
+    "fp32": fp32,
+    "tf32": tf32,
+    "bf16": bf16,
+    "fp16": fp16,
+}

@@ -1,0 +1,137 @@
+"""The recipes of CONTRIBUTING.md, followed to the letter in a copy: what they add passes the checks and works."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[2]
+
+# Runs the commands one after another in one process, which imports torch once, and then the tests that hold names,
+# keys and floors together. Of a technique the updates are made that it would be measured by.
+DRIVER = """
+import json, sys
+import pytest
+from runner.cli import main
+from runner.commands.benchmark import _wanted
+from runner.measure.technique import techniques
+
+def run(words):
+    if words[0] == "benchmark":
+        suite, wanted, _ = _wanted(words[1:])
+        overrides = [word for name in wanted.words for word in techniques(None)[name].overrides]
+        words = ["train", *overrides, "updates=2"]
+    return main([*words, "device=cpu", "monitor=off", "evaluate.samples=4", "run=new", "resume=fresh"])
+
+codes = [run(words) for words in json.loads(sys.argv[1])]
+checks = ["tests/axes/test_yaml_is_signature.py", "tests/test_layers.py", "tests/plan/test_hardware_profiles.py"]
+quiet = ["-W", "ignore:Module already imported"]  # hydra, by the commands
+names = "bf16_weights or lockstep or ring or l4 or table or function or file or promised or floor"
+codes.append(int(pytest.main(["-q", "-p", "no:cacheprovider", *quiet, "-k", names, *checks])))
+print(json.dumps(codes))
+"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What stands under one heading: pieces of files with their place, and commands that use them."""
+
+    title: str
+    pieces: tuple[tuple[str, str, str], ...]  # file, place in it, text
+    commands: tuple[tuple[str, ...], ...]
+
+
+def recipes() -> list[Recipe]:
+    """Return the recipes; a section without a block of code is none."""
+    found: list[Recipe] = []
+    tokens = MarkdownIt("commonmark").parse((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    for number, token in enumerate(tokens):
+        if token.type == "heading_open" and token.tag == "h2":
+            found.append(Recipe(tokens[number + 1].content, (), ()))
+        elif token.type == "fence" and found:
+            last = found.pop()
+            if token.info in ("", "sh"):
+                lines = tuple(tuple(shlex.split(line)) for line in token.content.splitlines())
+                found.append(Recipe(last.title, last.pieces, last.commands + lines))
+                continue
+            first, _, text = token.content.partition("\n")
+            place = re.fullmatch(r"# (\S+\.\w+)(?:: (above|in) ([A-Z]+))?", first)
+            assert place, f"{last.title}: the first line of a block says where it goes, but is {first}"
+            piece = (place[1], f"{place[2]} {place[3]}" if place[2] else "new", text)
+            found.append(Recipe(last.title, (*last.pieces, piece), last.commands))
+    return [recipe for recipe in found if recipe.pieces or recipe.commands]
+
+
+RECIPES = recipes()
+
+
+def put(root: Path, file: str, place: str, text: str) -> None:
+    """Put one piece where its first line says."""
+    path = root / file
+    if place == "new":
+        assert not path.exists(), f"{file} is there already"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return
+    side, table = place.split()
+    before = path.read_text(encoding="utf-8")
+    found = re.search(rf"^{table}\b.*[\[{{]\n", before, re.MULTILINE)
+    assert found, f"{file} has the table {table} in lines of its own"
+    at, text = (found.start(), f"{text.rstrip()}\n\n\n") if side == "above" else (found.end(), text)
+    path.write_text(before[:at] + text + before[at:], encoding="utf-8")
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the recipes change and use, with all of them followed."""
+    root = tmp_path_factory.mktemp("followed")
+    for folder in ("conf", "runner", "tasks", "tests"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    for recipe in RECIPES:
+        for piece in recipe.pieces:
+            put(root, *piece)
+    return root
+
+
+def test_there_is_a_recipe_for_each_thing_people_add_and_each_is_used() -> None:
+    assert [recipe.title for recipe in RECIPES] == [
+        "A technique for the ladder", "A hardware profile", "A precision", "A strategy", "A task",
+    ]  # fmt: skip
+    for recipe in RECIPES:
+        assert recipe.pieces, recipe.title
+        assert recipe.commands, recipe.title
+
+
+def test_what_the_recipes_add_is_formatted_and_linted(copy: Path) -> None:
+    for words in (["format", "--check"], ["check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *words, "--no-cache", "runner", "tasks"],
+            cwd=copy, env=environment(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_the_recipes_add_is_used_by_the_commands_below_them(copy: Path) -> None:
+    lines = [list(words[1:]) for recipe in RECIPES for words in recipe.commands if words[0] == "accel-run"]
+    assert len(lines) >= len(RECIPES)
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(lines)],
+        cwd=copy, env=environment() | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert codes == [0] * (len(lines) + 1), done.stdout + done.stderr
