@@ -7,11 +7,15 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+
+import runner
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +56,7 @@ def test_the_wheel_holds_every_config_task_and_module_of_the_checkout(wheel: Pat
         *files("runner", "*.py"),
         "runner/report/page.html.jinja",
         "runner/report/page.css",
+        "runner/py.typed",
     }
     assert "runner/conf/config.yaml" in expected
     assert any(path.startswith("runner/tasks/") for path in expected)
@@ -66,11 +71,34 @@ def test_the_wheel_holds_nothing_else(wheel: Path) -> None:
     assert len(names) == len(set(names))
 
 
+def test_the_metadata_are_those_of_the_project(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(name))
+        licences = [name for name in archive.namelist() if name.endswith("/licenses/LICENSE")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert metadata["Version"] == runner.__version__
+    assert metadata["Summary"] == project["description"]
+    assert metadata["License-Expression"] == "MIT"
+    assert licences
+    assert set(metadata.get_all("Provides-Extra", [])) == set(project["optional-dependencies"])
+    assert str(metadata.get_payload()).startswith("# accel-run\n")
+
+
 def test_the_sdist_holds_what_a_clone_needs_to_check_itself(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    expected = {"pyproject.toml", ".ci/run", *files("scripts", "*"), *files("tests", "*.py"), *files("conf", "*.yaml")}
+    around = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "Dockerfile", ".dockerignore"}
+    expected = {
+        "pyproject.toml",
+        ".ci/run",
+        *around,
+        *files("changelog.d", "*"),
+        *files("scripts", "*"),
+        *files("tests", "*.py"),
+        *files("conf", "*.yaml"),
+    }
     assert expected <= names, f"missing in the sdist: {sorted(expected - names)}"
 
 
@@ -82,9 +110,16 @@ def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) ->
     assert str(ROOT) not in search_path
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["plan"]])
+@pytest.mark.parametrize("argv", [["--help"], ["plan"], ["explain", "precision", "+hardware=t4"]])
 def test_the_console_script_works_in_an_empty_folder(installed: Path, tmp_path: Path, argv: list[str]) -> None:
     assert run(installed / "bin" / "accel-run", *argv, cwd=tmp_path).strip()
+
+
+def test_the_installed_program_and_its_metadata_tell_one_version(installed: Path, tmp_path: Path) -> None:
+    code = "from importlib.metadata import version; print(version('accel-run'))"
+    told = run(installed / "bin" / "python", "-c", code, cwd=tmp_path).strip()
+    assert run(installed / "bin" / "accel-run", "--version", cwd=tmp_path) == f"accel-run {told}\n"
+    assert told == runner.__version__
 
 
 def test_the_module_works_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+# accel-run on a CPU:
+#
+#   docker build -t accel-run .
+#   docker run --rm -v runs:/home/user/outputs accel-run both
+#
+# with CUDA (the driver is the host's):
+#
+#   docker build -t accel-run:cuda --build-arg BASE=nvidia/cuda:12.9.1-base-ubuntu24.04 \
+#       --build-arg PACKAGES=python3-venv --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu129 .
+#   docker run --rm --gpus all --shm-size 8g -v runs:/home/user/outputs accel-run:cuda train +hardware=auto
+#
+# BASE         an image with Python 3.11 or newer, or one that gets it from PACKAGES
+# PACKAGES     Debian packages besides; compile= needs g++
+# TORCH_INDEX  where the build of torch comes from
+# EXTRAS       of pyproject.toml
+#
+# Checked by hadolint and by tests/test_project.py; built by nobody yet.
+ARG BASE=python:3.11.14-slim-bookworm
+FROM ${BASE}
+
+# The base image and its day fix the versions of these packages.
+ARG PACKAGES=""
+# hadolint ignore=DL3008,SC2086
+RUN if [ -n "$PACKAGES" ]; then \
+        apt-get update && \
+        apt-get install --yes --no-install-recommends $PACKAGES && \
+        rm -rf /var/lib/apt/lists/*; \
+    fi
+
+WORKDIR /opt/source
+COPY pyproject.toml README.md LICENSE ./
+COPY scripts/constraints.txt scripts/
+COPY conf conf
+COPY runner runner
+COPY tasks tasks
+
+# torch alone first, as scripts/setup.sh does: the largest download. Versions are those of the constraints.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG EXTRAS=plots,tasks
+RUN python3 -m venv /opt/accel-run && \
+    /opt/accel-run/bin/python -m pip install --no-cache-dir --constraint scripts/constraints.txt \
+        --extra-index-url "$TORCH_INDEX" torch && \
+    /opt/accel-run/bin/python -m pip install --no-cache-dir --constraint scripts/constraints.txt ".[$EXTRAS]"
+
+ENV PATH=/opt/accel-run/bin:$PATH
+RUN useradd --create-home --uid 10001 user && mkdir /home/user/outputs && chown user:user /home/user/outputs
+USER 10001
+WORKDIR /home/user
+ENTRYPOINT ["accel-run"]
+CMD ["--help"]

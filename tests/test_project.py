@@ -1,0 +1,184 @@
+"""The files around the code: version, licence, citation, changes, image, hooks say what the code says."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import yaml
+
+import runner
+from runner.cli import main
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+FRAGMENTS = sorted(path for path in (ROOT / "changelog.d").iterdir() if path.name != ".gitignore")
+
+
+# ---------------------------------------------------------------- version and licence
+
+
+def test_the_version_is_written_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"accel-run {runner.__version__}\n"
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["hatch"]["version"]["path"] == "runner/__init__.py"
+    assert "version" not in yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", runner.__version__)
+
+
+def test_the_licence_is_the_same_everywhere() -> None:
+    first, _, holder, *_ = (ROOT / "LICENSE").read_text(encoding="utf-8").splitlines()
+    assert first == "MIT License"
+    assert re.fullmatch(r"Copyright \(c\) \d{4} accel-run contributors", holder)
+    assert PROJECT["project"]["license"] == "MIT"
+    assert PROJECT["project"]["authors"] == [{"name": "accel-run contributors"}]
+
+
+def test_the_citation_has_what_the_format_asks_for() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert set(citation) == {"cff-version", "message", "type", "title", "abstract", "authors", "license", "keywords"}
+    assert citation["type"] == "software"
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert citation["authors"] == PROJECT["project"]["authors"]
+    assert all(isinstance(citation[key], str) for key in ("message", "title", "abstract"))
+
+
+def test_what_the_checks_install_has_its_version_in_the_constraints() -> None:
+    lines = (ROOT / "scripts" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {plain(line.partition("==")[0]) for line in lines if "==" in line}
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted, names = [*PROJECT["project"]["dependencies"], "accel-run[dev]"], set[str]()
+    while wanted:
+        name, *own = re.split(r"[\[\],<>=!~; ]+", wanted.pop())
+        if name == "accel-run":
+            wanted += [each for extra in own if extra for each in extras[extra]]
+        else:
+            names.add(plain(name))
+    assert {"torch", "towncrier", "dipy"} <= names
+    assert names - pinned == set(), "written down by pip freeze"
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# ---------------------------------------------------------------- changes
+
+
+@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.name)
+def test_a_fragment_is_a_sentence_of_a_known_kind(path: Path) -> None:
+    name = re.fullmatch(r"\+[a-z0-9-]+\.(\w+)\.md", path.name)
+    assert name, "named +what.added.md"
+    assert name[1] in PROJECT["tool"]["towncrier"]["fragment"]
+    text = path.read_text(encoding="utf-8")
+    assert re.fullmatch(r"\S.*\.\n", text), "one line that ends with a full stop"
+
+
+def test_the_page_of_changes_has_the_place_where_releases_go() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert lines.count("<!-- towncrier release notes start -->") == 1
+
+
+def test_the_fragments_make_a_page() -> None:
+    pytest.importorskip("towncrier")
+    before = (ROOT / "CHANGELOG.md").read_bytes()
+    done = subprocess.run(
+        [sys.executable, "-m", "towncrier", "build", "--draft", "--date", "2026-01-01"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"## {runner.__version__} (2026-01-01)" in done.stdout
+    for path in FRAGMENTS:
+        assert path.read_text(encoding="utf-8").strip() in done.stdout
+    assert (ROOT / "CHANGELOG.md").read_bytes() == before
+
+
+# ---------------------------------------------------------------- hooks and editors
+
+
+def test_the_hooks_make_the_calls_of_the_check_script() -> None:
+    script = (ROOT / "scripts" / "check").read_text(encoding="utf-8")
+    called = re.findall(r'^\s*check "([\w ]+)" (.+)$', script, re.MULTILINE)
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    hooks = {hook["name"]: shlex.split(hook["entry"]) for hook in repository["hooks"]}
+    assert repository["repo"] == "local"
+    assert list(hooks) == [name for name, _ in called]
+    for name, call in called:
+        words = shlex.split(call.replace("$venv", ".venv"))
+        assert hooks[name] in (words, ["bash", "-c", shlex.join(words).replace("'", "")]), name
+    assert all(hook["pass_filenames"] is False for hook in repository["hooks"])
+
+
+def test_editors_are_told_the_line_length_of_the_formatter() -> None:
+    parser = configparser.ConfigParser()
+    parser.read_string("[top]\n" + (ROOT / ".editorconfig").read_text(encoding="utf-8"))
+    assert parser["top"]["root"] == "true"
+    assert parser["*"]["max_line_length"] == str(PROJECT["tool"]["ruff"]["line-length"])
+    assert parser["*"]["indent_style"] == "space"
+
+
+# ---------------------------------------------------------------- the image
+
+
+def instructions(name: str = "Dockerfile") -> list[tuple[str, str]]:
+    """Return (INSTRUCTION, the rest), continued lines as one, without comments."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
+
+
+def test_the_image_is_pinned_and_its_process_is_no_root() -> None:
+    found = instructions()
+    arguments = dict(rest.partition("=")[::2] for word, rest in found if word == "ARG")
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", arguments["BASE"])
+    assert [rest for word, rest in found if word == "FROM"] == ["${BASE}"]
+    users = [rest for word, rest in found if word == "USER"]
+    assert re.fullmatch(r"[1-9]\d+", users[-1])
+    last = [word for word, _ in found].index("USER")
+    assert not {"RUN", "COPY", "ADD"} & {word for word, _ in found[last:]}
+    assert ("ENTRYPOINT", '["accel-run"]') in found
+
+
+def test_what_the_image_installs_has_the_versions_of_the_constraints() -> None:
+    installs = [
+        part for word, rest in instructions() if word == "RUN" for part in rest.split("&&") if "pip install" in part
+    ]
+    assert installs
+    for part in installs:
+        assert "--constraint scripts/constraints.txt" in part
+        assert "--no-cache-dir" in part
+    arguments = dict(rest.partition("=")[::2] for word, rest in instructions() if word == "ARG")
+    assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_the_image_holds_no_secret_and_only_what_it_is_made_of() -> None:
+    found = instructions()
+    assert not [
+        rest for word, rest in found if word in ("ARG", "ENV") and re.search(r"(?i)key|token|secret|passw", rest)
+    ]
+    assert not [rest for word, rest in found if word == "ADD"]
+    ignored, *kept = [
+        line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line and line[0] != "#"
+    ]
+    assert ignored == "*", "all that is not named stays out"
+    allowed = [line[1:] for line in kept if line.startswith("!")]
+    sources = {source for word, rest in found if word == "COPY" for source in rest.split()[:-1]}
+    assert sources == set(allowed)
+    assert all((ROOT / source).exists() for source in sources)
+    assert not any(fnmatch(".env", pattern) or fnmatch(".git", pattern) for pattern in allowed)
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+def test_hadolint_has_nothing_to_say_about_the_image() -> None:
+    done = subprocess.run(["hadolint", ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
