@@ -193,7 +193,7 @@ def _new(words: list[str]) -> None:
 READERS: Mapping[str, Callable[[list[str]], Any]] = {
     "train": _settings, "both": _settings,
     "plan": lambda words: _settings([word for word in words if word != plan.PROBE]),
-    "inference": _of_a_run, "export": _of_a_run, "status": _of_a_run,
+    "inference": _of_a_run, "export": _of_a_run, "status": _of_a_run, "resume": _of_a_run,
     "explain": _explain, "profile": _profile, "benchmark": _benchmark, "advise": _advise, "tune": tune._wish,
     "monitor": monitor._read, "doctor": _doctor, "report": report._read, "runs": _runs,
     "new": _new, "import_": _import, "completion": _completion,
