@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from runner.base import pinned
 from runner.base.errors import AccelRunError, StorageError
 from runner.durable import checkpoint, files
 from runner.durable.directory import RunDirectory
@@ -29,6 +30,13 @@ if IS_LONG:  # for the code the same as others: refused is refused, and before o
     KINDS += ("EDQUOT", "EINTR", "killed before")
 PAIRS = [("EIO", "EIO"), ("ENOSPC", "killed after"), ("short", "EIO"), ("killed half way", "EIO")]
 OF_WRITES = ("short", "killed half way")
+
+
+def forget_what_is_held() -> None:
+    """Do to this process what its end does: locks and opened folders are gone."""
+    files._forget_locks()
+    for folder in [*pinned._pinned]:
+        pinned.unpin(folder)
 
 
 class Attempt:
@@ -53,7 +61,7 @@ class Attempt:
                 history.act(root, self.promised.__setitem__)
             except (AccelRunError, Killed) as error:
                 self.ended = error
-        files._forget_locks()  # as the end of a process does
+        forget_what_is_held()
         assert victim.read_text() == "untouched", "written through a link"
         for path in [victim, *(path for path in root.rglob("*") if path.is_symlink())]:
             path.unlink()
@@ -206,7 +214,7 @@ def with_starts(at: Mapping[int, str], root: Path) -> tuple[Recording, Faults]:
                 break
             except Killed:
                 faults.restart()
-                files._forget_locks()
+                forget_what_is_held()
             except AccelRunError:
                 continue
     return recording, faults
