@@ -1,20 +1,9 @@
-# accel-run on a CPU:
-#
-#   docker build -t accel-run .
-#   docker run --rm -v runs:/home/user/outputs accel-run both
-#
-# with CUDA (the driver is the host's):
-#
-#   docker build -t accel-run:cuda --build-arg BASE=nvidia/cuda:12.9.1-base-ubuntu24.04 \
-#       --build-arg PACKAGES=python3-venv --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu129 .
-#   docker run --rm --gpus all --shm-size 8g -v runs:/home/user/outputs accel-run:cuda train +hardware=auto
+# accel-run on a CPU, or with CUDA: docs/scale.md has the commands.
 #
 # BASE         an image with Python 3.11 or newer, or one that gets it from PACKAGES
 # PACKAGES     Debian packages besides; compile= needs g++
 # TORCH_INDEX  where the build of torch comes from
 # EXTRAS       of pyproject.toml
-#
-# Checked by hadolint and by tests/test_project.py; built by nobody yet.
 ARG BASE=python:3.11.14-slim-bookworm
 FROM ${BASE}
 

@@ -25,15 +25,16 @@ from markdown_it.token import Token
 import runner
 from runner.base.configuration import (
     AXES,
+    GROUPS,
     Request,
     compose,
-    expand_sweep,
     function_of,
     options_of,
     task_source,
 )
 from runner.base.schema import read_functions, settings_keys
 from runner.base.settings import Settings
+from runner.base.sweeps import expand_sweep
 from runner.cli import main
 from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, plan, profile, report, tune
 from runner.commands.arguments import own_words, read, read_of_a_run
@@ -270,6 +271,9 @@ def check_line(words: list[str]) -> None:
         understood(rest[rest.index("-m") + 2 :])
     elif program == "accel-run":
         understood(rest)
+    elif words[:2] == ["docker", "run"]:
+        (image,) = (word for word in rest if word.startswith("accel-run"))
+        understood(rest[rest.index(image) + 1 :])
     elif program == "python" or program.removeprefix("./").startswith("scripts/"):
         script, *rest = rest if program == "python" else words
         path = ROOT / script
@@ -378,6 +382,12 @@ def test_settings_for_those_who_come_from_elsewhere_compose(each: Said) -> None:
 @pytest.mark.parametrize("each", [each for each in SAID if each.text.startswith("from runner import ")], ids=str)
 def test_a_name_to_import_is_there(each: Said) -> None:
     assert set(each.text.removeprefix("from runner import ").split(", ")) <= set(runner.__all__)
+
+
+def test_the_table_of_groups_has_every_group_with_every_option() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.MULTILINE)
+    told = {group: set(re.findall(r"`([\w-]+)`", text)) for group, text in rows}
+    assert told == {group: set(options_of(group)) for group in GROUPS}
 
 
 def test_a_setting_in_a_sentence_is_one() -> None:
