@@ -25,6 +25,7 @@ from markdown_it.token import Token
 import runner
 from runner.base.configuration import (
     AXES,
+    FOREIGN_KEYS,
     GROUPS,
     Request,
     compose,
@@ -36,8 +37,9 @@ from runner.base.schema import read_functions, settings_keys
 from runner.base.settings import Settings
 from runner.base.sweeps import expand_sweep
 from runner.cli import main
-from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, plan, profile, report, tune
+from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, plan, profile, report, search, tune
 from runner.commands.arguments import own_words, read, read_of_a_run
+from runner.commands.sweep_words import GRID, wish_of
 from runner.measure.suites import SUITES
 from runner.plan.plan import inventory_for, make_plan
 
@@ -129,7 +131,8 @@ UNIQUE = list({each.text: each for each in SAID}.values())
 
 
 def _settings(words: list[str]) -> None:
-    arguments = read(words, multirun=True)
+    rest = wish_of(words, GRID)[1] if "-m" in words else words
+    arguments = read(rest, multirun=True)
     for combination in expand_sweep(arguments.request) if arguments.multirun else [arguments.request]:
         configuration = compose(combination)
         if any(word.lstrip("+").startswith("hardware=") for word in words):
@@ -143,6 +146,15 @@ def _of_a_run(words: list[str]) -> None:
     for word in words:
         if word.startswith("inference."):
             assert word.partition("=")[0] in known_keys(), f"no task has {word}"
+
+
+def _search(words: list[str]) -> None:
+    """What is searched is no setting yet: its key is checked, and all else composed."""
+    _, rest = wish_of(words, search.OWN)
+    ranges = [word for word in rest if re.search(r"=.*[(,]", word)]
+    assert ranges, "nothing is searched"
+    assert {word.partition("=")[0] for word in ranges} <= known_keys()
+    compose(read([word for word in rest if word not in ranges], own=search.OWN).request)
 
 
 def _explain(words: list[str]) -> None:
@@ -195,7 +207,8 @@ READERS: Mapping[str, Callable[[list[str]], Any]] = {
     "train": _settings, "both": _settings,
     "plan": lambda words: _settings([word for word in words if word != plan.PROBE]),
     "inference": _of_a_run, "export": _of_a_run, "status": _of_a_run, "resume": _of_a_run,
-    "explain": _explain, "profile": _profile, "benchmark": _benchmark, "advise": _advise, "tune": tune._wish,
+    "search": _search, "explain": _explain, "profile": _profile, "benchmark": _benchmark, "advise": _advise,
+    "tune": tune._wish,
     "monitor": monitor._read, "doctor": _doctor, "report": report._read, "runs": _runs,
     "new": _new, "import_": _import, "completion": _completion,
 }  # fmt: skip
@@ -231,7 +244,7 @@ def known_keys() -> set[str]:
         for name, signature in read_functions(source).items():
             head = "task" if name == "build" else "inference" if name.endswith(".predict") else None
             keys |= {f"{head}.{key}" for key in signature.keys} if head else set()
-    for owner in (advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN, doctor._KEYS):
+    for owner in (GRID, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN, doctor._KEYS):
         keys |= set(owner)
     for suite in SUITES:
         keys |= set(benchmark.suite_of(suite).OPTIONS)
@@ -382,6 +395,22 @@ def test_settings_for_those_who_come_from_elsewhere_compose(each: Said) -> None:
 @pytest.mark.parametrize("each", [each for each in SAID if each.text.startswith("from runner import ")], ids=str)
 def test_a_name_to_import_is_there(each: Said) -> None:
     assert set(each.text.removeprefix("from runner import ").split(", ")) <= set(runner.__all__)
+
+
+def test_the_flags_of_other_scripts_are_answered_with_ours() -> None:
+    flags = {
+        found
+        for line, column, token in inner(FOREIGN)
+        if column == 0 and token.type == "code_inline" and not re.match(r"torchrun|nvidia-smi|watch", token.content)
+        for found in re.findall(r"--([\w-]+)", token.content)
+    }
+    assert "use_amp" in flags
+    assert {flag.replace("-", "_") for flag in flags} - known_keys() - set(FOREIGN_KEYS) == set()
+
+
+def test_the_readme_has_every_command() -> None:
+    told = {words[1] for each in SAID if each.page == ROOT / "README.md" for words in [each.text.split()] if words[1:]}
+    assert {name for name, (_, summary) in COMMANDS.items() if summary} - told == set()
 
 
 def test_the_table_of_groups_has_every_group_with_every_option() -> None:

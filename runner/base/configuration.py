@@ -96,12 +96,22 @@ FOREIGN_KEYS = {
     "use_amp": "precision=fp16, bf16 or fp32",
     "amp": "precision=fp16, bf16 or fp32",
     "mixed_precision": "precision=fp16, bf16 or fp32",
+    "use_mixed_precision": "precision=fp16, bf16 or fp32",
+    "no_use_amp": "precision=fp32",
+    "cudnn_benchmark": "backend=fast",
+    "cudnn_deterministic": "backend=deterministic",
     "num_workers": "dataloader.num_workers",
+    "dataloader_num_workers": "dataloader.num_workers",
+    "prefetch_factor": "dataloader.prefetch_factor",
     "pin_memory": "dataloader.pin_memory",
     "persistent_workers": "nothing to set: the workers live as long as the run",
     "dataloader.persistent_workers": "nothing to set: the workers live as long as the run",
     "output_dir": "output_root, and run=NAME for the folder in it",
     "monitor_only": "accel-run monitor seconds=30: it trains nothing",
+    "status": "accel-run status",
+    "no_resume": "resume=fresh",
+    "phase": "phases=[...], with names of the task's phases",
+    "config": "--config-dir DIR, and settings on the command line",
 }
 
 
