@@ -12,10 +12,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:  # the names of the parts are known before torch is loaded
+    import torch
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "wait")
 """Of an update. data: until the batch is there; transfer: its copy to the device, where there is one to copy to;
@@ -106,7 +108,9 @@ class DeviceStopwatch(Stopwatch):
     """The same by marks on the stream of a GPU; what is known lags behind by as much as the device does."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        from torch import Event
+
+        self._new_mark = partial(Event, device, enable_timing=True)
         self._free: list[torch.Event] = []  # marks that are over: to make a new one takes longer
         super().__init__()
 
@@ -171,7 +175,7 @@ class DeviceStopwatch(Stopwatch):
         self._free += (event for _, event in group.marks[:-1])
 
     def _mark(self) -> torch.Event:
-        event = self._free.pop() if self._free else torch.Event(self.device, enable_timing=True)
+        event = self._free.pop() if self._free else self._new_mark()
         event.record()
         return event
 

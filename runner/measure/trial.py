@@ -553,6 +553,10 @@ class OutOfTime(AccelRunError):
     """The time of a trial is over before a cell has answered."""
 
 
+def _out_of_time() -> OutOfTime:
+    return OutOfTime("must be longer: the time was over before a cell had answered", where="budget_s", fix=_MORE_TIME)
+
+
 class Silence(AccelRunError):
     """Nothing was heard."""
 
@@ -670,7 +674,7 @@ class _Process(Line):
         try:
             answer = self.hear(min(timeout_s, left_s))
         except Silence as error:
-            raise OutOfTime("the time was over") if left_s < timeout_s else error from None
+            raise _out_of_time() if left_s < timeout_s else error from None
         if answer is None:
             raise self._death()
         if "error" in answer:
@@ -869,6 +873,7 @@ def as_json(trials: Trials) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_MORE_TIME = "give it more, as budget_s=600"
 UNTRIED = "not tried: no time was left for its start"
 NO_TIME = "not tried: it had no time to start"
 LEAST_ROUNDS = 3  # fewer say nothing of their spread

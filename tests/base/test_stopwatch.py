@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ class FakeEvent:
 def line(monkeypatch: pytest.MonkeyPatch) -> Timeline:
     made = FakeEvent.line = Timeline()
     monkeypatch.setattr(module, "time", made)
-    monkeypatch.setattr(module, "torch", SimpleNamespace(Event=FakeEvent))
+    monkeypatch.setattr(torch, "Event", FakeEvent)
     return made
 
 
@@ -73,7 +72,7 @@ def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[st
     line = FakeEvent.line = Timeline()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "time", line)
-        patch.setattr(module, "torch", SimpleNamespace(Event=FakeEvent))
+        patch.setattr(torch, "Event", FakeEvent)
         watch = Stopwatch() if kind == "host" else DeviceStopwatch(torch.device("cuda"))
         expected: dict[str, float] = {}
         update, bookmarks = 0, [watch.bookmark()]

@@ -12,9 +12,7 @@ from statistics import median
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from torch import Tensor
 
-from runner.base.batch import map_tensors
 from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.scratch import private_folder
@@ -245,12 +243,14 @@ def _without_ranks(overrides: Sequence[str]) -> tuple[str, ...]:
 
 def _slowed(phase: Any) -> dict[str, float]:
     """Let this rank take longer for each sample, as a slower device would: `s` seconds of what is returned."""
+    from runner.base.batch import map_tensors
+
     training, more = phase.work.training, {"s": 0.0}
 
     def loss(model: Any, batch: Any) -> Any:
         sizes: list[int] = []
 
-        def size(tensor: Tensor) -> Tensor:
+        def size(tensor: Any) -> Any:
             sizes.append(len(tensor))
             return tensor
 
