@@ -79,6 +79,30 @@ accel-run: run: is not a setting; settings are written key=value
 accel-run: first: is not a setting; settings are written key=value
            say run=first
 """,
+    "benchmark bf15": """\
+accel-run: bf15: must be a technique, one of baseline, tf32, bf16, fp16, channels_last, compile, flash, fused, 8bit
+           did you mean bf16?
+""",
+    "benchmark steps=0": """\
+accel-run: steps=0: must be a whole number above 0
+           say steps=50
+""",
+    "benchmark suite=laddr": """\
+accel-run: suite=laddr: must be one of ladder, machine, batch, loader, before_after, parallelism, devices
+           did you mean ladder?
+""",
+    "benchmark suite=batch micro=x": """\
+accel-run: micro=x: must be whole numbers from 1 on, with commas between them
+           say micro=1,2
+""",
+    "benchmark suite=loader cache=disk": """\
+accel-run: cache=disk: must be some of none, memory, device, but disk is none of them
+           say cache=none,memory,device
+""",
+    "benchmark suite=parallelism forms=ddp": """\
+accel-run: forms=ddp: must be some of single, equal, shares, pipeline, but ddp is none of them
+           say forms=single,equal,shares,pipeline
+""",
     "tune budgets=3": """\
 accel-run: budgets=3: unknown key
            did you mean budget_s?
