@@ -85,20 +85,20 @@ class Precision:
             return
         self._look()
         given = [number.detach().float().reshape(()) for number in (loss, grad_norm) if number is not None]
-        if given:
-            numbers = torch.stack(given)
+        numbers = torch.stack(given) if given else None
+        if numbers is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            # fused kernels; as GradScaler tells them
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.found_inf = (numbers.sum() * 0.0).isnan().float()  # type: ignore[attr-defined]
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            optimizer.step()
+        if numbers is not None:  # last: a step that fails leaves nothing here
             self._sent = sent(numbers)  # read one update later, so nobody waits
-            if getattr(optimizer, "_step_supports_amp_scaling", False):  # fused kernels; as GradScaler tells them
-                optimizer.grad_scale = None  # type: ignore[attr-defined]
-                optimizer.found_inf = (numbers.sum() * 0.0).isnan().float()  # type: ignore[attr-defined]
-                optimizer.step()
-                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-                return
-        optimizer.step()
 
     def discard(self) -> None:
-        """The update under way is not made: what it left here is forgotten."""
-        self._sent = None
+        """The update under way is not made: what it left here is forgotten, but nothing of the update before."""
 
     def num_skipped(self) -> int:
         """Return how many updates were skipped so far; never waits longer than for the previous update.
