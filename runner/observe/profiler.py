@@ -424,12 +424,7 @@ class Session:
 
     def fed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, each fetched by the instrument whose turn it is."""
-        while True:
-            try:
-                batch = self.part.fetch(batches)
-            except StopIteration:
-                return
-            yield batch
+        return iter(lambda: self.part.fetch(batches), None)  # no generator: that would end with the first error
 
     @property
     def part(self) -> Part:

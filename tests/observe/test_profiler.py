@@ -62,3 +62,23 @@ def test_the_device_has_nothing_left_to_do_when_recording_begins(monkeypatch: py
         session.update()
     session.close()
     assert done[:5] == ["wait", "step", "step", "wait", "step"]
+
+
+def test_batches_go_on_after_one_that_could_not_be_read() -> None:
+    """Memory ran out, and the update is made again with smaller ones."""
+
+    class Batches:
+        given = iter([MemoryError(), [torch.zeros(2)]])
+
+        def __next__(self) -> object:
+            batch = next(self.given)
+            if isinstance(batch, MemoryError):
+                raise batch
+            return batch
+
+    session = Session(SUBJECT, OPTIONS, shortened=False)
+    fed = session.fed(Batches())  # type: ignore[arg-type]
+    with pytest.raises(MemoryError):
+        next(fed)
+    assert len(list(fed)) == 1
+    session.close()
