@@ -31,6 +31,7 @@ from runner.base.errors import AccelRunError, DataError
 from runner.base.order import Micro
 from runner.base.parent import die_with_parent
 from runner.base.scratch import shared_folder
+from runner.base.shortage import shortage_of
 from runner.base.stacks import answer_in
 from runner.base.task import Dataset, Task
 from runner.base.values import Count, PositiveInt
@@ -374,7 +375,8 @@ class _InWorker:
             map_tensors(_share, read.batch)
             return read
         except AccelRunError as error:
-            return error.with_traceback(None)
+            # What it was raised from would stay here, and smaller batches may mend a lack of memory.
+            return RaisedElsewhere(raised(error)) if shortage_of(error) is not None else error.with_traceback(None)
         except Exception as error:
             return RaisedElsewhere(raised(error))
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from runner.base.words import first_line, message_of
+from runner.base.errors import DataError
+from runner.base.words import RaisedElsewhere, first_line, message_of
 
 Side = Literal["device", "host"]
 
@@ -33,13 +35,13 @@ class Shortage:
 def shortage_of(error: BaseException) -> Shortage | None:
     """Return what an error, or what it was raised from, says of missing memory; None where it says nothing of that.
 
-    Only words of torch's own allocators and libraries count: those of a task may mean anything.
+    Only words of torch's own allocators and libraries count, and of the system: those of a task may mean anything.
     """
-    for each in _chain(error):
-        side = _side(each)
+    for kinds, message in _told(error):
+        side = _side(kinds, message)
         if side is not None:
-            text = first_line(message_of(each)) or type(each).__name__
-            return Shortage(side, text, _wanted(message_of(each)), _place(error))
+            text = _of_sample(error) or first_line(message) or "MemoryError"
+            return Shortage(side, text, _wanted(message), _place(error))
     return None
 
 
@@ -59,13 +61,30 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         error = (inner if isinstance(inner, BaseException) else None) or error.__cause__ or context or error
 
 
-def _side(error: BaseException) -> Side | None:
-    text = message_of(error)
-    if isinstance(error, torch.OutOfMemoryError):
+def _of_sample(error: BaseException) -> str:
+    """Return which sample could not be read, empty where it was none."""
+    if isinstance(error, RaisedElsewhere):
+        return first_line(error.raised.message) if DataError.__name__ in error.raised.bases else ""
+    return error.problems[0].what if isinstance(error, DataError) else ""
+
+
+def _told(error: BaseException) -> Iterator[tuple[Sequence[str], str]]:
+    """Yield the names of its kinds and the words of an error and of what it was raised from, in a data worker too."""
+    for each in _chain(error):
+        told = each.raised if isinstance(each, RaisedElsewhere) else None
+        if told is None:  # by class: a task may name one of its own like torch's
+            yield [name for name, kind in _KINDS.items() if isinstance(each, kind)], message_of(each)
+        while told is not None:
+            yield told.bases, told.message
+            told = told.cause
+
+
+def _side(kinds: Sequence[str], text: str) -> Side | None:
+    if "torch.OutOfMemoryError" in kinds:
         return "device"
-    if isinstance(error, MemoryError):
+    if "MemoryError" in kinds or ("OSError" in kinds and text.startswith(_ENOMEM)):
         return "host"
-    if isinstance(error, RuntimeError):
+    if "RuntimeError" in kinds and "shared memory" not in text:  # that of /dev/shm is a limit of its own
         if any(words in text for words in _OF_DEVICES):
             return "device"
         if any(words in text for words in _OF_HOSTS):
@@ -92,13 +111,28 @@ def _place(error: BaseException) -> str:
     return place
 
 
+_KINDS = {
+    "torch.OutOfMemoryError": torch.OutOfMemoryError,
+    "MemoryError": MemoryError,
+    "OSError": OSError,
+    "RuntimeError": RuntimeError,
+}
+_ENOMEM = f"[Errno {errno.ENOMEM}]"
 _OF_DEVICES = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
     "MPS backend out of memory",
 )
-_OF_HOSTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "std::bad_alloc")
+_OF_HOSTS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "Cannot allocate memory",  # the system's words, as of mmap
+    "std::bad_alloc",
+)
 _ASKED = re.compile(r"(?:ried to allocate|nable to allocate)\s+([\d.,]+)\s*(bytes|[KMGT]i?B)", re.IGNORECASE)
 _UNITS = {"bytes": 1} | {
     f"{letter}{more}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for more in ("b", "ib")

@@ -12,6 +12,7 @@ import torch
 
 from runner.base.errors import (
     AccelRunError,
+    DataError,
     DataWorkerLost,
     DeviceMemoryError,
     DeviceMissing,
@@ -22,6 +23,7 @@ from runner.base.errors import (
     TaskFault,
 )
 from runner.base.places import PACKAGE
+from runner.base.shortage import Shortage, shortage_of
 from runner.base.task import Task
 from runner.base.words import Frame, Raised, first_line, raised
 from runner.distributed.lost import is_of_a_lost_rank
@@ -32,12 +34,13 @@ def explain(error: BaseException, source: Path, what: str, micro_batch_size: int
 
     The words of an exception say what it is where torch or the system made them; those of the task are its own.
     """
-    if isinstance(error, AccelRunError):
+    shortage = shortage_of(error)
+    if isinstance(error, AccelRunError) and not (shortage is not None and isinstance(error, DataError)):
         return error
     told = raised(error)
     if not isinstance(error, Exception) or _is_said_by_task(error, told, source):
         return fault_of(error, source, what)
-    found = _of_the_machine(error, told, what, micro_batch_size)
+    found = _of_memory(shortage, what, micro_batch_size) or _of_the_machine(error, told, what)
     if found is None:
         return fault_of(error, source, what) or _of_the_disk(error, what)
     own = _own(told, source)
@@ -55,7 +58,25 @@ def _is_said_by_task(error: Exception, told: Raised, source: Path) -> bool:
     return is_of_task(told.frames[-1].file, source) and told.frames[-1].text.startswith(("raise", "assert"))
 
 
-def _of_the_machine(error: Exception, told: Raised, what: str, micro_batch_size: int) -> AccelRunError | None:
+def _of_memory(shortage: Shortage | None, what: str, micro_batch_size: int) -> AccelRunError | None:
+    """Return the error for memory that is used up, None where it is not."""
+    if shortage is None:
+        return None
+    smaller = f"micro_batch_size={micro_batch_size // 2}" if micro_batch_size > 1 else "a smaller model"
+    if shortage.side == "device":
+        return DeviceMemoryError(
+            f"the GPU's memory is used up: {shortage.text}",
+            where=what,
+            fix=f"say {smaller} (the update stays the same), or memory=checkpoint, or precision=auto",
+        )
+    return HostMemoryError(
+        f"the machine's memory is used up: {shortage.text}",
+        where=what,
+        fix=f"say {smaller}, or fewer dataloader.num_workers",
+    )
+
+
+def _of_the_machine(error: Exception, told: Raised, what: str) -> AccelRunError | None:
     """Return the error for a machine that fails or is used up, None where nothing says that it is."""
     text, lower = told.message, told.message.lower()
     if is_of_a_lost_rank(error):
@@ -63,13 +84,6 @@ def _of_the_machine(error: Exception, told: Raised, what: str, micro_batch_size:
             f"another rank has gone, or does not answer: {first_line(text)}",
             where=what,
             fix="the rank that failed first says why; run the same command again",
-        )
-    if ("OutOfMemoryError" in told.bases and "CUDA" in text) or isinstance(error, torch.OutOfMemoryError):
-        smaller = f"micro_batch_size={max(1, micro_batch_size // 2)}" if micro_batch_size > 1 else "a smaller model"
-        return DeviceMemoryError(
-            f"the GPU's memory is used up: {first_line(text)}",
-            where=what,
-            fix=f"say {smaller} (the update stays the same), or memory=checkpoint, or precision=auto",
         )
     if "AcceleratorError" in told.bases or "CUDA error" in text:
         return DeviceMissing(
@@ -94,12 +108,6 @@ def _of_the_machine(error: Exception, told: Raised, what: str, micro_batch_size:
             f"the system gives no more threads or processes: {first_line(text)}",
             where=what,
             fix="raise the limit with ulimit -u (in a container: pids), or use fewer dataloader.num_workers",
-        )
-    if "MemoryError" in told.bases or "can't allocate memory" in lower or "cannot allocate memory" in lower:
-        return HostMemoryError(
-            f"the machine's memory is used up: {first_line(text) or told.kind}",
-            where=what,
-            fix=f"say micro_batch_size={max(1, micro_batch_size // 2)}, or fewer dataloader.num_workers",
         )
     if "DataLoader worker (pid" in text or _lost_a_process(told):  # torch's words
         return DataWorkerLost(

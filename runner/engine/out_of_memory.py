@@ -145,6 +145,8 @@ def hints(plan: Plan, found: Account | None, samples: int) -> list[str]:
         if choices["parallelism"].name != "fsdp":
             lines.append("parallelism=fsdp (with several GPUs: each keeps a part of weights, gradients and state)")
     else:
+        if found is not None and found.shortage.place == "reading":
+            lines.append("dataloader.bad_samples=skip (where it is one sample that asks for too much)")
         if int(choices["dataloader"].options.get("num_workers") or 0):
             lines.append("dataloader.num_workers=0 (workers hold batches of their own)")
         if choices["dataloader"].options.get("cache") not in (None, "none"):

@@ -6,8 +6,9 @@ import multiprocessing.connection
 from pathlib import Path
 
 import pytest
+import torch
 
-from runner.base.errors import DataWorkerLost
+from runner.base.errors import AccelRunError, DataError, DataWorkerLost, DeviceMemoryError, HostMemoryError
 from runner.engine.faults import explain
 
 
@@ -23,3 +24,23 @@ def test_a_connection_of_somebody_else_is_not() -> None:
     with pytest.raises(ConnectionResetError) as caught:
         raise ConnectionResetError
     assert explain(caught.value, Path("mine.py"), "update 3", 4) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (torch.AcceleratorError("CUDA error: out of memory"), DeviceMemoryError),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), DeviceMemoryError),
+        (OSError(12, "Cannot allocate memory"), HostMemoryError),
+    ],
+)
+def test_memory_that_runs_out_is_no_broken_device(error: Exception, wanted: type[AccelRunError]) -> None:
+    assert isinstance(explain(error, Path("mine.py"), "update 3", 4), wanted)
+
+
+def test_a_sample_that_there_is_no_memory_for_is_named() -> None:
+    error = DataError("sample 7 cannot be read: MemoryError")
+    error.__cause__ = MemoryError()
+    found = explain(error, Path("mine.py"), "update 3", 4)
+    assert isinstance(found, HostMemoryError)
+    assert "sample 7" in str(found)
