@@ -25,6 +25,7 @@ from runner.distributed.parallel import Discarded
 from runner.engine.gradients import clear
 
 Made = TypeVar("Made")
+Place = tuple[nn.Module, str]  # of a buffer: its module, and its name there
 
 
 class Once:
@@ -109,6 +110,7 @@ class Redo(Once):
 
         By then all that was cached is given back. No other rank needs to know: the gradients are whole.
         """
+        self.beginning.passed()
         self._is_applying = self._is_as_before = True
         self.steps.begin()
         try:
@@ -136,8 +138,8 @@ class Redo(Once):
         obstacle = self.beginning.put_back()
         if self._is_applying and not self._is_as_before:
             obstacle = "the optimizer's step, which had begun to change weights"
-        if "torch._dynamo" in sys.modules:  # programs of larger passes, and the memory of their CUDA graphs
-            torch.compiler.reset()
+        if self._shortage is not None and "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # programs of larger passes, and the memory of their CUDA graphs
         release(self.device)
         self.guide.go_on(self._shortage, obstacle)
 
@@ -156,18 +158,22 @@ class Beginning:
 
     Most models change nothing but the state of torch's generators, a few change buffers. The first update shows which:
     only those are copied from then on, into the same memory again and again. Where something else turns out to have
-    changed, `put_back` says so.
+    changed, `put_back` says so. Healthy updates must not notice it: buffers may come, go, grow and be of any kind.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self._is_first = True
         self._draws_torch = self._draws_numpy = self._draws_python = True  # until the first update has shown it
-        self._places: list[tuple[nn.Module, str]] = []  # of buffers that passes change, or replace
-        self._buffers: list[Tensor] = []  # what is there when the update begins
+        self._places: list[Place] = []  # of buffers that passes change, or replace
+        self._buffers: list[Tensor | None] = []  # what is there when the update begins
+        self._there: list[Tensor] = []  # the same, with the copy itself where a buffer is None
         self._kept: list[Tensor] = []  # copies of it
-        self._others: list[tuple[nn.Module, str, Tensor]] = []  # buffers that nothing changes
-        self._counted: list[Tensor] = []  # what must not change: these, and the parameters
+        self._others: list[Place] = []  # of buffers that the first update did not change
+        self._constant: list[Tensor | None] = []  # what is there when the update begins
+        self._weights: list[Tensor] = []
+        self._seen: list[Tensor] = []  # some numbers of them, while the first update is made
+        self._hides_changes = False  # passes change weights without torch's counting it
 
     def keep(self) -> None:
         """An update begins."""
@@ -180,11 +186,27 @@ class Beginning:
             self._numpy: Any = np.random.get_state(legacy=False)
         if self._draws_python:
             self._python = random.getstate()
-        if self._places:
-            self._buffers = [_buffer(*place) for place in self._places]
+        self._keep_buffers()
+        self._constant = [module._buffers.get(name) for module, name in self._others]
+        self._versions = self._counts()
+
+    def _keep_buffers(self) -> None:
+        now = [module._buffers.get(name) for module, name in self._places]
+        if len(now) != len(self._there) or any(one is not other for one, other in zip(now, self._there, strict=True)):
+            for index, (buffer, kept) in enumerate(zip(now, self._kept, strict=True)):
+                if buffer is not None and (buffer.shape, buffer.dtype) != (kept.shape, kept.dtype):
+                    self._kept[index] = torch.empty_like(buffer)
+            self._there = [kept if one is None else one for one, kept in zip(now, self._kept, strict=True)]
+        self._buffers = now
+        if now:
             with torch.no_grad():
-                torch._foreach_copy_(self._kept, self._buffers)
-        self._versions = [tensor._version for tensor in self._counted]
+                torch._foreach_copy_(self._kept, self._there)
+
+    def passed(self) -> None:
+        """The passes of the update are made, and no weight has been trained yet."""
+        if self._is_first and not self._hides_changes:
+            now = _some_of(self._weights)
+            self._hides_changes = len(now) != len(self._seen) or not all(map(_equal, self._seen, now))
 
     def learn(self) -> None:
         """The update was made; the first one shows what has to be kept of those that follow."""
@@ -194,16 +216,16 @@ class Beginning:
         self._draws_torch = not torch.equal(self._torch, torch.get_rng_state())
         self._draws_numpy = not _same(self._numpy, np.random.get_state(legacy=False))
         self._draws_python = self._python != random.getstate()
-        changing, self._others = [], []
-        for place, before, kept in zip(self._places, self._buffers, self._kept, strict=True):
-            now = _buffer(*place)
-            if now is not before or isinstance(place[0], _NormBase) or not _equal(now, kept):
-                changing.append(place)
+        before = dict(zip(self._places, zip(self._buffers, self._kept, strict=True), strict=True))
+        self._places, self._others, self._kept, self._seen = [], [], [], []
+        for place, now in self._found().items():
+            was, kept = before.get(place, (None, now))
+            is_same = now is was and _equal(now, kept) and not isinstance(place[0], _NormBase)
+            if is_same or not _is_plain(now):
+                self._others.append(place)
             else:
-                self._others.append((*place, now))
-        self._places = changing
-        self._kept = [torch.empty_like(_buffer(*place)) for place in changing]
-        self._counted += [buffer for _, _, buffer in self._others]
+                self._places.append(place)
+                self._kept.append(torch.empty_like(now))
 
     def put_back(self) -> str:
         """All is as it was; returns what is not, empty where there is nothing."""
@@ -218,33 +240,65 @@ class Beginning:
             return "Python's random generator, from which the first update did not draw"
         np.random.set_state(self._numpy)
         random.setstate(self._python)
-        with torch.no_grad():
-            for (module, name), buffer in zip(self._places, self._buffers, strict=True):
-                module._buffers[name] = buffer  # it may have been replaced
-            if self._places:
-                torch._foreach_copy_(self._buffers, self._kept)
-        if any(module._buffers.get(name) is not buffer for module, name, buffer in self._others):
-            return "a buffer, which the first update did not replace"
-        if any(tensor._version != before for tensor, before in zip(self._counted, self._versions, strict=True)):
+        if self._counts() != self._versions:
             return "a parameter, or a buffer that the first update did not change"
+        self.passed()
+        if self._hides_changes:
+            return "a parameter that passes change"
+        constant = [module._buffers.get(name) for module, name in self._others]
+        if any(now is not before for now, before in zip(constant, self._constant, strict=True)):
+            return "a buffer, which the first update did not replace"
+        if not self._found().keys() <= {*self._places, *self._others}:
+            return "a buffer that was not there"
+        for (module, name), buffer, kept in zip(self._places, self._buffers, self._kept, strict=True):
+            now = module._buffers.get(name)
+            if now is not buffer:
+                if now is None or buffer is None or now.shape != buffer.shape:
+                    return "a buffer that grew"  # and the module may know of it elsewhere
+                module._buffers[name] = buffer
+            if buffer is not None and not _equal(buffer, kept):
+                with torch.no_grad():
+                    buffer.copy_(kept)
         return ""
 
     def _look(self) -> None:
         """Find the buffers, and take a place for a copy of each: on the host, for the device has no room to spare."""
-        self._places = [
-            (module, name)
+        found = self._found()
+        self._places = [place for place, buffer in found.items() if _is_plain(buffer)]
+        self._others = [place for place, buffer in found.items() if not _is_plain(buffer)]
+        self._kept = [torch.empty_like(found[place], device="cpu") for place in self._places]
+        self._weights = [weight for weight in self.model.parameters() if not (weight.is_meta or weight.is_inference())]
+        self._seen = _some_of(self._weights)
+
+    def _found(self) -> dict[Place, Tensor]:
+        return {
+            (module, name): buffer
             for module in self.model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_meta
-        ]
-        self._kept = [torch.empty_like(_buffer(*place), device="cpu") for place in self._places]
-        self._counted = [weight for weight in self.model.parameters() if not weight.is_meta]
+        }
+
+    def _counts(self) -> list[int]:
+        """Return how often torch has seen each tensor change that nothing is to change."""
+        constant = [one for one in self._constant if one is not None and not one.is_inference()]
+        return [tensor._version for tensor in (*self._weights, *constant)]
 
 
-def _buffer(module: nn.Module, name: str) -> Tensor:
-    buffer = module._buffers[name]
-    assert buffer is not None, f"{name} was there in the first update"
-    return buffer
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether its bits can be copied: no sparse or quantized one, no subclass, none of the inference mode."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_inference()
+    return type(tensor) in (Tensor, nn.Parameter) and is_dense
+
+
+def _some_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of at most 64 numbers of each that is plain, from all over the memory in which it lies."""
+    found = []
+    for tensor in filter(_is_plain, tensors):
+        numel, nbytes = tensor.numel(), tensor.untyped_storage().nbytes()
+        count = min(64, numel)
+        if count and nbytes >= (tensor.storage_offset() + numel) * tensor.element_size():  # else it is expanded
+            found.append(tensor.detach().as_strided((count,), (numel // count,)).clone())
+    return found
 
 
 def _same(one: Any, other: Any) -> bool:

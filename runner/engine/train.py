@@ -636,7 +636,7 @@ class Phase:
     def _reread(self) -> None:
         """Batches come from the update under way on; those that were read ahead are forgotten."""
         self.loader.close()
-        self.feed.batches = self._batches()
+        self.feed.batches, self.feed.last = self._batches(), None
 
     def _follow_decision(self, update: int, decision: Decision) -> None:
         self.observers.screen.say(decision.reason)
