@@ -41,15 +41,17 @@ class Scarcity:
 
     def said_first(self) -> list[str]:
         """Return what to say at the beginning of the phase, of passes that are smaller than was asked for."""
-        asked = self.phase.planned.batch.largest_pass
-        told = {
-            f"passes{'' if row.rank is None or self.world.world_size == 1 else f' of rank {row.rank}'} have"
-            f" {row.size} samples instead of {asked} from update {row.update + 1} on: memory ran out there before"
-            f" ({passes.FILE}; another micro_batch_size, or resume=fresh, forgets it)": None
-            for row in self.rows
-            if self._holds(row) and row.use == "training"
-        }
-        return list(told)
+        asked = self.phase.planned.batch.micro_batch_size
+        smallest: dict[tuple[int, int | None], int] = {}  # by update and rank: the last one is the smallest
+        for row in self.rows:
+            if self._holds(row) and row.use == "training":
+                smallest[row.update, row.rank] = row.size
+        return [
+            f"passes{'' if rank is None or self.world.world_size == 1 else f' of rank {rank}'} have {size} samples"
+            f" instead of {asked} from update {update + 1} on: memory ran out there before; to try the larger ones"
+            f" again, remove {self.run.directory.shown / passes.FILE}"
+            for (update, rank), size in smallest.items()
+        ]
 
     # ------------------------------------------------------------ in an update
 
@@ -176,9 +178,10 @@ class Scarcity:
         size = self.sizes.now if phase.is_evaluating else self._size()
         less = halved(size)
         (problem,) = found.problems
-        lines = [f"{number}. {line}" for number, line in enumerate(hints(self.run.plan, self.found, size), 1)]
+        of_pass = size if shortage.place != BETWEEN else 0
+        lines = [f"{number}. {line}" for number, line in enumerate(hints(self.run.plan, self.found, of_pass), 1)]
         own = problem.fix.split("\n")[1:]  # the line of the task that asked for it
-        kept = self.rows
+        kept, way_out = self.rows, ""
         if shortage.place == BETWEEN or not self.is_on or self.run.stop.requested is not None:
             pass
         elif less is not None:
@@ -188,13 +191,14 @@ class Scarcity:
             row = Smaller(phase.name, phase.position.update, rank, less, asked, world_size, use, in_place=False)
             kept = [*self.rows, row]
             why = f" ({obstacle} could not be put back)" if obstacle else ""
-            lines.insert(0, f"goes on from the last checkpoint with {less} samples in a pass{why}; else:")
+            way_out = f"goes on from the last checkpoint with {less} samples in a pass{why}; else:"
         else:  # all was in vain: what is mended shall go on as it began
             kept = [row for row in self.rows if (row.phase, row.update) != (phase.name, phase.position.update)]
         if kept != self.rows:
             self.rows = kept
-            with suppress(AccelRunError):  # a full disk
+            with suppress(AccelRunError):  # a full disk: nobody would know of smaller passes
                 passes.remember(self.run.directory, self.rows)
+                lines[:0] = [way_out] if way_out else []
         what = problem.what if self.found is None else f"{problem.what.partition(': ')[0]}: {self.found}"
         found.problems = (
             dataclasses.replace(problem, what=what, fix="\n".join(["what would help, most first:", *lines, *own])),
@@ -212,7 +216,9 @@ class Scarcity:
                 passes.remember(self.run.directory, self.rows)
 
     def _mine(self, use: passes.Use) -> list[Smaller]:
-        return [row for row in self.rows if row.use == use and self._holds(row) and row.is_of(self.world.rank)]
+        in_step = self.run.parts.parallel.in_step  # then ranks make as many passes as the one with the smallest
+        mine = [row for row in self.rows if row.use == use and self._holds(row)]
+        return [row for row in mine if in_step or row.is_of(self.world.rank)]
 
     def _holds(self, row: Smaller) -> bool:
         """Tell whether a row was made under the settings of this phase."""

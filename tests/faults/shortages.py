@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,36 @@ from torch._dynamo.backends import registry
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 HOST = "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+
+
+class Looks:
+    """Counts how often a thread that looks every `EVERY_S` has looked between `begin` and `end`: the most of all times.
+
+    A load that keeps all processes of this test waiting makes looks rarer, as it makes what they look at slower.
+    """
+
+    EVERY_S = 0.02
+
+    def __init__(self) -> None:
+        self.most, self._ended = 0, threading.Event()
+        self._ended.set()
+
+    def begin(self) -> None:
+        self._ended = threading.Event()
+        threading.Thread(target=self._look, args=[self._ended], daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    @property
+    def seconds(self) -> float:
+        return self.most * self.EVERY_S
+
+    def _look(self, ended: threading.Event) -> None:
+        number = 0
+        while not ended.wait(self.EVERY_S):
+            number += 1
+            self.most = max(self.most, number)
 
 
 @dataclass
@@ -31,6 +62,7 @@ class Shortage:
     update: int = 0
     largest: int = 0
     struck: list[int] = field(default_factory=list)
+    looks: Looks = field(default_factory=Looks)
 
     def strike(self, place: str, samples: int) -> None:
         """Raise where it is time to."""
@@ -39,6 +71,7 @@ class Shortage:
             return
         self.times -= 1
         self.struck.append(samples)
+        self.looks.begin()
         if self.on_host:
             raise RuntimeError(f"{HOST} {samples << 20} bytes. Error code 12 (Cannot allocate memory)")
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {samples}.00 MiB. GPU 0 is small.")
@@ -54,8 +87,9 @@ def strike(place: str, samples: int) -> None:
 
 
 def begins(update: int) -> None:
-    """An update begins, for the first time or once more."""
+    """An update begins, for the first time or once more: by then all ranks have agreed."""
     for each in planted:
+        each.looks.end()
         each.update, each.largest = update, 0
 
 

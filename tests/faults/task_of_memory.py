@@ -16,14 +16,15 @@ SETTINGS = {
 PHASES = {"train": {"kind": "train"}, "mean": {"kind": "fit"}}
 
 
-def build(*, draws: bool = True, changes: str = "", samples: int = 44) -> Task:
+def build(*, draws: bool = True, changes: str = "", samples: int = 44, plain: bool = False) -> Task:
     """A classifier of points.
 
     draws    passes draw from numpy's and Python's generators too
     changes  what a pass changes from update 2 on, and never before: a weight, or a buffer
     samples  of training: an update of 32 leaves a ragged end
+    plain    nothing but weights changes
     """
-    return Points(draws, changes, samples)
+    return Points(draws, changes, samples, plain)
 
 
 class Rows:
@@ -59,6 +60,17 @@ class Bag(nn.Module):
         return x + 0.01 * self.constant * self.replaced[0]
 
 
+class Constant(nn.Module):
+    """Has a buffer, as of a mask, that nothing changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("constant", torch.arange(12.0))
+
+    def forward(self, x):
+        return x + 0.01 * self.constant
+
+
 class Mean(Fit):
     def start(self):
         return {"sum": torch.zeros(6, dtype=torch.float64), "count": torch.zeros((), dtype=torch.float64)}
@@ -75,14 +87,11 @@ class Mean(Fit):
 
 
 class Points(Task):
-    def __init__(self, draws, changes, samples):
+    def __init__(self, draws, changes, samples, plain):
         self.draws, self.changes, self.samples = draws, changes, samples
         self.model = nn.Sequential(
             nn.Linear(6, 12),
-            nn.Unflatten(1, (4, 3)),
-            nn.BatchNorm1d(4),
-            nn.Flatten(),
-            Bag(),
+            *([Constant()] if plain else [nn.Unflatten(1, (4, 3)), nn.BatchNorm1d(4), nn.Flatten(), Bag()]),
             nn.Dropout(0.2),
             nn.Linear(12, 2),
         )

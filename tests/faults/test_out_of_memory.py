@@ -8,7 +8,6 @@ import itertools
 import json
 import random
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # before the forks
+from torch.distributed.tensor import DTensor
 
 from runner.base.configuration import Configuration, Request, compose
 from runner.base.errors import AccelRunError
@@ -27,14 +27,14 @@ from runner.base.world import World
 from runner.engine import passes, session
 from runner.engine.passes import Smaller
 from tests.distributed.ranks import run_ranks
-from tests.faults.shortages import Shortage, short
+from tests.faults.shortages import Looks, Shortage, short
 from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import ForkServer
 from tests.warm import IMPORTED
 
 TASK = Path(__file__).with_name("task_of_memory.py")
 UPDATES, MICRO = 5, 8
-LIMIT_S = 10.0
+LIMIT_S = 10.0  # from where memory runs out to where all ranks have agreed, in looks of a thread
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,13 @@ class Course:
     is_compiled: bool = False
     micro: int = MICRO
     more: tuple[str, ...] = ()
+    strategy: str = ""
+    backend: str = "eager"
 
     def words(self) -> tuple[str, ...]:
         size = MICRO * self.accumulation * self.ranks
-        strategy = "ddp" if self.ranks > 1 else "single"
-        of_compile = ("compile=default", "compile.backend=eager") if self.is_compiled else ("compile=off",)
+        strategy = self.strategy or ("ddp" if self.ranks > 1 else "single")
+        of_compile = ("compile=default", f"compile.backend={self.backend}") if self.is_compiled else ("compile=off",)
         return (
             "run=mine", "device=cpu", "monitor=off", "watchdog=off", "tracker=none", f"updates={UPDATES}",
             "phases=[train]", f"global_batch_size={size}", f"micro_batch_size={self.micro}",
@@ -88,9 +90,8 @@ def trained(
                 warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # dynamo asks tensors for it
                 return _made(Request(words, TASK), world, run, shortages)
 
-        began = time.monotonic()
         found = run_ranks(one, course.ranks, limit_s=60.0)
-        assert time.monotonic() - began < LIMIT_S * 3, "it hung"
+        assert max([0.0, *(seconds for there in found for seconds in there["agreed_s"])]) < LIMIT_S, "it hung"
         return found
 
 
@@ -124,6 +125,7 @@ def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, 
         "remembered": [vars(row) for row in passes.remembered(run)],
         "files": sorted(path.name for path in run.glob("memory*.txt")),
         "struck": [each.struck for each in shortages],
+        "agreed_s": [each.looks.seconds for each in shortages],
         "error": None if error is None else [type(error).__name__, getattr(error, "exit_code", None), str(error)],
         "problem": vars(error.problems[0]) if isinstance(error, AccelRunError) else None,
     }
@@ -131,6 +133,7 @@ def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, 
 
 def digest(value: Any) -> str:
     if isinstance(value, torch.Tensor):
+        value = value.to_local() if isinstance(value, DTensor) else value
         return hashlib.sha256(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
     return repr(value)
 
@@ -190,8 +193,9 @@ def chosen() -> list[Cell]:
 @pytest.mark.parametrize("cell", chosen(), ids=str)
 def test_the_update_is_that_of_a_run_that_began_with_smaller_passes(cell: Cell, tally: Tally) -> None:
     tally.tried += 1
-    shortage = replace(cell.shortage, struck=[])
+    shortage = replace(cell.shortage, struck=[], looks=Looks())
     found = trained(cell.course, shortage)
+    (tally.notes["agreed_s"],) = found[shortage.rank]["agreed_s"]
     struck = found[shortage.rank]["struck"][0]
     assert struck, f"it was to strike; {found[shortage.rank]['error']}"
     size = until(shortage.limit, struck[0])  # the third update of two ranks is ragged
@@ -231,6 +235,24 @@ def test_what_was_remembered_of_something_else_does_not_hold(row: Smaller) -> No
     assert usual()[0]["state"] == trained(Course(), begins_with=(row,))[0]["state"]
 
 
+DAMAGED = (
+    "", "{", "[]", "null", '{"smaller": 3}', '{"smaller": [3, null, [], {}]}', '{"smaller": {"size": 4}}',
+    *(
+        json.dumps({"smaller": [{**vars(Smaller("train", 0, 0, 4, MICRO, 1)), **changed}]})
+        for changed in (
+            {"size": 0}, {"size": -4}, {"size": True}, {"size": 2.5}, {"size": "4"}, {"update": -1}, {"rank": "0"},
+            {"use": "both"}, {"phase": None}, {"in_place": 1}, {"more": 1},
+        )
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_what_cannot_be_understood_is_not_remembered(text: str, tmp_path: Path) -> None:
+    (tmp_path / passes.FILE).write_text(text)
+    assert passes.remembered(tmp_path) == []
+
+
 @lru_cache(maxsize=1)
 def usual() -> list[dict[str, Any]]:
     return trained(Course())
@@ -255,11 +277,48 @@ def test_two_ranks_may_run_out_of_memory_in_one_update(where: str) -> None:
     assert [there["state"] for there in found] == [there["state"] for there in trained(course, begins_with=rows)]
 
 
+def test_one_rank_may_run_out_of_memory_while_another_still_takes_the_step_before() -> None:
+    """With unequal shares, too: passes of 6 become passes of 3, those of 10 stay."""
+    course = Course(2, micro=10, more=("parallelism.shares=[10,6]",))
+    found = trained(course, Shortage("backward", 4, at=3, rank=1), Shortage("optimizer", 4, at=2, rank=0, times=1))
+    wanted = trained(course, begins_with=(Smaller("train", 3, 1, 3, 10, 2),))
+    assert [there["state"] for there in found] == [there["state"] for there in wanted]
+    assert [there["struck"] for there in found] == [[[], [8]], [[6], []]]
+
+
+def test_ranks_in_step_follow_the_smallest_passes_of_any() -> None:
+    """Memory ran out on one rank of ddp; the run goes on with fsdp, where all must make as many passes."""
+    course = Course(2, strategy="fsdp", more=("parallelism.timeout_s=20",))
+    of_one = (Smaller("train", 0, 1, 4, MICRO, 2), Smaller("train", 0, 1, 4, MICRO, 2, "evaluation"))
+    of_all = tuple(replace(row, rank=None) for row in of_one)
+    found, wanted = trained(course, begins_with=of_one), trained(course, begins_with=of_all)
+    assert [there["error"] for there in found] == [None, None]
+    assert [there["state"] for there in found] == [there["state"] for there in wanted]
+
+
+def test_a_model_whose_buffers_stay_as_they_are_goes_on_too() -> None:
+    """Most models: of their buffers nothing is kept, once the first update has shown it."""
+    course, shortage = Course(more=("task.plain=true",)), Shortage("backward", 4, at=3)
+    (found,) = trained(course, shortage)
+    (wanted,) = trained(course, begins_with=began_so(course, shortage, 4))
+    assert (found["error"], found["state"]) == (None, wanted["state"])
+
+
+@pytest.mark.skipif(not IS_LONG, reason="C++ is compiled for some seconds")
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_programs_of_inductor_make_the_same_update(ranks: int, where: str, at: int, tally: Tally) -> None:
+    course, shortage = Course(ranks, is_compiled=True, backend="inductor"), Shortage(where, 4, at, ranks - 1)
+    found = trained(course, shortage)
+    wanted = trained(course, begins_with=began_so(course, shortage, 4))
+    tally.tried += 1
+    assert [there["state"] for there in found] == [there["state"] for there in wanted]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_pass_of_one_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int) -> None:
-    began = time.monotonic()
     found = trained(Course(ranks), Shortage("backward", 0, at=1, rank=ranks - 1))
-    assert time.monotonic() - began < LIMIT_S + 10.0
     error = found[-1]["error"]
     assert error[:2] == ["DeviceMemoryError", 80]
     for words in ("1.00 MiB more were wanted", "for a pass of 1 samples", "update 2 of phase train, backward", "1. "):
@@ -345,6 +404,7 @@ STRATEGIES = {
         "parallelism.batch_norm=sync",
         "micro_batch_size=8",
     ),
+    "pipeline": ("parallelism=pipeline", "parallelism.world_size=2", "micro_batch_size=8"),
     "the step of one rank": ("parallelism=ddp", "parallelism.world_size=2", "micro_batch_size=8"),
 }
 
@@ -364,16 +424,20 @@ def test_where_ranks_cannot_agree_they_are_started_again_in_smaller_passes(
     assert (row.size, row.update, row.rank) == (4, 3, 1 if place == "optimizer" else None)
 
 
-def test_the_same_command_goes_on_with_smaller_passes_and_says_so(server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "code_at_end", "made"), [("SIGTERM", 75, [1, 2, 3]), ("SIGKILL", -9, [1, 2])])
+def test_the_same_command_goes_on_with_smaller_passes_and_says_so(
+    name: str, code_at_end: int, made: list[int], server: ForkServer, tmp_path: Path
+) -> None:
     """Stopped while the update is made again; the resumed run meets the same limit and does not run into it."""
-    kill = "import os, signal, tests.faults.shortages as s; strike = s.Shortage.strike\n"
-    kill += "def struck(self, *a):\n    try: strike(self, *a)\n"
-    kill += "    except BaseException: os.kill(os.getpid(), signal.SIGTERM); raise\ns.Shortage.strike = struck\n"
+    kill = "import os, signal, tests.faults.shortages as s; begins = s.begins\n"
+    kill += "def again(update):\n    begins(update)\n"
+    kill += "    if any(each.struck for each in s.planted):\n        s.begins = begins\n"
+    kill += f"        os.kill(os.getpid(), signal.{name})\ns.begins = again\n"
     code, out, said = whole(
         server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2, before=lambda: kill
     )
-    assert code == 75, said
-    assert updates_in(tmp_path) == [1, 2, 3]
+    assert code == code_at_end, said
+    assert updates_in(tmp_path) == made
     code, out, said = whole(server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2)
     assert code == 0, said
     assert "passes have 4 samples instead of 8 from update 3 on: memory ran out there before" in out
@@ -382,6 +446,15 @@ def test_the_same_command_goes_on_with_smaller_passes_and_says_so(server: ForkSe
     other.mkdir()
     assert whole(server, other, "micro_batch_size=8", place="backward", limit=4, at=2)[0] == 0
     assert learned(tmp_path) == learned(other)
+
+
+def test_a_data_worker_that_runs_out_of_memory_gets_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
+    fields = {"place": "reading", "limit": 4, "at": 0, "on_host": True}
+    code, out, said = whole(server, tmp_path, "micro_batch_size=8", "dataloader.num_workers=1", **fields)
+    assert code == 0, said
+    assert "the machine's memory ran out in update 1 (reading): " in out
+    assert "in 4 passes of 4 instead of 2 of 8" in out
+    assert updates_in(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_fit_that_runs_out_of_memory_is_made_again_in_smaller_passes(server: ForkServer, tmp_path: Path) -> None:
