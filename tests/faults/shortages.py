@@ -29,6 +29,8 @@ class Looks:
         self._ended.set()
 
     def begin(self) -> None:
+        if not self._ended.is_set():  # it struck once more meanwhile
+            return
         self._ended = threading.Event()
         threading.Thread(target=self._look, args=[self._ended], daemon=True).start()
 
