@@ -15,6 +15,7 @@ from runner.base.configuration import (
     Configuration,
     Request,
     compose,
+    files_unchanged,
     merge_overrides,
     options_of,
     parse,
@@ -106,12 +107,13 @@ def composed(requests: Sequence[Request]) -> list[Configuration]:
     """Return the configurations. Raises ConfigError with the problems of all, each said once."""
     configurations = []
     problems: dict[tuple[str, str], Problem] = {}  # an unknown key is unknown whatever its value
-    for request in requests:
-        try:
-            configurations.append(compose(request))
-        except ConfigError as error:
-            for problem in error.problems:
-                problems.setdefault((problem.where.partition("=")[0], problem.what), problem)
+    with files_unchanged():
+        for request in requests:
+            try:
+                configurations.append(compose(request))
+            except ConfigError as error:
+                for problem in error.problems:
+                    problems.setdefault((problem.where.partition("=")[0], problem.what), problem)
     if problems:
         raise ConfigError(problems.values())
     return configurations

@@ -174,7 +174,25 @@ def _plan(line: _Line) -> list[str]:
 
 
 def _train(line: _Line) -> list[str]:
-    return _settings_or_flags(line, "-m")
+    from runner.commands.sweep_words import GRID
+
+    return _of_sweep(line, GRID) if {"-m", "--multirun"} & line.flags.keys() else _settings_or_flags(line, "-m")
+
+
+def _search(line: _Line) -> list[str]:
+    from runner.commands.search import OWN
+
+    return _of_sweep(line, OWN)
+
+
+def _of_sweep(line: _Line, own: Mapping[str, str]) -> list[str]:
+    """Return settings, and the words of a sweep that are none."""
+    key, has_value, _ = line.last.partition("=")
+    if has_value and key in own:
+        words = {"together": ("auto",), "goal": ("min", "max"), "retry": ("true", "false"), "metric": ("val/loss",)}
+        return [f"{key}={word}" for word in words.get(key, ())]
+    names = [] if has_value or line.last.startswith("-") else [name for name in own if name not in line.overrides]
+    return [*(f"{name}=" for name in names), *_settings_or_flags(line)]
 
 
 def _profile(line: _Line) -> list[str]:
@@ -232,7 +250,7 @@ def _report(line: _Line) -> list[str]:
             if key in folders
             else _with_values(line, key, value)
         )
-    named = [name for name in _run_names(line, several=True) if name not in line.lone]
+    named = [name for name in [*_run_names(line, several=True), *_sweeps(line)] if name not in line.lone]
     return [*named, *(f"{key}=" for key in ("out", "benchmarks", "output_root") if key not in line.overrides)]
 
 
@@ -242,7 +260,7 @@ def _status(line: _Line) -> list[str]:
         return ["--help"]
     if has_value:
         return _with_values(line, key, value)
-    return [*_run_names(line), "output_root="]
+    return [*_run_names(line), *([] if line.lone else _sweeps(line)), "output_root="]
 
 
 def _monitor(line: _Line) -> list[str]:
@@ -424,6 +442,12 @@ def _runs(line: _Line) -> list[str]:
     return _plain(path.name for path in runs(line.root))
 
 
+def _sweeps(line: _Line) -> list[str]:
+    from runner.durable.directory import sweeps
+
+    return _plain(path.name for path in sweeps(line.root))
+
+
 def _plain(names: Iterable[str]) -> list[str]:
     """Return the names that a shell takes for names; a folder from elsewhere may hold others."""
     return [name for name in names if _PLAIN.fullmatch(name)]
@@ -481,6 +505,7 @@ _PATH_FLAGS = {"--task": ".py", "--config-dir": "/"}
 # module of the command -> what it offers
 _COMMANDS: Mapping[str, Callable[[_Line], list[str]]] = {
     "train": _train,
+    "search": _search,
     "both": _settings_or_flags,
     "plan": _plan,
     "profile": _profile,

@@ -1,4 +1,4 @@
-"""`accel-run report`: a page about a run, or about several beside each other."""
+"""`accel-run report`: a page about a run, about several beside each other, or about a sweep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ time and memory by part, the machine over time, what it predicts, its settings, 
 is named with the reason. With several runs they are compared: curves over each other, figures, differing settings.
 Runs are read and not changed, finished or not.
 
-  last, NAME, DIR   the run written to last (default), runs by name, or their folders; also as run=NAME
+  last, NAME, DIR   the run written to last (default), runs by name, or their folders; also as run=NAME; or a sweep or
+                    search: the table of its trials, what they reached, and the best of them compared
   out=FILE.html     where the page goes (default: report.html in the run's folder; of several runs
                     comparison.html beside the first of them)
   benchmarks=DIR    show the results of accel-run benchmark in that folder too (default: those in the run's folder)
@@ -39,10 +40,12 @@ OWN = {"out": "", "benchmarks": "", "output_root": "outputs", "run": ""}
 def run(words: list[str]) -> int:
     """Write the page, and say where it is."""
     from runner.base.places import as_path
-    from runner.durable.directory import LAST, RunDirectory
+    from runner.durable.directory import LAST, RunDirectory, find_sweep
 
     own, rest = _read(words)
     root = as_path(own["output_root"])
+    if len(rest) == 1 and (folder := find_sweep(root, rest[0])):
+        return _of_sweep(folder, own["out"])
     directories = [RunDirectory.find(root, wanted) for wanted in rest or [LAST]]
     _refuse_twice(directories, rest)
     benchmarks = as_path(own["benchmarks"]) if own["benchmarks"] else None
@@ -62,6 +65,22 @@ def run(words: list[str]) -> int:
         if story.missing:
             lead = f"{story.name}: " if len(stories) > 1 else ""
             print(fit_to_show(f"{lead}note: {'; '.join(story.missing.values())}"), file=sys.stderr)
+    return 0
+
+
+def _of_sweep(folder: Path, given: str) -> int:
+    """Write the page about a sweep or a search, and say where it is."""
+    from runner.base.places import as_path
+    from runner.durable import files
+    from runner.launch.trials import Sweep
+    from runner.report.page import html_of
+    from runner.report.sweeps import page_of_sweep
+
+    out = as_path(given) if given else folder / "report.html"
+    _refuse_place(out)
+    html = html_of(page_of_sweep(Sweep.read(folder)))
+    files.atomic_write(out.absolute(), html)
+    print(fit_to_show(f"written to {out} ({len(html.encode()) / 1000:.0f} KB)"))
     return 0
 
 

@@ -22,6 +22,7 @@ HELP = """usage: accel-run runs [output_root=outputs] [--json]
 
 Lists the runs, the one that was written to last first: task, how it stands, updates made, its last metric, when it was
 last written to, and its size on disk. Where a command takes a run it takes a name of this list, `last`, or a folder.
+A sweep or a search is one row, with its best trial; status and report of its name show its trials.
 
 examples
   accel-run runs
@@ -33,7 +34,7 @@ examples
 class Row:
     """A run; None is not known.
 
-    phase    the one it is in, or was in last
+    phase    the one it is in, or was in last; trials: it is a sweep, and the updates are trials
     update   of that phase, and `total` of it
     metrics  of the last evaluation; of a run without one the last loss
     written  seconds since 1970
@@ -55,13 +56,14 @@ class Row:
 def run(words: list[str]) -> int:
     """Print a line per run."""
     from runner.base.places import as_path
-    from runner.durable.directory import runs
+    from runner.durable.directory import runs, sweeps
 
     own, rest, is_json = own_words(words, {"output_root": "outputs"})
     if rest:
         raise ConfigError(Problem("is nothing that can be asked of all runs", word, _fix_of(word)) for word in rest)
     root = as_path(own["output_root"])
-    rows = [row_of(path) for path in runs(root)]
+    rows = [row_of(path) for path in runs(root, in_sweeps=False)] + [row_of_sweep(path) for path in sweeps(root)]
+    rows.sort(key=lambda row: -row.written)
     if is_json:
         print(json.dumps([_as_json(row) for row in rows], indent=2))
     elif rows:
@@ -109,6 +111,28 @@ def row_of(path: Path) -> Row:
         last_written(path),
         _size_of(path),
     )
+
+
+def row_of_sweep(path: Path) -> Row:
+    """Return a sweep or a search as a row: its trials in the place of updates, the best of them in that of metrics."""
+    from runner.durable.directory import SWEEP
+    from runner.durable.standing import standing
+    from runner.launch.trials import Sweep, winner
+
+    sweep = Sweep.read(path)
+    results = sweep.results()
+    best = winner(results, sweep.goal)
+    through = sum(each.state in ("done", "failed") for each in results)
+    try:
+        written = (path / SWEEP).stat().st_mtime
+    except OSError:
+        written = 0.0
+    metrics = {} if best is None or best.value is None else {sweep.goal.metric: best.value}
+    state = standing(sweep.record).word
+    return Row(
+        path.name, str(path), sweep.task or None, state, None, "trials", through, len(results), metrics, written,
+        _size_of(path),
+    )  # fmt: skip
 
 
 def table(rows: Sequence[Row], now: float) -> list[str]:

@@ -12,7 +12,8 @@ from runner.durable.files import TEMPORARY, read_object, read_rows
 
 HELP = """usage: accel-run status [last|NAME|DIR] [output_root=DIR]
 
-Shows the state of a run: progress by phase, every checkpoint with valid or damaged and why, the last error.
+Shows the state of a run: progress by phase, every checkpoint with valid or damaged and why, the last error. Of a sweep
+or a search it shows the table of its trials.
 
 examples
   accel-run status
@@ -24,10 +25,12 @@ examples
 def run(words: list[str]) -> int:
     """Print the state of a run."""
     from runner.base.configuration import compose
-    from runner.durable.directory import RunDirectory
+    from runner.durable.directory import RunDirectory, find_sweep
     from runner.durable.standing import standing
 
     settings = compose(read_of_a_run(words)).settings
+    if folder := find_sweep(settings.root, settings.run or "last"):
+        return _of_sweep(folder)
     directory = RunDirectory.find(settings.root, settings.run or "last")
     record = read_object(directory.run_json)
     _print(f"{directory.name}: {standing(record).sentence}   ({directory.shown})")
@@ -40,6 +43,20 @@ def run(words: list[str]) -> int:
     _checkpoints(directory)
     if record.get("state") not in _WELL or _is_newer(directory.error, directory.run_json):
         _last_error(directory, record)
+    return 0
+
+
+def _of_sweep(folder: Path) -> int:
+    """Print how the trials of a sweep or a search stand."""
+    from runner.durable.standing import standing
+    from runner.launch.trials import Sweep, summary, table
+
+    sweep = Sweep.read(folder)
+    results = sweep.results()
+    _print(f"{folder.name}: {standing(sweep.record).sentence}   ({folder})")
+    _print(f"  {sweep.kind:<10}  {sweep.task}: {summary(results, sweep.goal)}")
+    _print(f"  command     {sweep.command or 'unknown'}")
+    _print("\n".join(["", *table(results, sweep.goal)]))
     return 0
 
 

@@ -1,1 +1,1 @@
-"""Who runs what where: one process, and sweeps of one process at a time."""
+"""Who runs what where: one process, ranks, jobs of a cluster, and the trials of sweeps and searches."""

@@ -13,14 +13,13 @@ from typing import Literal, Protocol
 
 from runner.base.configuration import Configuration, Request, merge_overrides, word_of
 from runner.base.errors import AccelRunError, ConfigError, Exit, IncompatibleResume
-from runner.base.schema import did_you_mean
 from runner.base.sweeps import Axis, composed, expand_sweep
 from runner.base.words import shortened
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.launch.apart import apart
 from runner.launch.packing import Packing, packed
 from runner.launch.pool import Pool, command
-from runner.launch.trials import STOPPED, Goal, Result, Sweep, Trial, counted, table, winner
+from runner.launch.trials import STOPPED, Goal, Result, Sweep, Trial, summary, table, winner
 from runner.observe.events import Console
 from runner.plan.inventory import take_inventory
 from runner.plan.plan import make_plan
@@ -157,7 +156,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
             source.ended(found.result(trial))
         is_stopped = pool.is_stopped
     results = found.results()
-    say("\n".join(["", *table(results, found.goal), "", _summary(results, found.goal)]))
+    say("\n".join(["", *table(results, found.goal), "", summary(results, found.goal)]))
     is_cut = is_stopped and (len(results) < source.total or any(each.state in OPEN for each in results))
     found.save(directory, "preempted" if is_cut else "done")
     if is_cut:
@@ -230,8 +229,8 @@ def _must_agree(before: Sweep, now: Sweep, name: str) -> None:
     if now.kind == "search":
         pairs["what all trials have in common"] = (shlex.join(sorted(before.fixed)), shlex.join(sorted(now.fixed)))
         pairs["what is searched"] = (_spaced(before.space), _spaced(now.space))
-    if now.kind == "search" and before.codes:
-        pairs["the goal"] = (_goal_of(before.goal), _goal_of(now.goal))
+    if now.kind == "search" and any(each.value is not None for each in before.results()):  # Optuna was told of it
+        pairs["the goal"] = (str(before.goal), str(now.goal))
     for what, (old, new) in pairs.items():
         if old != new:
             fix = "take another run=NAME"
@@ -242,10 +241,6 @@ def _must_agree(before: Sweep, now: Sweep, name: str) -> None:
 
 def _spaced(space: Mapping[str, str]) -> str:
     return "; ".join(f"{key}: {told}" for key, told in space.items())
-
-
-def _goal_of(goal: Goal) -> str:
-    return f"{goal.best_is} of {goal.metric}"
 
 
 def _plan_all(configurations: Sequence[Configuration]) -> list[AccelRunError]:
@@ -269,19 +264,6 @@ def _said(directory: RunDirectory) -> str:
     """Return what names the sweep in a command to be pasted."""
     is_usual = directory.shown.parent == Path("outputs")
     return directory.name if is_usual else shlex.quote(str(directory.shown))
-
-
-def _summary(results: Sequence[Result], goal: Goal) -> str:
-    best = winner(results, goal)
-    if best is not None:
-        return f"{counted(results)}; {_goal_of(goal)}: {best.value:.5g}, {best.trial.label}"
-    known = list(dict.fromkeys(name for each in results for name in each.metrics))
-    if known and goal.metric not in known:
-        near = did_you_mean(goal.metric, known)
-        return f"{counted(results)}; no trial has {goal.metric}, but {shortened(known, 8)}" + (
-            f"; {near}" if near else ""
-        )
-    return f"{counted(results)}; no trial has a finite {goal.metric}"
 
 
 def _code_of(result: Result) -> int:

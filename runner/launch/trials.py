@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from runner.base.birth import birth_of
 from runner.base.errors import Exit
+from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
-from runner.base.words import is_number
+from runner.base.words import is_number, shortened
 from runner.durable.directory import SWEEP, RunDirectory, is_name
 from runner.durable.files import read_object, read_rows
 from runner.durable.standing import standing
@@ -57,6 +58,9 @@ class Goal:
 
     metric: str = "val/loss"
     best_is: Literal["min", "max"] = "min"
+
+    def __str__(self) -> str:
+        return f"{self.best_is} of {self.metric}"
 
     def best(self, values: Iterable[float]) -> float | None:
         """Return the best of those that are finite."""
@@ -164,7 +168,7 @@ class Sweep:
         return Result(
             trial,
             state,
-            code if code is not None else record.get("exit_code"),
+            code if code is not None else standing(record).exit_code,
             last,
             self.goal.best([*values, *([] if last is None else [last])]),
             sum(seconds for seconds in spent if is_number(seconds)) or _seconds_of(record.get("evidence")),
@@ -219,6 +223,20 @@ def counted(results: Sequence[Result]) -> str:
     """Return how many trials are in which state: `3 done, 1 failed`."""
     states = [each.state for each in results]
     return ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states) or "no trials"
+
+
+def summary(results: Sequence[Result], goal: Goal) -> str:
+    """Return in a line how many trials are in which state, and the best of them or why there is none."""
+    best = winner(results, goal)
+    if best is not None:
+        return f"{counted(results)}; {goal}: {best.value:.5g}, {best.trial.label}"
+    known = list(dict.fromkeys(name for each in results for name in each.metrics))
+    if known and goal.metric not in known:
+        near = did_you_mean(goal.metric, known)
+        return f"{counted(results)}; no trial has {goal.metric}, but {shortened(known, 8)}" + (
+            f"; {near}" if near else ""
+        )
+    return f"{counted(results)}; no trial has a finite {goal.metric}"
 
 
 def rows_of(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list[str]]]:

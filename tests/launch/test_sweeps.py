@@ -1,0 +1,307 @@
+"""Laws of sweeps and searches, with stand-ins for the trainings: what a kill leaves, what goes on, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base.configuration import Request, compose
+from runner.base.errors import ConfigError
+from runner.base.sweeps import composed, expand_sweep
+from runner.commands.arguments import read
+from runner.launch.packing import _NUMBERS, Foreseen, Packing, Room, _different, _packing, packed
+from runner.launch.trials import Goal, Result, Sweep, Trial, table, winner
+
+KILLS = 2
+ROOT = Path(__file__).parents[2]
+TASK = ["--task", str(Path(__file__).parent / "task_of_trials.py"), "run=mine"]
+GRID = ["train", "-m", "optimizer.lr=0.001,0.01", "task.hidden=8,16", *TASK]
+SEARCH = ["search", "optimizer.lr=log(1e-5,1e-1)", "task.hidden=range(8,33,8)", "trials=5", *TASK]
+
+
+def start(words: Sequence[str], folder: Path, **more: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **more}
+    line = [sys.executable, "-m", "tests.launch.stand_in", *words]
+    return subprocess.Popen(line, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def run(words: Sequence[str], folder: Path, **more: str) -> tuple[int, str, str]:
+    process = start(words, folder, **more)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def rows(folder: Path, *, without: Sequence[str] = ("seconds",)) -> list[dict[str, str]]:
+    with (folder / "outputs" / "mine" / "results.csv").open() as file:
+        return [{key: value for key, value in row.items() if key not in without} for row in csv.DictReader(file)]
+
+
+def record(folder: Path, number: int) -> dict[str, Any]:
+    found = json.loads((folder / "outputs" / "mine" / f"mine-{number}" / "run.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def killed_until_done(words: Sequence[str], folder: Path, dice: random.Random) -> int:
+    """Kill the sweep at random moments after it began, and go on; return how often it was killed before it was done."""
+    for kills in range(KILLS):
+        file = folder / "outputs" / "mine" / "sweep.json"
+        before = file.stat().st_mtime_ns if file.exists() else 0
+        process = start(words, folder)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not (file.exists() and file.stat().st_mtime_ns > before):
+            time.sleep(0.005)
+        time.sleep(dice.random() * 0.3)
+        process.kill()
+        process.communicate()
+        if process.returncode >= 0:
+            return kills
+    code, _, err = run(words, folder)
+    assert code == 0, err
+    return KILLS
+
+
+def needs_optuna() -> None:
+    pytest.importorskip("optuna")
+
+
+@pytest.mark.parametrize("words", [GRID, SEARCH], ids=["sweep", "search"])
+def test_whoever_goes_on_after_kills_at_any_moment_gets_the_same_table(words: list[str], tmp_path: Path) -> None:
+    if words is SEARCH:
+        needs_optuna()
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    code, _, err = run(words, whole)
+    assert code == 0, err
+    seed = random.randrange(1 << 30)
+    kills = killed_until_done(words, cut, random.Random(seed))
+    assert rows(cut) == rows(whole), f"seed {seed}, {kills} kills"
+    for number in range(1, len(rows(cut)) + 1):  # nothing that was finished is repeated, and what was saved is kept
+        began = record(cut, number)["began"]
+        assert began == sorted(began), f"seed {seed}"
+        assert 3 not in began, f"seed {seed}"
+
+
+def test_a_stopped_sweep_goes_on_and_a_second_one_on_its_folder_is_refused(tmp_path: Path) -> None:
+    process = start([*GRID, "task.seconds=20"], tmp_path)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "outputs/mine/mine-1/run.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    code, out, err = run([*GRID, "task.seconds=20"], tmp_path)
+    assert (code, out) == (87, "")
+    assert "is in use by process" in err
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    assert "stopped; the same command with run=mine goes on" in out
+    assert [row["state"] for row in rows(tmp_path)] == ["stopped", "waiting", "waiting", "waiting"]
+    assert Sweep.read(tmp_path / "outputs" / "mine").record["state"] == "preempted"
+
+
+def test_of_trials_that_fail_in_every_way_the_rest_is_done_and_the_table_tells(tmp_path: Path) -> None:
+    words = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
+    code, out, err = run(words, tmp_path)
+    assert code == 70, err
+    told = {row["task.act"]: (row["state"], row["exit_code"], row["is_best"]) for row in rows(tmp_path)}
+    assert told == {
+        "fail": ("failed", "70", "0"), "killed": ("failed", "137", "0"), "bad": ("done", "0", "0"),
+        "other": ("done", "0", "0"), "good": ("done", "0", "1"),
+    }  # fmt: skip
+    assert "3 done, 2 failed; min of val/loss: " in out
+    code, out, err = run([*words, "retry=true"], tmp_path, MENDED="1")
+    assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[1/5]", "[2/5]"], err
+    assert record(tmp_path, 1)["began"] == [0, 1], "it goes on where it failed"
+
+
+def test_trials_at_once_overlap_and_each_line_says_whose_it_is(tmp_path: Path) -> None:
+    code, out, err = run([*GRID, "together=2", "task.seconds=0.6"], tmp_path, WANDB_RUN_ID="abc", WANDB_MODE="offline")
+    assert code == 0, err
+    spans = [(record(tmp_path, number)["since"], record(tmp_path, number)["until"]) for number in (1, 2, 3, 4)]
+    at_once = [sum(begin <= since < end for begin, end in spans) for since, _ in spans]
+    assert max(at_once) == 2
+    assert all(f"mine-{number} | trains mine-{number}\n" in out for number in (1, 2, 3, 4))
+    assert out.startswith("together=2: 2 trials at once, as asked for, each with ")
+    assert {tuple(record(tmp_path, number)["wandb"]) for number in (1, 2, 3, 4)} == {("WANDB_MODE",)}
+
+
+def test_a_search_asks_for_more_where_it_was_and_refuses_another_space_or_goal(tmp_path: Path) -> None:
+    needs_optuna()
+    few = ["trials=2" if word.startswith("trials") else word for word in SEARCH]
+    assert run(few, tmp_path)[0] == 0
+    before = rows(tmp_path)
+    code, _, err = run(SEARCH, tmp_path)
+    assert code == 0, err
+    assert [row["name"] for row in rows(tmp_path)] == [f"mine-{n}" for n in range(1, 6)]
+    assert [{**row, "is_best": ""} for row in rows(tmp_path)[:2]] == [{**row, "is_best": ""} for row in before]
+    assert all(1e-5 <= float(row["optimizer.lr"]) <= 1e-1 for row in rows(tmp_path))
+    assert {int(row["task.hidden"]) for row in rows(tmp_path)} <= {8, 16, 24, 32}
+    assert run([*SEARCH, "goal=max"], tmp_path)[0] == 88
+    wider = [word.replace("1e-5", "1e-6") for word in SEARCH]
+    code, _, err = run(wider, tmp_path)
+    assert code == 88
+    assert "what is searched was optimizer.lr: 1e-05 to 0.1 on a log scale" in err
+
+
+def test_a_search_counts_what_fails_or_is_not_finite_as_failed_and_goes_on(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    words = ["search", "task.act=fail,bad,good", "trials=8", "seed=1", "task.seconds=0.01", *TASK]
+    code, _, err = run(words, tmp_path)
+    assert code == 0, err
+    journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "outputs/mine/optuna.journal"))
+    study = optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(journal))
+    states = [trial.state.name for trial in study.trials]
+    acts = [row["task.act"] for row in rows(tmp_path)]
+    assert {"fail", "bad", "good"} == set(acts), "another seed, for one of each"
+    assert states == ["COMPLETE" if act == "good" else "FAIL" for act in acts]
+
+
+def test_a_metric_that_no_trial_has_ends_a_search_with_those_it_has(tmp_path: Path) -> None:
+    needs_optuna()
+    code, out, err = run([*SEARCH, "metric=val/los"], tmp_path)
+    assert code == 78
+    assert "metric=val/los: mine-1 has no such metric; it has val/loss" in err
+    assert "did you mean val/loss?" in err
+    code, out, err = run(SEARCH, tmp_path)
+    assert code == 0, err
+    assert "[1/5]" not in out, "the first trial is through, and is not repeated"
+
+
+def test_a_search_of_which_every_trial_fails_ends_with_the_code_of_the_first(tmp_path: Path) -> None:
+    needs_optuna()
+    assert run(["search", "optimizer.lr=log(1e-5,1e-1)", "task.act=fail", "trials=1", *TASK], tmp_path)[0] == 70
+
+
+def test_without_optuna_the_line_that_installs_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "optuna.py").write_text("raise ModuleNotFoundError('no optuna', name='optuna')")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    line = [sys.executable, "-m", "runner", *SEARCH]
+    ended = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 78
+    assert 'pip install "accel-run[search]"' in ended.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_best_is_the_first_of_equals_and_never_one_that_is_not_through() -> None:
+    results = [
+        Result(Trial(1, "a-1", ()), "failed", 70, 0.1),
+        Result(Trial(2, "a-2", ()), "done", 0, float("nan")),
+        Result(Trial(3, "a-3", ()), "done", 0, 2.0),
+        Result(Trial(4, "a-4", ()), "done", 0, 2.0),
+        Result(Trial(5, "a-5", ()), "done", 0, 3.0),
+    ]
+    assert winner(results, Goal()) is results[2]
+    assert winner(results, Goal(best_is="max")) is results[4]
+    assert winner(results[:2], Goal()) is None
+    assert [line.endswith("<- best") for line in table(results, Goal())] == [False, False, False, True, False, False]
+
+
+def test_a_damaged_or_strange_file_of_a_sweep_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    for text in (
+        "",
+        "[]",
+        "{",
+        '{"trials": 3, "goal": [], "space": 1, "fixed": null}',
+        '{"trials": [{"number": "x"}, 4]}',
+    ):
+        (tmp_path / "sweep.json").write_text(text)
+        assert Sweep.read(tmp_path).trials == []
+    (tmp_path / "sweep.json").write_text('{"trials": [{"number": 1, "name": "../../etc", "words": []}]}')
+    assert Sweep.read(tmp_path).trials == []
+
+
+# ---------------------------------------------------------------- wandb's agent
+
+
+def test_the_words_that_wandb_makes_of_the_sweep_in_the_documentation_are_settings() -> None:
+    import yaml
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+    text = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    sweep = yaml.safe_load(text.partition("```yaml")[2].partition("```")[0])
+    chosen = {name: {"value": said.get("min") or said["values"][-1]} for name, said in sweep["parameters"].items()}
+    program, command, *words = sweep["command"]
+    assert (program, command, words[-1]) == ("accel-run", "train", "${args_no_hyphens}")
+    made = create_sweep_command_args({"args": chosen})["args_no_hyphens"]
+    configuration = compose(read([*words[:-1], *made]).request)
+    assert configuration.flat()["optimizer.lr"] == 0.0001
+    assert configuration.settings.global_batch_size == 64
+    assert configuration.choices["scheduler"].name == "linear"
+
+
+def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+    values = {
+        "optimizer.betas": [0.9, 0.99],
+        "dataloader.pin_memory": False,
+        "max_grad_norm": "null",
+        "phases": ["train"],
+    }
+    made = create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
+    found = compose(read(made["args_no_hyphens"]).request).flat()
+    assert {key: found[key] for key in values} == {**values, "max_grad_norm": None}
+
+
+# ---------------------------------------------------------------- how many at once
+
+
+@pytest.mark.parametrize(
+    ("rooms", "cores", "trials", "slots", "why"),
+    [
+        ([Room("", "Card", 16 << 30, 3 << 30)], 8, 20, [{"OMP_NUM_THREADS": "2"}] * 4, "4 at once by memory"),
+        ([Room("", "Card", 16 << 30, 3 << 30)], 8, 3, [{"OMP_NUM_THREADS": "2"}] * 3, "3 at once by the number of"),
+        ([Room("", "Card", 80 << 30, 1 << 30)], 4, 20, [{"OMP_NUM_THREADS": "1"}] * 4, "4 at once by cores"),
+        ([Room("", "Card", 4 << 30, 5 << 30)], 4, 20, [{"OMP_NUM_THREADS": "4"}], "1 at once by memory"),
+        (
+            [Room("GPU-a", "Card", 8 << 30, 3 << 30), Room("GPU-b", "Card", 4 << 30, 3 << 30)], 6, 20,
+            [{"CUDA_VISIBLE_DEVICES": f"GPU-{name}", "OMP_NUM_THREADS": "2"} for name in "aba"], "3 at once by memory",
+        ),
+    ],
+)  # fmt: skip
+def test_as_many_trials_run_at_once_as_memory_cores_and_their_number_allow(
+    rooms: list[Room], cores: int, trials: int, slots: list[dict[str, str]], why: str
+) -> None:
+    packing = _packing(Foreseen(tuple(rooms), cores), "auto", trials)
+    assert list(packing.slots) == slots
+    assert packing.why.startswith(f"together=auto: {why}")
+
+
+def test_what_is_not_known_is_one_at_a_time_and_says_why() -> None:
+    packing = _packing(Foreseen(cores=4, why_not="the data is not there"), "auto", 9)
+    assert packing == Packing(
+        why="together=auto: one at a time, for what a trial takes is not known: the data is not there"
+    )
+
+
+def test_trials_that_take_all_devices_run_alone() -> None:
+    several = [compose(Request(("parallelism=ddp",)))]
+    assert packed(several, 1) == Packing()
+    assert packed(several, "auto").why == "together=auto: one at a time, for parallelism=ddp takes all devices"
+    with pytest.raises(ConfigError, match="must be 1 where each trial takes several devices"):
+        packed(several, 2)
+
+
+def test_settings_that_change_numbers_only_are_traced_once() -> None:
+    requests = expand_sweep(Request(("seed=0,1", "optimizer.lr=0.1,0.2", "global_batch_size=8,16")))
+    sizes = [each.settings.global_batch_size for each in _different(composed(requests))]
+    assert sizes == [8, 16]
+    assert {"seed", "optimizer.lr", "updates"} <= _NUMBERS <= set(compose(Request(("scheduler=cosine",))).flat())
+
+
+def test_on_a_cpu_the_trace_says_how_many_fit_the_memory_that_is_free() -> None:
+    task = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
+    packing = packed(composed(expand_sweep(Request(("seed=0,1", "device=cpu"), task))), "auto")
+    assert " predicted for each, " in packing.why
+    assert " on this machine, each with " in packing.why
