@@ -108,6 +108,8 @@ FOREIGN_KEYS = {
     "pin_memory": "dataloader.pin_memory",
     "persistent_workers": "nothing to set: the workers live as long as the run",
     "dataloader.persistent_workers": "nothing to set: the workers live as long as the run",
+    "n_trials": "trials, in accel-run search",
+    "direction": "goal=min or goal=max, in accel-run search and train -m",
     "output_dir": "output_root, and run=NAME for the folder in it",
     "monitor_only": "accel-run monitor seconds=30: it trains nothing",
     "status": "accel-run status",

@@ -3,6 +3,8 @@
 A trial starts a real process, which loads torch: few sweeps, and each is asked many things.
 """
 
+# ruff: noqa: E501 - tables
+
 from __future__ import annotations
 
 import csv
@@ -208,3 +210,27 @@ def test_the_handlers_come_back() -> None:
     with Pool():
         assert [signal.getsignal(number) for number in numbers] != before
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("train -m seed=1,2 together=0", "together=0: must be a whole number of at least 1, or auto\nsay together=2, or together=auto"),
+        ("train -m seed=1,2 goal=up", "goal=up: must be min or max\nsay goal=min where less is better"),
+        ("train -m seed=1,2 goal", "goal: needs a value\nsay goal=min"),
+        ("train -m seed=1,2 retry=maybe", "retry=maybe: must be true or false\nsay retry=true"),
+        ("train seed=1 together=2", "together=2: is for a sweep over several values\nsay -m with it"),
+        ("search trials=0 seed=1,2", "trials=0: must be a whole number of at least 1: how many trials there will be\nsay trials=20"),
+        ("search budget_s=0 seed=1,2", "budget_s=0: must be a number of seconds above 0\nsay budget_s=3600"),
+        ("search n_trials=5 seed=1,2", "n_trials=5: unknown key\nhere it is trials, in accel-run search"),
+        ("search direction=minimize seed=1,2", "direction=minimize: unknown key\nhere it is goal=min or goal=max, in accel-run search and train -m"),
+        ("search trails=5 seed=1,2", "trails=5: unknown key\ndid you mean trials?"),
+    ],
+)  # fmt: skip
+def test_slips_in_the_words_of_a_sweep_are_answered_with_what_to_say(
+    words: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 78
+    assert capsys.readouterr().err.replace("\n           ", "\n") == f"accel-run: {answer}\n"
+    assert not list(tmp_path.iterdir())
