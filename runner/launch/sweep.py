@@ -99,7 +99,8 @@ class opened:  # noqa: N801 - used as a function
         self.sweep = Sweep(
             self.directory.path, kind, task, tuple(word for word in fixed.overrides if key_of(word) not in _PLACE),
             str(fixed.task_file) if fixed.task_file else None, str(fixed.config_dir) if fixed.config_dir else None,
-            shlex.join(["accel-run", *sys.argv[1:]]), Goal(wish.metric or early.metric, wish.best_is or early.best_is),
+            configuration.choices["launcher"].name, shlex.join(["accel-run", *sys.argv[1:]]),
+            Goal(wish.metric or early.metric, wish.best_is or early.best_is),
             space={axis.key: str(axis) for axis in axes}, trials=before.trials, codes=before.codes,
             record=before.record,
         )  # fmt: skip
@@ -149,6 +150,8 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
                     time.sleep(1.0)
                     start(trial)
                 continue
+            if pool.is_stopped and code > Exit.INTERRUPTED:  # by a second or third signal: not the trial's own failure
+                code = int(Exit.INTERRUPTED)
             found.codes[trial.number] = code
             if code in STOPPED:
                 pool.stop()
@@ -270,7 +273,9 @@ def _code_of(result: Result) -> int:
     """Return with what the sweep ends for the sake of this trial; 0 where it is no reason."""
     if result.state == "failed":
         return result.exit_code or int(Exit.SOFTWARE)
-    return int(Exit.IN_USE) if result.state in OPEN else 0
+    if result.state in OPEN:
+        return int(Exit.IN_USE if result.state == "running" else Exit.SOFTWARE)
+    return 0
 
 
 OPEN = ("waiting", "running", "stopped")  # the same command goes on with these

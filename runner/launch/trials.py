@@ -110,6 +110,7 @@ class Sweep:
     fixed: tuple[str, ...] = ()
     task_file: str | None = None
     config_dir: str | None = None
+    launcher: str = "local"
     command: str = ""
     goal: Goal = Goal()
     together: str = ""
@@ -140,6 +141,7 @@ class Sweep:
             tuple(map(str, found.get("fixed") or ())),
             found.get("task_file"),
             found.get("config_dir"),
+            str(found.get("launcher") or "local"),
             str(found.get("command") or ""),
             Goal(str(goal.get("metric") or "val/loss"), "max" if goal.get("best_is") == "max" else "min"),
             str(found.get("together") or ""),
@@ -154,10 +156,15 @@ class Sweep:
         return [self.result(trial) for trial in self.trials]
 
     def result(self, trial: Trial) -> Result:
-        """Return how the trial stands: by its run, and by its exit code where the run could not write it down."""
+        """Return how the trial stands: by its run, and by its exit code where the run could not write it down.
+
+        A run of other settings is none of it: the trial is still to be begun, and the run itself will refuse that.
+        """
         folder = self.folder / trial.name
         record, code = read_object(folder / "run.json"), self.codes.get(trial.number)
-        state = _state(standing(record).word if record else "", code)
+        if not set(trial.words) <= set(map(str, record.get("overrides") or trial.words)):
+            record = {}
+        state = _state(standing(record).word if record else "", code, self.launcher)
         metric = self.goal.metric
         values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl") if is_number(row.get(metric))]
         known = record.get("metrics")
@@ -186,6 +193,7 @@ class Sweep:
             "task": self.task,
             "task_file": self.task_file,
             "config_dir": self.config_dir,
+            "launcher": self.launcher,
             "command": self.command,
             "fixed": list(self.fixed),
             "goal": asdict(self.goal),
@@ -277,7 +285,7 @@ def as_csv(results: Sequence[Result], goal: Goal) -> str:
     return told.getvalue()
 
 
-def _state(word: str, code: int | None) -> State:
+def _state(word: str, code: int | None, launcher: str) -> State:
     """Return the state of a trial from that of its run, "" where there is none, and from its last exit code."""
     if word == "finished":
         return "done"
@@ -287,7 +295,7 @@ def _state(word: str, code: int | None) -> State:
         return "failed"
     if word:
         return "stopped"
-    return "submitted" if code == 0 else "waiting"
+    return "submitted" if code == 0 and launcher != "local" else "waiting"
 
 
 def _seconds_of(evidence: Any) -> float | None:

@@ -27,7 +27,7 @@ def sweep_of(folder: Path, count: int, *, kind: str = "search") -> Path:
         if number == count:
             trials[-1]["exit_code"] = None
             break
-        said = record(name, metrics={"val/loss": loss}, state="failed" if number == 2 else "done")
+        said = record(name, metrics={"val/loss": loss}, state="failed" if number == 2 else "done", overrides=words)
         metrics = [{**row, "val/loss": loss + 1 / row["update"]} if "val/loss" in row else row for row in rows(10)]
         make_run(path, name, run__json=said, metrics__jsonl=metrics, config__yaml=f"optimizer:\n  lr: {number}\n")
     told = {"kind": kind, "name": "lr", "state": "done", "task": "gpt", "goal": GOAL, "trials": trials}
@@ -74,7 +74,7 @@ def test_nonsense_in_the_files_of_a_sweep_is_no_fault_of_the_page(folder: Path) 
         '{"state": 3, "metrics": [], "phases": {"train": {"seconds": "x"}}, "exit_code": "a"}'
     )
     (folder / "lr-4" / "metrics.jsonl").write_text('{"update": 1, "val/loss": 1e999}\n{"val/loss": "x"}\nnonsense')
-    (folder / "lr-5" / "run.json").write_text(json.dumps(record("lr-5", metrics={"val/loss": math.nan})))
+    (folder / "lr-5" / "run.json").write_text(json.dumps(record("lr-5", metrics={"val/loss": math.nan}, overrides=[])))
     told = json.loads((folder / "sweep.json").read_text())
     told["together"] = told["command"] = told["trials"][0]["words"][0] = "<script>alert(1)</script>\x1b[31m=\x00"
     (folder / "sweep.json").write_text(json.dumps(told))
