@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
@@ -350,6 +351,13 @@ def put(block: Block) -> list[str]:
     "block", [each for each in BLOCKS if each.language == "yaml" and each.page != WITH_RECIPES], ids=str
 )
 def test_a_shown_file_is_taken(block: Block) -> None:
+    content = yaml.safe_load(block.text)
+    if "parameters" in content:  # what wandb's agent makes commands of
+        given = {key: each.get("values", [each.get("min")])[0] for key, each in content["parameters"].items()}
+        program, *words, arguments = content["command"]
+        assert (program, arguments) == ("accel-run", "${args_no_hyphens}")
+        understood([*words, *(f"{key}={value}" for key, value in given.items())])
+        return
     words = put(block)
     assert words, f"{block}: behind the place stands a command that takes the file"
     understood(words)
@@ -379,6 +387,8 @@ def test_a_command_in_a_sentence_is_understood(each: Said) -> None:
     for words in commands(filled(each.text)):
         if words[0].startswith("scripts/") and len(words) == 1:  # named, not called
             assert (ROOT / words[0]).exists()
+        elif words[0] == "accel-run" and len(words) == 2:
+            assert words[1] in (*COMMANDS, "--help", "--version")
         elif len(words) > 1:
             check_line(words)
 
@@ -480,6 +490,17 @@ def test_decisions_have_a_number_each() -> None:
     for path in (DOCS / "decisions").glob("*.md"):
         first = path.read_text(encoding="utf-8").partition("\n")[0]
         assert first.startswith(f"# {path.name[:4]} ") or not re.match(r"# \d", first)
+
+
+def test_the_figures_of_the_readme_stand_in_the_results_it_names() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = dict(re.findall(r"^\[(\w+)\]: (docs/results/\S+)$", text, re.MULTILINE))
+    rows = re.findall(r"^\|.+\| (.+) \| `(scripts/\S+)` \| \[[\d-]+\]\[(\w+)\] \|$", text, re.MULTILINE)
+    assert len(rows) == text.count("][") >= 9
+    for figure, script, name in rows:
+        page = (ROOT / pages[name]).read_text(encoding="utf-8")
+        assert script in page
+        assert all(number in page for number in re.findall(r"\d+[.,]\d+", figure)), figure
 
 
 def test_results_name_the_scripts_that_made_them() -> None:
