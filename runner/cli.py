@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 
 from runner import __version__
-from runner.base.errors import AccelRunError, Exit, UsageError, as_told
+from runner.base.errors import AccelRunError, Exit, UsageError, as_told, readable
 from runner.base.secret import fit_to_show, refuse_secrets
 from runner.base.words import first_line, message_of, words_of
 from runner.commands import COMMANDS
@@ -79,6 +79,8 @@ def _dispatch(words: list[str]) -> int:
         return int(Exit.USAGE)
     first = words[0]
     if first in ("--help", "-h", "help"):
+        if len(words) == 2 and words[1] in COMMANDS:
+            return _dispatch([words[1], "--help"])
         print(overview(), end="")
         return int(Exit.DONE)
     if first in ("--version", "-V"):
@@ -86,7 +88,7 @@ def _dispatch(words: list[str]) -> int:
         return int(Exit.DONE)
     if first not in COMMANDS:
         refuse_secrets(words)
-        raise _unknown(first)
+        raise _unknown(words)
     refuse_secrets(words[1:] if first != "complete" else ())  # that one prints nothing of what it is given
     if first != "new":  # which writes a file of the user's own
         os.umask(0o077)  # the one place: libraries that write into the run directory know no modes
@@ -99,16 +101,19 @@ def _dispatch(words: list[str]) -> int:
     return run(words[1:])
 
 
-def _unknown(word: str) -> AccelRunError:
+def _unknown(words: Sequence[str]) -> AccelRunError:
     import difflib
 
-    close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
-    if close:
-        fix = f"did you mean accel-run {close[0]}?"
-    elif "=" in word:
-        fix = f"a command comes first: accel-run train {word}"
-    else:
-        fix = f"commands: {', '.join(name for name, (_, summary) in COMMANDS.items() if summary)}"
+    from runner.base.configuration import options_of_groups, proper_word
+    from runner.base.foreign import fix_of_command
+    from runner.base.schema import MAX_SHOWN
+
+    word = words[0]
+    known = fix_of_command([readable(each, MAX_SHOWN) for each in words[:6]], proper_word, options_of_groups())
+    close = difflib.get_close_matches(word.lower(), COMMANDS, n=1, cutoff=0.6)
+    if not known and close:
+        known = f"did you mean accel-run {close[0]}?"
+    fix = known or f"commands: {', '.join(name for name, (_, summary) in COMMANDS.items() if summary)}"
     error = UsageError("unknown command", where=word, fix=fix)
     error.exit_code = Exit.CONFIG
     return error

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from runner.base.division import divide
 from runner.base.errors import ConfigError, InputMissing, Problem, readable
+from runner.base.foreign import PRECISION_NAMES, fix_of_key, fix_of_option, fix_of_value, fix_of_word
 from runner.base.guarded_yaml import MAX_DEPTH, read_guarded, refuse_calls, refuse_growth
 from runner.base.phases import GROUPS as PHASE_GROUPS
 from runner.base.phases import INFERENCE, LENGTHS, Declared, is_for, read_phases, values_of
@@ -73,50 +74,6 @@ SHOWN_BY = "accel-run plan shows every key"
 MAX_WORD = 20_000  # characters of a word of the command line
 MAX_UNREAD = 200  # problems after which the rest of the words are not looked at: something else went wrong
 MAX_HINTS = 50  # unknown keys for which a near one is searched: more are another kind of mistake
-
-# Names people bring from other trainers, and what they are here.
-PRECISION_NAMES = {
-    "32": "fp32", "32-true": "fp32", "float32": "fp32", "full": "fp32",
-    "16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16",
-    "bf16-mixed": "bf16", "bfloat16": "bf16",
-}  # fmt: skip
-FOREIGN_KEYS = {
-    "batch_size": "global_batch_size (samples per update) or micro_batch_size (samples per pass)",
-    "accumulate_grad_batches": "global_batch_size and micro_batch_size; accumulation follows: 64 = 16 x 4",
-    "gradient_accumulation_steps": "global_batch_size and micro_batch_size; accumulation follows: 64 = 16 x 4",
-    "accumulation_steps": "global_batch_size and micro_batch_size; accumulation follows: 64 = 16 x 4",
-    "clip_max_norm": "max_grad_norm",
-    "gradient_clip_val": "max_grad_norm",
-    "max_epochs": "epochs",
-    "num_epochs": "epochs",
-    "max_steps": "updates",
-    "steps": "updates",
-    "learning_rate": "optimizer.lr",
-    "lr": "optimizer.lr",
-    "accelerator": "device",
-    "devices": "device, or parallelism.world_size for several",
-    "use_amp": "precision=fp16, bf16 or fp32",
-    "amp": "precision=fp16, bf16 or fp32",
-    "mixed_precision": "precision=fp16, bf16 or fp32",
-    "use_mixed_precision": "precision=fp16, bf16 or fp32",
-    "no_use_amp": "precision=fp32",
-    "cudnn_benchmark": "backend=fast",
-    "cudnn_deterministic": "backend=deterministic",
-    "num_workers": "dataloader.num_workers",
-    "dataloader_num_workers": "dataloader.num_workers",
-    "prefetch_factor": "dataloader.prefetch_factor",
-    "pin_memory": "dataloader.pin_memory",
-    "persistent_workers": "nothing to set: the workers live as long as the run",
-    "dataloader.persistent_workers": "nothing to set: the workers live as long as the run",
-    "n_trials": "trials, in accel-run search",
-    "direction": "goal=min or goal=max, in accel-run search and train -m",
-    "output_dir": "output_root, and run=NAME for the folder in it",
-    "monitor_only": "accel-run monitor seconds=30: it trains nothing",
-    "status": "accel-run status",
-    "no_resume": "resume=fresh",
-    "phase": "phases=[...], with names of the task's phases",
-    "config": "--config-dir DIR, and settings on the command line",
-}
 
 
 @dataclass(frozen=True)
@@ -240,6 +197,11 @@ def options_of(group: str, config_dir: Path | None = None) -> list[str]:
     return sorted({*_names_shipped(group), *own})
 
 
+def options_of_groups() -> dict[str, list[str]]:
+    """Return every group with the names of its shipped options."""
+    return {group: options_of(group) for group in GROUPS}
+
+
 @cache
 def _names_shipped(group: str) -> tuple[str, ...]:
     return tuple(file.stem for file in (shipped("conf") / group).glob("*.yaml"))
@@ -327,7 +289,7 @@ def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], li
                 continue
             near = _nearly(word, request.own_keys) if len(problems) < MAX_HINTS else ""
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
-            problems.append(Problem(f"cannot be read: {reason}", word, near or f"quote it: '{_quoted(word)}'"))
+            problems.append(Problem(f"cannot be read: {reason}", word, near or _readable_word(word)))
             continue
         refuse_calls(override.key_or_group, None, word)
         if "${" in word.partition("=")[2]:
@@ -356,6 +318,13 @@ def _read_word(parser: OverridesParser, word: str) -> Override:
 _HALF_A_LIST = re.compile(r"=\s*,|,\s*,|,\s*$|=\s*(choice|range|interval|glob)\(\s*\)$")
 
 
+def _readable_word(word: str) -> str:
+    """Return what to say instead of a word that cannot be read."""
+    if items := re.fullmatch(r"([\w.]+)=\(([\w.,+-]*)\)", word):  # a tuple of Python
+        return f"say {items[1]}=[{items[2]}]"
+    return f"quote it: '{_quoted(word)}'"
+
+
 def _depth(word: str) -> int:
     """Return how deep brackets are nested, those of a quoted text included."""
     depth = deepest = 0
@@ -369,7 +338,7 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
     """Yield words of the form key=value; explain `--lr 0.1`, `lr = 3` and lone words."""
 
     def proper(key: str, value: str) -> str:
-        return _proper(key, value, request.own_keys) if len(problems) < MAX_HINTS else SHOWN_BY
+        return proper_word(key, value, request.own_keys) if len(problems) < MAX_HINTS else SHOWN_BY
 
     rest = list(request.overrides)
     while rest:
@@ -387,22 +356,26 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
         elif word.endswith("=") and rest and "=" not in rest[0]:
             value = rest.pop(0)
             problems.append(Problem("has a space after =", f"{word} {value}", proper(word[:-1], value)))
+        elif word.endswith(":") and rest and "=" not in rest[0] and not rest[0].startswith("-"):
+            value = rest.pop(0)
+            problems.append(Problem("has a colon in the place of =", f"{word} {value}", proper(word[:-1], value)))
+        elif spaced := re.fullmatch(r"([\w.+]+)(?: +=\s*|= +)(.+)", word):
+            problems.append(Problem("has spaces around =", word, proper(spaced[1].lstrip("+"), spaced[2])))
         elif "=" not in word and not word.startswith("~"):
             what = "is not a setting; settings are written key=value"
-            if word.endswith(".py"):
-                problems.append(Problem(what, word, f"say --task {readable(word, MAX_SHOWN)}"))
-                continue
-            problems.append(Problem(what, word if word.strip() else f"{word!r}", proper(word, "")))
+            fix = fix_of_word(readable(word, MAX_SHOWN), options_of_groups()) or proper(word, "")
+            problems.append(Problem(what, word if word.strip() else f"{word!r}", fix))
         else:
             yield word
 
 
-def _proper(key: str, value: str, own_keys: tuple[str, ...]) -> str:
-    """Return the line to type instead of what was typed."""
+def proper_word(key: str, value: str, own_keys: tuple[str, ...] = ()) -> str:
+    """Return what to type instead of what was typed."""
     name, value = readable(key, MAX_SHOWN).replace("-", "_"), readable(value, MAX_SHOWN)
-    if name in FOREIGN_KEYS:
-        known = FOREIGN_KEYS[name]
-        return f"say {known}={value or '...'}" if known.isidentifier() or "." in known.split()[0] else f"say {known}"
+    if name == "resume":
+        return f"say accel-run resume {value}".rstrip()
+    if name not in own_keys and (said := fix_of_key(name, value)):
+        return said
     near = name if name in GROUPS else nearest(name, [*GROUPS, *own_keys, *_plain_keys()], cutoff=0.7)
     return f"say {near}={value or '...'}" if near else SHOWN_BY
 
@@ -465,7 +438,9 @@ def _split(
             elif key == "task" and request.task_file:
                 problems.append(Problem("the task is given twice, here and by --task", word, "give one of them"))
             elif option not in known:
-                near = did_you_mean(option, known)
+                near = fix_of_option(key, option) or did_you_mean(option, known)
+                if key == "task" and option.endswith(".py"):
+                    near = f"say --task {readable(option, MAX_SHOWN)}"
                 listed = "one of " + ", ".join(known)
                 problems.append(Problem(f"unknown {key}; must be {listed}", word, near))
             else:
@@ -1057,8 +1032,9 @@ def _place(tree: dict[str, Any], key: str, value: Any, word: str, schema: _Schem
 
 
 def _unknown(key: str, word: str, schema: _Schema) -> Problem:
-    if key in FOREIGN_KEYS:
-        return Problem("unknown key", word, f"here it is {FOREIGN_KEYS[key]}")
+    said = fix_of_key(key, readable(word.partition("=")[2], MAX_SHOWN))
+    if said and key not in schema.own_keys:
+        return Problem("unknown key", word, said)
     group, _, name = key.partition(".")
     if group in AXES and name:
         names = [known for known in schema.keys if known.startswith(f"{group}.")]
@@ -1092,15 +1068,27 @@ def _check(tree: Mapping[str, Any], schema: _Schema, already: set[str]) -> list[
         wrong = fault(key.type, tree[name])
         literal = tree[name] if isinstance(tree[name], str) else ""
         near = did_you_mean(literal, _literals(key.type)) if wrong and literal else ""
+        near = near or (_example_of(name, key, tree[name]) if wrong else "")
         problem = Problem(wrong or "", f"{schema.file_of(name)}{name}={_word(tree[name])}", near)
         if wrong and problem.where not in already:
             problems.append(problem)
     return problems
 
 
+def _example_of(name: str, key: Key, value: Any) -> str:
+    """Return a word that fits in the place of one that does not: what was meant, else the default."""
+    if isinstance(value, float) and value.is_integer() and not fault(key.type, int(value)):
+        return f"say {name}={int(value)}"
+    known = () if key.default in (None, REQUIRED) or fault(key.type, key.default) else (key.default,)
+    return fix_of_value(name, value) or next((f"say {name}={_word(default)}, the default" for default in known), "")
+
+
 def _contradictions(tree: Mapping[str, Any], schema: _Schema, *, is_alone: bool) -> list[Problem]:
     """Return what is wrong between keys that are each right, as far as no machine needs to be known for it."""
     problems = []
+    resumed = tree.get("resume")
+    if isinstance(resumed, str) and (said := fix_of_value("resume", resumed)):
+        problems.append(Problem("names no run to start from", f"resume={resumed}", said))
     total, micro = tree.get("global_batch_size"), tree.get("micro_batch_size")
     if not is_alone or not isinstance(total, int) or total < 1:
         pass

@@ -136,11 +136,12 @@ def _key(key: str, configuration: Configuration) -> Key | None:
 
 def _instead(key: str, configuration: Configuration) -> str:
     """Return what to ask instead of a key that is not there."""
-    from runner.base.configuration import AXES, FOREIGN_KEYS, GROUPS, function_of, options_of
+    from runner.base.configuration import AXES, GROUPS, function_of, options_of
+    from runner.base.foreign import FOREIGN_KEYS
     from runner.base.schema import did_you_mean
 
     if key in FOREIGN_KEYS:
-        return f"here it is {FOREIGN_KEYS[key]}"
+        return f"here it is {FOREIGN_KEYS[key].replace('={}', '')}"
     group, _, name = key.partition(".")
     for option in options_of(group) if group in AXES and name else ():
         signature = function_of(group, option)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import permutations
 from pathlib import Path
@@ -12,9 +13,8 @@ from omegaconf import OmegaConf
 
 from runner.base.configuration import (
     AXES,
-    FOREIGN_KEYS,
     GROUPS,
-    PRECISION_NAMES,
+    MAX_HINTS,
     Configuration,
     Request,
     compose,
@@ -27,6 +27,7 @@ from runner.base.configuration import (
     word_of,
 )
 from runner.base.errors import ConfigError, InputMissing
+from runner.base.foreign import FOREIGN_KEYS, FOREIGN_OPTIONS, PRECISION_NAMES, fix_of_key, fix_of_option
 from runner.base.places import shipped
 from runner.base.schema import settings_keys
 from runner.base.settings import Settings
@@ -330,6 +331,7 @@ NO_OPTIONS = (
     f"must choose an option of every group, but has none for {', '.join(GROUPS)}"
     f" | begin with a copy of {shipped('conf')}/config.yaml, or give the file another name"
 )
+OF_SGD = " | say optimizer.lr=0.01, the default"
 UNKNOWN_OF_SGD = f"unknown key of optimizer=sgd; known: {', '.join(f'optimizer.{key}' for key in OPTIONS_OF_SGD)}"
 
 ONE_OF = "must be one of adam, adamw, adamw8bit, mine, sgd"
@@ -342,7 +344,7 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
     ),
     "wrong type": (
         {"optimizer/mine.yaml": "option: sgd\nlr: fast\n"}, ("optimizer=mine",),
-        ['{folder}/optimizer/mine.yaml: optimizer.lr=fast: must be a number above 0, but is "fast"'],
+        [f'{{folder}}/optimizer/mine.yaml: optimizer.lr=fast: must be a number above 0, but is "fast"{OF_SGD}'],
     ),
     "no variant": (
         {"optimizer/adamm.yaml": "lr: 3\n"}, ("optimizer=adamm",),
@@ -432,7 +434,7 @@ def test_settings_of_a_task_are_keys_that_exist_and_values_that_fit(tmp_path: Pa
         f"SETTINGS['compile']: {only} | say compile=off on the command line",
         "SETTINGS['precision.keep_fp32']: must be a list of texts, but is \"head\"",
         "SETTINGS['sead']: unknown key | did you mean seed?",
-        "optimizer.lr=0: must be a number above 0, but is 0",
+        "optimizer.lr=0: must be a number above 0, but is 0 | say optimizer.lr=0.0003, the default",
     ]
 
 
@@ -517,15 +519,38 @@ def test_all_problems_are_found_in_one_go() -> None:
         "~tracker: nothing is deleted here | say tracker=none, =off or =null",
         "hardware@x=t4: packages (@) have no meaning here | say hardware=t4",
         "extra=1: unknown key | accel-run plan shows every key",
-        "seed=-1: must be a whole number of at least 0, but is -1",
+        "seed=-1: must be a whole number of at least 0, but is -1 | say seed=0, the default",
         f"micro_batch_size=3: must be at most global_batch_size (2), but is 3 | {fix}",
         "updates=5 epochs=5: both are given | give one of them",
     ]
 
 
-def test_names_from_other_trainers_are_translated() -> None:
-    problems = [f"{key}=1: unknown key | here it is {ours}" for key, ours in FOREIGN_KEYS.items()]
-    assert refused(*(f"{key}=1" for key in FOREIGN_KEYS)) == problems
+def test_names_from_other_trainers_are_answered_with_ours() -> None:
+    known = [*FOREIGN_KEYS]
+    for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
+        problems = [f"{key}=1: unknown key | {fix_of_key(key, '1')}" for key in keys]
+        assert refused(*(f"{key}=1" for key in keys)) == problems
+
+
+@pytest.mark.parametrize("said", sorted(set(FOREIGN_KEYS.values())))
+def test_what_is_said_instead_exists(said: str) -> None:
+    for key, value in re.findall(r"([\w.]+)=([^\s;,:]+)", "" if said.startswith(("accel-run", "goal=")) else said):
+        if key not in GROUPS:
+            group, _, name = key.partition(".")
+            options = options_of(group) if group in AXES else ()
+            signatures = [function_of(group, option) for option in options]
+            own = {"size"} if group == "task" else {key for made in signatures if made for key in made.keys}
+            assert key in settings_keys(Settings) or name in own, key
+        elif value not in ("{}", "NAME"):
+            assert value in options_of(key), key
+
+
+@pytest.mark.parametrize("group", FOREIGN_OPTIONS)
+def test_foreign_options_are_none_of_ours_and_answered_with_one(group: str) -> None:
+    for said, others in FOREIGN_OPTIONS[group].items():
+        assert said.split()[0] in options_of(group)
+        for other in others.split():
+            assert fix_of_option(group, other.upper()) == f"say {group}={said}"
 
 
 # ---------------------------------------------------------------- words upon words

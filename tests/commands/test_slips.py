@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.cli import main
 from runner.commands import COMMANDS
 
 # words -> exactly what is printed on stderr
@@ -24,6 +25,152 @@ accel-run: trian: unknown command
 accel-run: frobnicate: unknown command
            commands: {", ".join(name for name, (_, summary) in COMMANDS.items() if summary)}
 """,
+    "--lr 0.1": """\
+accel-run: --lr: unknown command
+           a command comes first: accel-run train optimizer.lr=0.1
+""",
+    "--gpus 2": """\
+accel-run: --gpus: unknown command
+           a command comes first: accel-run train parallelism=ddp parallelism.world_size=2, or device=cuda:0 for one of them
+""",
+    "t4": """\
+accel-run: t4: unknown command
+           a command comes first: accel-run train +hardware=t4
+""",
+    "gpt": """\
+accel-run: gpt: unknown command
+           a command comes first: accel-run train task=gpt
+""",
+    "my_task.py --epochs 3": """\
+accel-run: my_task.py: unknown command
+           a command comes first: accel-run train --task my_task.py
+""",
+    "--task ./my_task.py epochs=3": """\
+accel-run: --task: unknown command
+           a command comes first: accel-run train --task ./my_task.py epochs=3
+""",
+    "python -m runner plan": """\
+accel-run: python: unknown command
+           say accel-run plan; several devices: parallelism=ddp
+""",
+    "TRAIN": """\
+accel-run: TRAIN: unknown command
+           did you mean accel-run train?
+""",
+    "predict": """\
+accel-run: predict: unknown command
+           say accel-run inference
+""",
+    "list": """\
+accel-run: list: unknown command
+           say accel-run runs
+""",
+    "stop": """\
+accel-run: stop: unknown command
+           press Ctrl-C where it trains, or kill -TERM its process: all is saved, and accel-run resume goes on
+""",
+    "version": """\
+accel-run: version: unknown command
+           say accel-run --version
+""",
+    "train help": """\
+accel-run: help: is not a setting; settings are written key=value
+           say accel-run train --help
+""",
+    "train t4": """\
+accel-run: t4: is not a setting; settings are written key=value
+           say +hardware=t4
+""",
+    "train cuda": """\
+accel-run: cuda: is not a setting; settings are written key=value
+           say device=cuda
+""",
+    "train my.yaml": """\
+accel-run: my.yaml: is not a setting; settings are written key=value
+           say --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it
+""",
+    "train model=resnet50": """\
+accel-run: model=resnet50: unknown key
+           say task=NAME for one of ours; a file of yours holds the model: accel-run new my_task.py, then --task ./my_task.py
+""",
+    "train task=./my_task.py": """\
+accel-run: task=./my_task.py: unknown task; must be one of cape, dynamo, gpt, hyperspectral, nmt, tractodiff
+           say --task ./my_task.py
+""",
+    "train train.py --batch-size 32": """\
+accel-run: 2 problems
+  1. train.py: is not a setting; settings are written key=value
+     say --task train.py
+  2. --batch-size 32: unknown option; settings are written key=value
+     say global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per pass)
+""",
+    "train --epochs=3": """\
+accel-run: --epochs=3: unknown option; settings are written key=value
+           say epochs=3
+""",
+    "train lr: 0.1": """\
+accel-run: lr: 0.1: has a colon in the place of =
+           say optimizer.lr=0.1
+""",
+    "train amp=true": """\
+accel-run: amp=true: unknown key
+           say precision=fp16, bf16 or fp32
+""",
+    "train fp16=true": """\
+accel-run: fp16=true: unknown key
+           say precision=fp16
+""",
+    "train num_workers=4": """\
+accel-run: num_workers=4: unknown key
+           say dataloader.num_workers=4
+""",
+    "train dataloader=4": """\
+accel-run: dataloader=4: unknown dataloader; must be one of default, thread
+           say dataloader.num_workers=4
+""",
+    "train accelerator=gpu devices=2": """\
+accel-run: 2 problems
+  1. accelerator=gpu: unknown key
+     say device=cuda
+  2. devices=2: unknown key
+     say parallelism=ddp parallelism.world_size=2, or device=cuda:0 for one of them
+""",
+    "train device=gpu:0": """\
+accel-run: device=gpu:0: must be auto, cpu, cuda, cuda:N or mps, but is "gpu:0"
+           say device=cuda:0
+""",
+    "train resume=last": """\
+accel-run: resume=last: names no run to start from
+           say accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME
+""",
+    "train resume=true": """\
+accel-run: resume=true: must be text, but is true
+           say accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME
+""",
+    "train --resume": """\
+accel-run: --resume: unknown option; settings are written key=value
+           say accel-run resume
+""",
+    "train updates=1e3": """\
+accel-run: updates=1000.0: must be a whole number of at least 1 or null, but is 1000.0
+           say updates=1000
+""",
+    "train scheduler=CosineAnnealingLR": """\
+accel-run: scheduler=CosineAnnealingLR: unknown scheduler; must be one of constant, cosine, linear, multistep, one_cycle, plateau, step, warm_restarts
+           say scheduler=cosine
+""",
+    "train compile=true": """\
+accel-run: compile=true: unknown compile; must be one of default, max-autotune, off, reduce-overhead, regional
+           say compile=default
+""",
+    "train +hardware=rtx4090": """\
+accel-run: +hardware=rtx4090: unknown hardware; must be one of a100, auto, cpu, h100, h200, pair_11gb_8gb, rtx3050ti_4gb, rtx_entry, rtx_high, rtx_mid, t4
+           say hardware=rtx_high
+""",
+    "train optimizer.betas=(0.9,0.95)": """\
+accel-run: optimizer.betas=(0.9,0.95): cannot be read: extraneous input '(' expecting {<EOF>, ':', BRACKET_OPEN, BRACE_OPEN, FLOAT, INT, BOOL, NULL, UNQUOTED_CHAR, ID, ESC, WS, QUOTED_VALUE, INTERPOLATION}
+           say optimizer.betas=[0.9,0.95]
+""",
     "optimizer.lr=3": """\
 accel-run: optimizer.lr=3: unknown command
            a command comes first: accel-run train optimizer.lr=3
@@ -34,10 +181,11 @@ accel-run: lrr=3: unknown key
 """,
     "train lr=abc": """\
 accel-run: lr=abc: unknown key
-           here it is optimizer.lr
+           say optimizer.lr=abc
 """,
     "train optimizer.lr=abc": """\
 accel-run: optimizer.lr=abc: must be a number above 0, but is "abc"
+           say optimizer.lr=0.0003, the default
 """,
     "train --lr 0.1": """\
 accel-run: --lr 0.1: unknown option; settings are written key=value
@@ -165,21 +313,23 @@ accel-run: run=../elsewhere: a run name must be letters, digits, '.', '_' and '-
 """,
     "train batch_size=32": """\
 accel-run: batch_size=32: unknown key
-           here it is global_batch_size (samples per update) or micro_batch_size (samples per pass)
+           say global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per pass)
 """,
     "train accumulate_grad_batches=4": """\
 accel-run: accumulate_grad_batches=4: unknown key
-           here it is global_batch_size and micro_batch_size; accumulation follows: 64 = 16 x 4
+           say global_batch_size=64 micro_batch_size=16; accumulation follows: 64 = 16 x 4
 """,
     "train clip_max_norm=0.1": """\
 accel-run: clip_max_norm=0.1: unknown key
-           here it is max_grad_norm
+           say max_grad_norm=0.1
 """,
     "train checkpoint.every=5days": """\
 accel-run: checkpoint.every=5days: must be a whole number of at least 1 or 200updates, 2epochs, 10min, auto, but is "5days"
+           say checkpoint.every=auto, the default
 """,
     "train device=gpu": """\
 accel-run: device=gpu: must be auto, cpu, cuda, cuda:N or mps, but is "gpu"
+           say device=cuda
 """,
     "train updates=10 epochs=2": """\
 accel-run: updates=10 epochs=2: both are given
@@ -222,7 +372,9 @@ accel-run: 4 problems
      did you mean precision?
   2. updates=0: must be a whole number of at least 1 or null, but is 0
   3. seed=-1: must be a whole number of at least 0, but is -1
+     say seed=0, the default
   4. optimizer.lr=-1: must be a number above 0, but is -1
+     say optimizer.lr=0.0003, the default
 """,
 }
 
@@ -264,6 +416,21 @@ def test_a_slip_is_answered_with_what_to_type(words: str, answers: dict[str, tup
     code, out, err, torch_is_loaded = answers[words]
     assert err == SLIPS[words]
     assert (code, out, torch_is_loaded) == (78, "", False)
+
+
+def test_a_word_of_the_line_may_have_spaces_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "optimizer.lr = 0.1", "seed= 3"]) == 78
+    assert capsys.readouterr().err == (
+        "accel-run: 2 problems\n"
+        "  1. optimizer.lr = 0.1: has spaces around =\n     say optimizer.lr=0.1\n"
+        "  2. seed= 3: has spaces around =\n     say seed=3\n"
+    )
+
+
+@pytest.mark.parametrize("words", ["--help plan", "help plan"])
+def test_help_may_come_first(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 0
+    assert capsys.readouterr().out.startswith("usage: accel-run plan ")
 
 
 def takes_less_than(limit_s: float, words: list[str], folder: Path) -> bool:

@@ -157,7 +157,8 @@ def test_a_problem_that_several_trials_have_is_said_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", "-m", *ON_CPU, "seed=1,2,3,4", "optimizer.lr=-1"]) == 78
-    assert capsys.readouterr().err == "accel-run: optimizer.lr=-1: must be a number above 0, but is -1\n"
+    said = "must be a number above 0, but is -1\n           say optimizer.lr=0.0003, the default"
+    assert capsys.readouterr().err == f"accel-run: optimizer.lr=-1: {said}\n"
 
 
 @pytest.mark.parametrize(
