@@ -26,7 +26,6 @@ from markdown_it.token import Token
 import runner
 from runner.base.configuration import (
     AXES,
-    FOREIGN_KEYS,
     GROUPS,
     Request,
     compose,
@@ -34,6 +33,7 @@ from runner.base.configuration import (
     options_of,
     task_source,
 )
+from runner.base.foreign import FOREIGN_KEYS
 from runner.base.schema import read_functions, settings_keys
 from runner.base.settings import Settings
 from runner.base.sweeps import expand_sweep
