@@ -53,7 +53,9 @@ def _of_sweep(folder: Path) -> int:
 
     sweep = Sweep.read(folder)
     results = sweep.results()
-    _print(f"{folder.name}: {standing(sweep.record).sentence}   ({folder})")
+    word = standing(sweep.record).word
+    goes_on = f"; the same command with run={folder.name} goes on" if word in ("preempted", "killed") else ""
+    _print(f"{folder.name}: {'stopped' if goes_on else word}{goes_on}   ({folder})")
     _print(f"  {sweep.kind:<10}  {sweep.task}: {summary(results, sweep.goal)}")
     _print(f"  command     {sweep.command or 'unknown'}")
     _print("\n".join(["", *table(results, sweep.goal)]))

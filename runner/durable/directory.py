@@ -118,7 +118,8 @@ class RunDirectory:
         what = f"there is no run {run!r} in {root}"
         if sweep := find_sweep(root, run):
             inner = [path.name for path in runs(sweep)]
-            fix = f"name one of its runs, newest first: {shortened(inner, _NUM_OFFERED)}" if inner else "start it again"
+            fix = f"name one of its runs, newest first: {shortened(inner, _NUM_OFFERED)}; " if inner else ""
+            fix += "the command that began it goes on with all of it"
             raise InputMissing(f"{run} is a sweep of {len(inner)} runs", where=f"run={run}", fix=fix)
         if _is_folder(Path(run).expanduser()):
             what = f"the folder {run} is no run: it has none of {', '.join(_SIGNS_OF_A_RUN)}"

@@ -244,7 +244,7 @@ def summary(results: Sequence[Result], goal: Goal) -> str:
         return f"{counted(results)}; no trial has {goal.metric}, but {shortened(known, 8)}" + (
             f"; {near}" if near else ""
         )
-    return f"{counted(results)}; no trial has a finite {goal.metric}"
+    return f"{counted(results)}; no trial is through with a finite {goal.metric}"
 
 
 def rows_of(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list[str]]]:

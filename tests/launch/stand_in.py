@@ -1,7 +1,7 @@
 """In the place of a training: a process that leaves what a run leaves, in a tenth of a second and without torch.
 
-`python -m tests.launch.stand_in train -m ...` is accel-run whose trials are such processes. What a run writes, and
-that it saves when it is asked to, is what the real ones do; tests/commands/test_sweep.py has some of those.
+What a run writes, and that it saves when it is asked to, is what the real ones do; tests/commands/test_sweep.py has
+some of those.
 """
 
 from __future__ import annotations
@@ -68,17 +68,9 @@ def trial() -> int:
         return end("done", 0)
 
 
-def main() -> int:
-    """Be accel-run whose trials are stand-ins; neither it nor they load torch."""
-    from runner import cli
+def stand_in() -> None:
+    """Trials of this process are stand-ins, and what is planned is not asked for."""
     from runner.launch import pool, search, sweep
 
     pool._MAIN = TRIAL
     sweep.must_be_plannable = search.must_be_plannable = lambda configurations: None
-    code = cli.main(sys.argv[1:])
-    assert "torch" not in sys.modules
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

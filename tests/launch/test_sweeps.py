@@ -6,11 +6,13 @@ import csv
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ import pytest
 from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError
 from runner.base.sweeps import composed, expand_sweep
+from runner.cli import main
 from runner.commands.arguments import read
+from runner.launch import sweep
 from runner.launch.packing import _NUMBERS, Foreseen, Packing, Room, _different, _packing, packed
 from runner.launch.trials import Goal, Result, Sweep, Trial, table, winner
+from tests.forkserver import ForkServer
 
 KILLS = 2
 ROOT = Path(__file__).parents[2]
@@ -30,16 +35,29 @@ GRID = ["train", "-m", "optimizer.lr=0.001,0.01", "task.hidden=8,16", *TASK]
 SEARCH = ["search", "optimizer.lr=log(1e-5,1e-1)", "task.hidden=range(8,33,8)", "trials=5", *TASK]
 
 
-def start(words: Sequence[str], folder: Path, **more: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **more}
-    line = [sys.executable, "-m", "tests.launch.stand_in", *words]
-    return subprocess.Popen(line, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+BEFORE = """
+import os, sys
+sys.path[1:1] = os.environ["PYTHONPATH"].split(":")
+from tests.launch.stand_in import stand_in
+stand_in()
+"""
 
 
-def run(words: Sequence[str], folder: Path, **more: str) -> tuple[int, str, str]:
-    process = start(words, folder, **more)
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
+def start(server: ForkServer, words: Sequence[str], folder: Path, **more: str) -> int:
+    env = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **more}
+    return server.start(list(words), folder, env, BEFORE)
+
+
+def run(server: ForkServer, words: Sequence[str], folder: Path, **more: str) -> tuple[int, str, str]:
+    start(server, words, folder, **more)
+    ended = server.wait()
+    return ended.code, ended.out, ended.err
+
+
+def wait_for(path: Path, newer_than: int = 0) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not (path.exists() and path.stat().st_mtime_ns > newer_than):
+        time.sleep(0.005)
 
 
 def rows(folder: Path, *, without: Sequence[str] = ("seconds",)) -> list[dict[str, str]]:
@@ -53,21 +71,19 @@ def record(folder: Path, number: int) -> dict[str, Any]:
     return found
 
 
-def killed_until_done(words: Sequence[str], folder: Path, dice: random.Random) -> int:
+def killed_until_done(server: ForkServer, words: Sequence[str], folder: Path, dice: random.Random) -> int:
     """Kill the sweep at random moments after it began, and go on; return how often it was killed before it was done."""
+    file = folder / "outputs" / "mine" / "sweep.json"
     for kills in range(KILLS):
-        file = folder / "outputs" / "mine" / "sweep.json"
         before = file.stat().st_mtime_ns if file.exists() else 0
-        process = start(words, folder)
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not (file.exists() and file.stat().st_mtime_ns > before):
-            time.sleep(0.005)
-        time.sleep(dice.random() * 0.3)
-        process.kill()
-        process.communicate()
-        if process.returncode >= 0:
+        pid = start(server, words, folder)
+        wait_for(file, before)
+        time.sleep(dice.random() * 0.4)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        if server.wait().code >= 0:
             return kills
-    code, _, err = run(words, folder)
+    code, _, err = run(server, words, folder)
     assert code == 0, err
     return KILLS
 
@@ -77,16 +93,18 @@ def needs_optuna() -> None:
 
 
 @pytest.mark.parametrize("words", [GRID, SEARCH], ids=["sweep", "search"])
-def test_whoever_goes_on_after_kills_at_any_moment_gets_the_same_table(words: list[str], tmp_path: Path) -> None:
+def test_whoever_goes_on_after_kills_at_any_moment_gets_the_same_table(
+    words: list[str], server: ForkServer, tmp_path: Path
+) -> None:
     if words is SEARCH:
         needs_optuna()
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()
-    code, _, err = run(words, whole)
+    code, _, err = run(server, words, whole)
     assert code == 0, err
     seed = random.randrange(1 << 30)
-    kills = killed_until_done(words, cut, random.Random(seed))
+    kills = killed_until_done(server, words, cut, random.Random(seed))
     assert rows(cut) == rows(whole), f"seed {seed}, {kills} kills"
     for number in range(1, len(rows(cut)) + 1):  # nothing that was finished is repeated, and what was saved is kept
         began = record(cut, number)["began"]
@@ -94,25 +112,51 @@ def test_whoever_goes_on_after_kills_at_any_moment_gets_the_same_table(words: li
         assert 3 not in began, f"seed {seed}"
 
 
-def test_a_stopped_sweep_goes_on_and_a_second_one_on_its_folder_is_refused(tmp_path: Path) -> None:
-    process = start([*GRID, "task.seconds=20"], tmp_path)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "outputs/mine/mine-1/run.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    code, out, err = run([*GRID, "task.seconds=20"], tmp_path)
-    assert (code, out) == (87, "")
-    assert "is in use by process" in err
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 75, err
-    assert "stopped; the same command with run=mine goes on" in out
+def test_a_stopped_sweep_leaves_a_table_and_a_second_one_on_its_folder_is_refused(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*GRID, "task.seconds=20"]
+    pid = start(server, words, tmp_path)
+    wait_for(tmp_path / "outputs/mine/mine-1/run.json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "must_be_plannable", lambda configurations: None)
+    assert main(words) == 87
+    assert "is in use by process" in capsys.readouterr().err
+    os.kill(pid, signal.SIGINT)
+    ended = server.wait()
+    assert ended.code == 75, ended.err
+    assert "stopped; the same command with run=mine goes on" in ended.out
     assert [row["state"] for row in rows(tmp_path)] == ["stopped", "waiting", "waiting", "waiting"]
     assert Sweep.read(tmp_path / "outputs" / "mine").record["state"] == "preempted"
 
 
-def test_of_trials_that_fail_in_every_way_the_rest_is_done_and_the_table_tells(tmp_path: Path) -> None:
+def test_a_trial_that_a_third_signal_kills_has_not_failed(server: ForkServer, tmp_path: Path) -> None:
+    pid = start(server, [*GRID, "task.act=deaf", "task.seconds=60", "together=2"], tmp_path)
+    for number in (1, 2):
+        wait_for(tmp_path / f"outputs/mine/mine-{number}/run.json")
+    for _ in range(3):
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.2)
+    ended = server.wait()
+    assert ended.code == 130, ended.err
+    assert [row["state"] for row in rows(tmp_path)] == ["stopped", "stopped", "waiting", "waiting"]
+
+
+def test_a_trial_whose_folder_is_gone_or_of_other_settings_is_run(server: ForkServer, tmp_path: Path) -> None:
+    assert run(server, GRID, tmp_path)[0] == 0
+    shutil.rmtree(tmp_path / "outputs" / "mine" / "mine-2")
+    other = record(tmp_path, 3) | {"overrides": ["optimizer.lr=5"]}
+    (tmp_path / "outputs" / "mine" / "mine-3" / "run.json").write_text(json.dumps(other))
+    code, out, err = run(server, GRID, tmp_path)
+    assert code == 0, err
+    assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[2/4]", "[3/4]"]
+
+
+def test_of_trials_that_fail_in_every_way_the_rest_is_done_and_the_table_tells(
+    server: ForkServer, tmp_path: Path
+) -> None:
     words = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
-    code, out, err = run(words, tmp_path)
+    code, out, err = run(server, words, tmp_path)
     assert code == 70, err
     told = {row["task.act"]: (row["state"], row["exit_code"], row["is_best"]) for row in rows(tmp_path)}
     assert told == {
@@ -120,13 +164,15 @@ def test_of_trials_that_fail_in_every_way_the_rest_is_done_and_the_table_tells(t
         "other": ("done", "0", "0"), "good": ("done", "0", "1"),
     }  # fmt: skip
     assert "3 done, 2 failed; min of val/loss: " in out
-    code, out, err = run([*words, "retry=true"], tmp_path, MENDED="1")
+    code, out, err = run(server, [*words, "retry=true"], tmp_path, MENDED="1")
     assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[1/5]", "[2/5]"], err
     assert record(tmp_path, 1)["began"] == [0, 1], "it goes on where it failed"
 
 
-def test_trials_at_once_overlap_and_each_line_says_whose_it_is(tmp_path: Path) -> None:
-    code, out, err = run([*GRID, "together=2", "task.seconds=0.6"], tmp_path, WANDB_RUN_ID="abc", WANDB_MODE="offline")
+def test_trials_at_once_overlap_and_each_line_says_whose_it_is(server: ForkServer, tmp_path: Path) -> None:
+    code, out, err = run(
+        server, [*GRID, "together=2", "task.seconds=0.6"], tmp_path, WANDB_RUN_ID="abc", WANDB_MODE="offline"
+    )
     assert code == 0, err
     spans = [(record(tmp_path, number)["since"], record(tmp_path, number)["until"]) for number in (1, 2, 3, 4)]
     at_once = [sum(begin <= since < end for begin, end in spans) for since, _ in spans]
@@ -136,28 +182,30 @@ def test_trials_at_once_overlap_and_each_line_says_whose_it_is(tmp_path: Path) -
     assert {tuple(record(tmp_path, number)["wandb"]) for number in (1, 2, 3, 4)} == {("WANDB_MODE",)}
 
 
-def test_a_search_asks_for_more_where_it_was_and_refuses_another_space_or_goal(tmp_path: Path) -> None:
+def test_a_search_asks_for_more_where_it_was_and_refuses_another_space_or_goal(
+    server: ForkServer, tmp_path: Path
+) -> None:
     needs_optuna()
     few = ["trials=2" if word.startswith("trials") else word for word in SEARCH]
-    assert run(few, tmp_path)[0] == 0
+    assert run(server, few, tmp_path)[0] == 0
     before = rows(tmp_path)
-    code, _, err = run(SEARCH, tmp_path)
+    code, _, err = run(server, SEARCH, tmp_path)
     assert code == 0, err
     assert [row["name"] for row in rows(tmp_path)] == [f"mine-{n}" for n in range(1, 6)]
     assert [{**row, "is_best": ""} for row in rows(tmp_path)[:2]] == [{**row, "is_best": ""} for row in before]
     assert all(1e-5 <= float(row["optimizer.lr"]) <= 1e-1 for row in rows(tmp_path))
     assert {int(row["task.hidden"]) for row in rows(tmp_path)} <= {8, 16, 24, 32}
-    assert run([*SEARCH, "goal=max"], tmp_path)[0] == 88
+    assert run(server, [*SEARCH, "goal=max"], tmp_path)[0] == 88
     wider = [word.replace("1e-5", "1e-6") for word in SEARCH]
-    code, _, err = run(wider, tmp_path)
+    code, _, err = run(server, wider, tmp_path)
     assert code == 88
     assert "what is searched was optimizer.lr: 1e-05 to 0.1 on a log scale" in err
 
 
-def test_a_search_counts_what_fails_or_is_not_finite_as_failed_and_goes_on(tmp_path: Path) -> None:
+def test_a_search_counts_what_fails_or_is_not_finite_as_failed_and_goes_on(server: ForkServer, tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     words = ["search", "task.act=fail,bad,good", "trials=8", "seed=1", "task.seconds=0.01", *TASK]
-    code, _, err = run(words, tmp_path)
+    code, _, err = run(server, words, tmp_path)
     assert code == 0, err
     journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "outputs/mine/optuna.journal"))
     study = optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(journal))
@@ -167,20 +215,22 @@ def test_a_search_counts_what_fails_or_is_not_finite_as_failed_and_goes_on(tmp_p
     assert states == ["COMPLETE" if act == "good" else "FAIL" for act in acts]
 
 
-def test_a_metric_that_no_trial_has_ends_a_search_with_those_it_has(tmp_path: Path) -> None:
+def test_a_metric_that_no_trial_has_ends_a_search_with_those_it_has(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
-    code, out, err = run([*SEARCH, "metric=val/los"], tmp_path)
+    code, out, err = run(server, [*SEARCH, "metric=val/los"], tmp_path)
     assert code == 78
     assert "metric=val/los: mine-1 has no such metric; it has val/loss" in err
     assert "did you mean val/loss?" in err
-    code, out, err = run(SEARCH, tmp_path)
+    code, out, err = run(server, SEARCH, tmp_path)
     assert code == 0, err
     assert "[1/5]" not in out, "the first trial is through, and is not repeated"
 
 
-def test_a_search_of_which_every_trial_fails_ends_with_the_code_of_the_first(tmp_path: Path) -> None:
+def test_a_search_of_which_every_trial_fails_ends_with_the_code_of_the_first(
+    server: ForkServer, tmp_path: Path
+) -> None:
     needs_optuna()
-    assert run(["search", "optimizer.lr=log(1e-5,1e-1)", "task.act=fail", "trials=1", *TASK], tmp_path)[0] == 70
+    assert run(server, ["search", "optimizer.lr=log(1e-5,1e-1)", "task.act=fail", "trials=1", *TASK], tmp_path)[0] == 70
 
 
 def test_without_optuna_the_line_that_installs_it_is_said(tmp_path: Path) -> None:
@@ -300,8 +350,16 @@ def test_settings_that_change_numbers_only_are_traced_once() -> None:
     assert {"seed", "optimizer.lr", "updates"} <= _NUMBERS <= set(compose(Request(("scheduler=cosine",))).flat())
 
 
-def test_on_a_cpu_the_trace_says_how_many_fit_the_memory_that_is_free() -> None:
+def test_what_is_planned_and_traced_for_a_sweep_leaves_torch_out_of_its_process(tmp_path: Path) -> None:
     task = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
-    packing = packed(composed(expand_sweep(Request(("seed=0,1", "device=cpu"), task))), "auto")
-    assert " predicted for each, " in packing.why
-    assert " on this machine, each with " in packing.why
+    main = "from runner.cli import main; from runner.launch import pool; from tests.launch.stand_in import TRIAL; "
+    main += (
+        "import sys; pool._MAIN = TRIAL; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    words = ["train", "-m", "seed=0,1", "together=auto", "device=cpu", "run=mine", "--task", str(task)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-c", main, *words]
+    ended = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert " predicted for each, " in ended.stdout.splitlines()[0]
+    assert " on this machine, each with " in ended.stdout.splitlines()[0]
