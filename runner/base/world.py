@@ -34,6 +34,11 @@ class World:
         return self.watched_from is not None
 
     @property
+    def is_imagined(self) -> bool:
+        """True where the other ranks are not there; see runner.distributed.join."""
+        return False
+
+    @property
     def is_first(self) -> bool:
         """True on the rank that writes and speaks."""
         return self.rank == 0

@@ -63,10 +63,8 @@ def run(words: list[str]) -> int:
     print("\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch), end="\n\n")
     if plan.world_size > 1:
         print("\n".join(rank_table(plan)), end="\n\n")
-    if plan.batch.stages > 1:
-        from runner.engine.layout import layout
-
-        print(layout(configuration, inventory, plan), end="\n\n")
+    if needs.layout:
+        print("\n".join(needs.layout), end="\n\n")
     print(fit_to_show("\n".join(_memory(configuration, inventory, plan, needs))), end="\n\n")
     print(fit_to_show(table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()])))
     for note in plan.notes:

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.base.errors import SystemLimit
 from runner.base.ranks import Member
@@ -54,6 +57,56 @@ def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S
     finally:
         gc.collect()  # whatever still holds the group must let go of it before it ends
         dist.destroy_process_group()
+
+
+@contextmanager
+def imagined(rank: int, world_size: int) -> Iterator[World]:
+    """The world of a rank whose others are not there, on the CPU: what is sent is lost, whole numbers received are 1.
+
+    For following what a rank makes without content. All ranks are taken to say what this one does.
+    """
+    import torch.distributed._tools.fake_collectives  # what collectives return for tensors without content
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with _Agreeing():  # type: ignore[no-untyped-call]
+            yield _Imagined(torch.device("cpu"), rank, rank, world_size, world_size)
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+class _Agreeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Says yes where torch's pipeline asks a rank that is not there whether it knows its shapes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d.recv_.default:
+            for tensor in args[0]:
+                if not tensor.is_floating_point():
+                    tensor.fill_(1)
+        return func(*args, **(kwargs or {}))
+
+
+class _Imagined(World):
+    @property
+    def is_imagined(self) -> bool:
+        return True
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+    def from_first(self, value: Any) -> Any:
+        return value
+
+    def any(self, flag: bool) -> bool:
+        return flag
 
 
 def _meet(member: Member, device: torch.device, timeout_s: float) -> None:

@@ -76,8 +76,8 @@ def measured(
     with _as_it_was(layers), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         for number, (cost, layer) in enumerate(zip(weighed(model, layers), layers, strict=True)):
             call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
-            kept, value_after = _kept(layer, call, _fresh(value), forward)
-            seconds = [_seconds(layer, call, _fresh(value), forward, synchronize) for _ in range(repeats + 1)][1:]
+            kept, value_after = kept_by(layer, call, fresh(value), forward)
+            seconds = [_seconds(layer, call, fresh(value), forward, synchronize) for _ in range(repeats + 1)][1:]
             costs.append(
                 LayerCost(
                     cost.name,
@@ -112,20 +112,20 @@ def parameter_names(model: nn.Module, layer: nn.Module) -> Mapping[str, nn.Param
 @contextmanager
 def noting_kept(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
     """Give memory -> bytes of what passes inside keep for the backward pass, each memory once, without `lasting`."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in lasting}
+    known = {tensor.untyped_storage()._cdata for tensor in lasting}  # which tensors without content have too
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in known:
+            kept[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         yield kept
 
 
-def _kept(
+def kept_by(
     layer: nn.Module, call: Callable[[Any], Any], value: Any, forward: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[int, Any]:
     """Return the bytes that the layer keeps for its backward pass, each memory once, and its detached output."""
@@ -156,7 +156,7 @@ def _seconds(
     return time.perf_counter() - began
 
 
-def _fresh(value: Any) -> Any:
+def fresh(value: Any) -> Any:
     """Return the value with tensors that have gradients where that is possible, as what comes from another device."""
     # clone: layers that work in place must not do so on a leaf
     return map_tensors(

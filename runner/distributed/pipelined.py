@@ -93,6 +93,12 @@ class Pipelined(Parallel):
         self._shapes: dict[int, list[Shapes]] = {}
         self._placeholder: nn.Parameter | None = None
         self._num_steps: list[int] = []
+        self._foreseen: Sequence[Shapes] = ()
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages of this rank."""
+        return self._stages
 
     @property
     def num_stages(self) -> int:
@@ -115,7 +121,8 @@ class Pipelined(Parallel):
         The model may lie on the CPU: only what this rank keeps is moved to its device. All ranks raise the same error.
         """
         found = self._layers_of(model, layers)
-        start_alike(model)
+        if not self.world.is_imagined:
+            start_alike(model)
         self.placement = placed(self.world, model, found, self.wanted, self._example)
         for number in range(self.world.rank, self.num_stages, self.world.world_size):
             modules = [found[layer] for layer in self.placement.split.ranges[number]]
@@ -125,9 +132,18 @@ class Pipelined(Parallel):
         self._tied = ties_of(self.world, model, found, self.placement.split)
         free(model, kept, self._mine, of_layers={module for layer in found for module in layer.modules()})
         for stage in self._stages:
-            stage.to(self.world.device)
+            tensors = (*stage.parameters(), *stage.buffers())
+            if any(tensor.device != self.world.device for tensor in tensors):  # weights without content cannot be moved
+                stage.to(self.world.device)
         model.forward = self._answered
         return model
+
+    def foresee(self, shapes: Sequence[Shapes]) -> int:
+        """Take it as known what goes into each stage; return the bytes that this rank receives for a micro-batch."""
+        self._foreseen = shapes
+        inputs = [stage.number for stage in self._stages if stage.number]
+        gradients = [stage.number + 1 for stage in self._stages if not stage.is_last]
+        return sum(tensor.nbytes for number in (*inputs, *gradients) for tensor in shapes[number].received())
 
     def described(self) -> list[str]:
         return str(self.placement).splitlines()
@@ -318,7 +334,7 @@ class Pipelined(Parallel):
             except Called as found:
                 yield map_tensors(lambda tensor: tensor.detach(), found.call)
             else:
-                raise _not_called()
+                raise not_called()
 
     def _agree(self, failure: Exception | None, count: int, seed: int, inputs: Sequence[Call]) -> _Keys:
         """Return what rank 0 says of the micro-batches; raises on all ranks where one of them has failed."""
@@ -344,7 +360,7 @@ class Pipelined(Parallel):
     def _run(self, work: Work, key: int, count: int) -> None:
         """Run the passes of micro-batches of one shape."""
         if key not in self._shapes:
-            self._shapes[key] = self._probed(work)
+            self._shapes[key] = [*self._foreseen] or self._probed(work)
         if (count, key) not in self._steps:
             self._steps[count, key] = self._step_of(count, self._shapes[key])
             while len(self._steps) > KEPT_STEPS:
@@ -513,7 +529,7 @@ def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
-def _not_called() -> TaskFault:
+def not_called() -> TaskFault:
     return TaskFault(
         "a loss must call the model in a pipeline, model(...), but does not",
         where=WHERE,

@@ -74,7 +74,7 @@ def placed(
         "memory": _memory_bytes(world, wanted),
         "seconds": math.fsum(cost.seconds for cost in costs),
         "device": str(world.device),
-        "costs": [vars(cost) for cost in costs] if world.is_first else None,
+        "costs": [vars(cost) for cost in costs],
     }
     of_ranks = world.gather(mine)
     costs = [LayerCost(**cost) for cost in of_ranks[0]["costs"]]

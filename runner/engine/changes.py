@@ -17,7 +17,7 @@ from runner.plan.plan import Plan, make_plan
 from runner.plan.sheet import Change, seconds_of
 
 Words = tuple[str, ...]
-MOST_S = 5.0  # seconds of one core after which nothing more is traced
+MOST_S = 5.0  # seconds of one core; what would go beyond, by the longest before it, is not traced
 
 
 def changes_of(
@@ -33,15 +33,20 @@ def changes_of(
     untried: list[Words] = []
     failed: set[Words] = set()
     began = time.process_time()
+    longest = 0.0
     for words in single:
         if not trial.may_help(words) or (words == BUDGET and CHECKPOINT in failed):  # it keeps no less
             failed.add(words)
-        elif time.process_time() - began > MOST_S and not is_free(words):
+            continue
+        before = time.process_time()
+        if before + longest - began > MOST_S and not is_free(words):
             untried.append(words)
-        elif change := trial.of(words):
+            continue
+        if change := trial.of(words):
             found.append(change)
         else:
             failed.add(words)
+        longest = max(longest, time.process_time() - before)
     if not found:
         together = tuple(word for words in single for word in words if not word.startswith("parallelism="))
         together = tuple(word for word in together if (word,) != BUDGET or CHECKPOINT not in single)
@@ -51,7 +56,7 @@ def changes_of(
 
 def is_free(words: Words) -> bool:
     """Tell whether what these settings take follows from the traces that are there."""
-    return all(word.partition("=")[0] in ("micro_batch_size", "parallelism") for word in words)
+    return all(word.partition("=")[0] == "micro_batch_size" or word == "parallelism=fsdp" for word in words)
 
 
 def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) -> Iterator[Words]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -62,11 +61,11 @@ class Forecast:
     def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
         of_ranks = make_plan(configuration, inventory)
         self.shares = {phase.name: max(phase.batch.shares) for phase in of_ranks.phases}
-        plan = make_plan(_alone(configuration), inventory)
+        plan = make_plan(alone(configuration), inventory)
         self.keeps_ahead = plan.choices["prefetch"].function == "stream"
         is_gpu = plan.device.startswith("cuda")
         self.autocast: Callable[[], AbstractContextManager[Any]] = AsCuda if is_gpu else nullcontext
-        self.plan = _on_the_host(plan)
+        self.plan = on_the_host(plan)
         self.limit = _limit(plan)
         self.has_buckets = configuration.choices["parallelism"].function == "ddp"
         self.phases = [phase for phase in self.plan.selected if phase.kind == "train"]
@@ -137,7 +136,7 @@ class Forecast:
         parts = self._built()
         blocks = list(dict.fromkeys(parts.task.blocks()))
         with computing_again([blocks[number] for number in recompute]), self.autocast():
-            return _Follower(parts, phase, self._phantom, self.keeps_ahead).follow()
+            return Follower(parts, phase, self._phantom, self.keeps_ahead).follow()
 
     def _measured(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
         """Return what few samples take, times as many as are asked for."""
@@ -168,7 +167,7 @@ class Forecast:
         return dataclasses.replace(known, without_bytes=without, **found)
 
 
-class _Follower:
+class Follower:
     """One phase with one micro-batch."""
 
     def __init__(self, parts: Parts, phase: PhasePlan, phantom: Phantom, keeps_ahead: bool) -> None:
@@ -180,10 +179,10 @@ class _Follower:
     def follow(self) -> Traced:
         """Return what two updates take."""
         parts, phase, ledger = self.parts, self.phase, self.ledger
-        for weight in parts.bare.parameters():
-            ledger.saw(weight, "parameters")
-        for buffer in parts.bare.buffers():
-            ledger.saw(buffer, "buffers")
+        for kind, tensors in (("parameters", parts.bare.parameters()), ("buffers", parts.bare.buffers())):
+            for tensor in tensors:
+                if tensor.device.type != "meta":  # as those of other stages are
+                    ledger.saw(tensor, kind)
         parts.task.begin_phase(phase.name)
         fetcher = parts.fetcher("train")
         order = Order(
@@ -212,11 +211,8 @@ class _Follower:
             for weight in self.trained:
                 hook = weight.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
-            training = dataclasses.replace(
-                work.training,
-                loss=self._watched(work.training.loss),
-                parallel=self._noticed(work.training.parallel),
-            )
+            training = dataclasses.replace(work.training, loss=self._watched(work.training.loss))
+            stack.enter_context(self._noticed(parts.parallel))
             batches = self._handed_out(read())
             for _ in range(UPDATES):
                 ledger.work.clear()
@@ -226,7 +222,11 @@ class _Follower:
                 next(train_updates(training, batches, position.update + 1))
                 for tensor in state_tensors(work.training.optimizer):
                     ledger.saw(tensor, "optimizer")
+                self.updated()
             return self._told(tuple(ledger.events))
+
+    def updated(self) -> None:
+        """An update was made."""
 
     def _handed_out(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the batches and keep each one until the next is asked for, as prefetching does."""
@@ -238,31 +238,40 @@ class _Follower:
 
     def _watched(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def watched(model: Any, batch: Any) -> Any:
-            first = len(self.ledger.blocks)
-            self.ledger.stage, self.phantom.answers = "forward", False
-            try:
-                answer = loss(model, batch)
-            finally:
-                self.phantom.answers = True
-            self.kept = [b for b in self.ledger.alive() if b.number >= first and b.kind == "temporary"]
-            for block in self.kept:
-                block.kind = "activations"
-            self.ledger.stage = "backward"
-            return answer
+            with self.forward():
+                return loss(model, batch)
 
         return watched
 
-    def _noticed(self, parallel: Parallel) -> Parallel:
-        """Return the strategy, after whose passes the work is that of the update."""
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """What is made within and there at the end is kept for the backward pass."""
+        first = len(self.ledger.blocks)
+        self.ledger.stage, self.phantom.answers = "forward", False
+        try:
+            yield
+        finally:
+            self.phantom.answers = True
+        self.kept = [b for b in self.ledger.alive() if b.number >= first and b.kind in ("temporary", "activations")]
+        for block in self.kept:
+            block.kind = "activations"
+        self.ledger.stage = "backward"
+
+    @contextmanager
+    def _noticed(self, parallel: Parallel) -> Iterator[None]:
+        """After the passes of the strategy, within, the work is that of the update."""
+        made = parallel.accumulate
 
         def accumulate(passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
-            sums = parallel.accumulate(passes, batches)
+            sums = made(passes, batches)
             self.ledger.stage = "update"
             return sums
 
-        noticed = copy.copy(parallel)
-        vars(noticed)["accumulate"] = accumulate
-        return noticed
+        vars(parallel)["accumulate"] = accumulate
+        try:
+            yield
+        finally:
+            del vars(parallel)["accumulate"]
 
     def _note_gradient(self, weight: Tensor) -> None:
         if weight.grad is not None:
@@ -383,7 +392,7 @@ def peak_of(events: Sequence[Event], blocks: Sequence[Block]) -> Bytes:
     return Bytes(**kinds)
 
 
-def _alone(configuration: Configuration) -> Configuration:
+def alone(configuration: Configuration) -> Configuration:
     """Return the configuration of one process that does without others."""
     choices = {**configuration.choices, "parallelism": Choice("single", "single", {})}
     return dataclasses.replace(configuration, choices=choices, sources={})
@@ -398,7 +407,7 @@ def _limit(plan: Plan) -> int:
     return min(known, default=0)
 
 
-def _on_the_host(plan: Plan) -> Plan:
+def on_the_host(plan: Plan) -> Plan:
     """Return the plan with the same numbers and formats, for a CPU and one process."""
     replaced = {
         "compile": Choice("off", "off", {}),

@@ -11,6 +11,7 @@ from runner.base.configuration import Configuration, task_source
 from runner.base.errors import AccelRunError, ConfigError, TaskFault
 from runner.base.words import first_line
 from runner.engine.forecast import Forecast
+from runner.engine.staged import Staged
 from runner.engine.tasks import explained
 from runner.plan.corrections import corrections
 from runner.plan.fits import Demand, Needs
@@ -41,6 +42,10 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
             ),
             Forecast(_free(configuration), inventory) as made,
         ):
+            if _is_pipeline(plan) and not made.limit:
+                staged = _of_pipeline(configuration, inventory, plan, Needs({}, known), beyond=beyond)
+                if staged.demands:
+                    return staged
             tracer = _Tracer(made, Allocator.of(plan.choices["memory"].options.get("allocator")))
             tracer.trace(_sizes(plan))
 
@@ -52,12 +57,82 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
             for _ in range(MOST_ROUNDS):
                 if not tracer.trace(wanted()):
                     break
+            whole = Needs(tracer.demands(), known)
+            plan = make_plan(configuration, inventory, needs=whole)
+            return _of_pipeline(configuration, inventory, plan, whole, beyond=beyond) if _is_pipeline(plan) else whole
     except (ConfigError, TaskFault):
         raise
     except Exception as error:  # data that is not there yet; or of torch's fake tensors, which lack something
         why = error.problems[0].what if isinstance(error, AccelRunError) else f"{type(error).__name__}: {error}"
         return Needs({}, known, first_line(why))
-    return Needs(tracer.demands(), known)
+
+
+def _fits(plan: Plan) -> bool:
+    return all(each.prediction.fits for each in plan.memory)
+
+
+def _is_pipeline(plan: Plan) -> bool:
+    return plan.choices["parallelism"].function == "pipeline" and plan.world_size > 1
+
+
+def _of_pipeline(
+    configuration: Configuration, inventory: Inventory, plan: Plan, whole: Needs, *, beyond: bool
+) -> Needs:
+    """Return what the stages of a pipeline take, beside what is known of the whole model, and which layers they have.
+
+    Passes as large as planned are traced, or halves of them where the layers cannot be split by these; then what the
+    traces say would fit. Where a stage cannot be followed, only the layers are known.
+    Raises ConfigError where there is no split, TaskFault where the task does not tell its layers.
+    """
+    allocator = Allocator.of(plan.choices["memory"].options.get("allocator"))
+    traces: dict[str, list[list[Traced]]] = {}  # phase -> rank -> sizes
+    done: set[int] = set()
+
+    def found(layout: str) -> Needs:
+        demands = dict(whole.demands)
+        for name, of_ranks in traces.items():
+            stages = tuple(Demand.of(sizes, allocator) for sizes in of_ranks)
+            demands[name] = (
+                dataclasses.replace(demands[name], stages=stages) if name in demands else Demand.of_stages(stages)
+            )
+        return dataclasses.replace(whole, demands=demands, layout=tuple(layout.splitlines()))
+
+    with Staged(plan) as staged:
+
+        def trace(sizes: Iterable[int]) -> bool:
+            new = sorted(set(sizes) - done)
+            done.update(new)
+            for size in new:
+                for phase in staged.phases:
+                    for rank, traced in enumerate(staged.of(phase, size)):
+                        traces.setdefault(phase.name, [[] for _ in range(staged.count)])[rank].append(traced)
+            return bool(new)
+
+        size = max(_sizes(plan))
+        is_free = all(phase.micro_batch_size == "auto" for phase in configuration.phases)
+        while True:
+            try:
+                layout = str(staged.placement(size))
+                break
+            except ConfigError:
+                if not is_free or size == 1:
+                    raise
+                size //= 2
+        if not staged.is_followed:
+            return found(layout)
+        try:
+            trace({size})
+            if (is_free or beyond) and not _fits(make_plan(configuration, inventory, needs=found(layout))):
+                trace({1})
+            for _ in range(MOST_ROUNDS):
+                size = max(_sizes(make_plan(configuration, inventory, needs=found(layout))))
+                if not trace({size}):
+                    break
+        except ConfigError:
+            raise
+        except Exception:  # what cannot be followed; that the figures are then not exact is said where they are
+            traces.clear()
+        return found(str(staged.placement(size)))
 
 
 def _free(configuration: Configuration) -> Configuration:

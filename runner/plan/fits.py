@@ -63,6 +63,7 @@ class Demand:
     layers       those that keep most activations, the first the most, in the largest pass that was traced;
                  `blocks.*.mlp` is that of all blocks
     kept         bytes of activations of all layers there
+    stages       what each rank of a pipeline takes, as traced with its layers; empty where that was not
     is_exact     the trace is equal to a run on a CPU
     why_not      what could not be traced; the figures are then too small
     """
@@ -78,6 +79,7 @@ class Demand:
     num_layers: int | None = None
     layers: tuple[Layer, ...] = ()
     kept: int = 0
+    stages: tuple[Demand, ...] = ()
     is_exact: bool = True
     why_not: str = ""
 
@@ -115,8 +117,21 @@ class Demand:
             widest.num_layers,
             tuple(sorted(kept.values(), key=lambda layer: -layer.activations)[:TOP_LAYERS]),
             sum(layer.activations for layer in widest.layers),
-            all(traced.is_exact for traced in traces),
-            next((traced.why_not for traced in traces if traced.why_not), ""),
+            is_exact=all(traced.is_exact for traced in traces),
+            why_not=next((traced.why_not for traced in traces if traced.why_not), ""),
+        )
+
+    @staticmethod
+    def of_stages(stages: Sequence[Demand]) -> Demand:
+        """Return what all stages of a pipeline take together."""
+        layers = sorted((layer for stage in stages for layer in stage.layers), key=lambda layer: -layer.activations)
+        return dataclasses.replace(
+            stages[0],
+            points=tuple(map(_together, zip(*(stage.points for stage in stages), strict=True))),
+            update_moved_bytes=max(stage.update_moved_bytes for stage in stages),
+            layers=tuple(layers[:TOP_LAYERS]),
+            kept=sum(stage.kept for stage in stages),
+            stages=tuple(stages),
         )
 
     @staticmethod
@@ -126,7 +141,9 @@ class Demand:
             Point(**{**point, "peak": Bytes(**point["peak"]), "recompute": tuple(point["recompute"])})
             for point in tree["points"]
         )
-        return Demand(**{**tree, "points": points, "layers": tuple(Layer(**layer) for layer in tree["layers"])})
+        layers = tuple(Layer(**layer) for layer in tree["layers"])
+        stages = tuple(map(Demand.from_dict, tree["stages"]))
+        return Demand(**{**tree, "points": points, "layers": layers, "stages": stages})
 
     def at(self, samples: int, share: int = 0) -> Point:
         """Return what a pass of so many samples takes; from one trace alone an upper bound for fewer samples.
@@ -192,6 +209,14 @@ class Demand:
         return f"{fixed}, optimizer {sized(one.peak.optimizer)}, {sized(each)} a sample"
 
 
+def _together(points: Sequence[Point]) -> Point:
+    peak = {name: sum(vars(point.peak)[name] for point in points) for name in PARTS}
+    numbers = {
+        name: sum(vars(point)[name] for point in points) for name in ("reserved", "flops", "moved_bytes", "without")
+    }
+    return dataclasses.replace(points[0], peak=Bytes(**peak), **numbers)
+
+
 def _reserved(traced: Traced, allocator: Allocator) -> int:
     """Return what the allocator takes for the peak, also where that is a multiple of what was traced."""
     held = replay(traced.events, allocator)
@@ -231,6 +256,7 @@ class Part:
     reshards   fsdp frees blocks after the forward pass
     in_flight  passes of which a stage of a pipeline keeps its part of the activations at once, for each stage
     passes     micro-batches of an update, which a pipeline reads at once
+    rank       whose stages they are, in a pipeline
     """
 
     strategy: str = "single"
@@ -239,6 +265,11 @@ class Part:
     reshards: bool = True
     in_flight: float = 1.0
     passes: int = 1
+    rank: int = 0
+
+    def of_rank(self, rank: int) -> Part:
+        """Return that of another rank."""
+        return dataclasses.replace(self, rank=rank)
 
     @staticmethod
     def of(choice: Choice, count: int, share: int = 0, passes: int = 1) -> Part:
@@ -277,12 +308,15 @@ class Prediction:
 def predicted(demand: Demand, samples: int, rank: RankDevice, part: Part | None = None) -> Prediction:
     """Return what the rank's device holds at most with passes of so many samples.
 
-    ddp adds a bucket for every gradient, which is there all the time. A pipeline leaves a rank an even part of all,
-    whatever its layers are: Placement knows better. Of fsdp see `_of_shards`.
+    ddp adds a bucket for every gradient, which is there all the time. A rank of a pipeline was traced with its layers;
+    where it was not, it is taken to have an even part of all. Of fsdp see `_of_shards`.
     Source: Rajbhandari et al., ZeRO, 2020, section 5; Narayanan et al., PipeDream-2BW, 2021 (1F1B); both as written in
     runner/distributed/.
     """
     part = part or Part()
+    is_pipeline = part.count > 1 and part.strategy == "pipeline"
+    of_stage = is_pipeline and bool(demand.stages)
+    demand = demand.stages[part.rank] if of_stage else demand
     point = demand.at(samples, part.share)
     sizes = {name: int(vars(point.peak)[name]) for name in PARTS}
     over = max(0, point.reserved - point.peak.total) / max(1, point.peak.total) if rank.is_gpu else 0.0
@@ -290,7 +324,7 @@ def predicted(demand: Demand, samples: int, rank: RankDevice, part: Part | None 
         sizes["gradients"] += max(demand.trained, point.peak.gradients)
     elif part.count > 1 and part.strategy == "fsdp":
         sizes |= _of_shards(demand, point, part)
-    elif part.count > 1 and part.strategy == "pipeline":
+    elif is_pipeline and not of_stage:
         for name in ("parameters", "gradients", "optimizer"):
             sizes[name] = -(-sizes[name] // part.count)
         sizes["activations"] = round(sizes["activations"] * part.in_flight)
@@ -400,11 +434,13 @@ class Needs:
     demands      phase that trains -> what it takes
     corrections  device -> what a probe has measured on it
     why_not      why nothing, or not all, is known; empty where it is
+    layout       lines that tell which layers a pipeline puts on which device
     """
 
     demands: Mapping[str, Demand]
     corrections: Mapping[str, Correction] = field(default_factory=dict)
     why_not: str = ""
+    layout: tuple[str, ...] = ()
 
     @staticmethod
     def from_dict(tree: Mapping[str, Any]) -> Needs:
@@ -413,6 +449,7 @@ class Needs:
             {name: Demand.from_dict(fields) for name, fields in tree["demands"].items()},
             {name: Correction(**fields) for name, fields in tree["corrections"].items()},
             tree["why_not"],
+            tuple(tree["layout"]),
         )
 
     def corrected(self, rank: RankDevice) -> RankDevice:
@@ -427,14 +464,18 @@ class Needs:
 
     def held(self, phase: str | None, ranks: Sequence[RankDevice], at_most: int, part: Part) -> int:
         """Return the most samples of a pass that every rank's device holds; 0 where one holds not even one."""
-        return min(biggest(demand, rank, at_most, part) for demand in self.of(phase) for rank in ranks)
+        return min(
+            biggest(demand, rank, at_most, part.of_rank(number))
+            for demand in self.of(phase)
+            for number, rank in enumerate(ranks)
+        )
 
     def fits(self, ranks: Sequence[RankDevice], samples: Sequence[int], part: Part) -> bool:
         """Tell whether each rank's device holds a pass of so many samples in every phase."""
         return all(
-            predicted(demand, size, rank, part).fits
+            predicted(demand, size, rank, part.of_rank(number)).fits
             for demand in self.demands.values()
-            for rank, size in zip(ranks, samples, strict=True)
+            for number, (rank, size) in enumerate(zip(ranks, samples, strict=True))
         )
 
     def worst(self, samples: int) -> Demand:

@@ -28,7 +28,7 @@ from runner.base.phases import GROUPS as PHASE_GROUPS
 from runner.base.schema import defaults
 from runner.base.settings import DataSettings, EarlyStoppingSettings, EvaluateSettings, Settings
 from runner.base.shares import lines, table
-from runner.plan.fits import Needs, Part, RankMemory, passes_of, predicted, sized
+from runner.plan.fits import Needs, Part, RankMemory, biggest, passes_of, predicted, sized
 from runner.plan.inventory import GIB, Device, Inventory, inventory_of_profile, read_cpu, take_inventory
 from runner.plan.ranks import RankDevice, gpus_of_ranks, shares_of
 from runner.plan.strategy import choose
@@ -541,8 +541,9 @@ class _Planner:
                 assert demand is not None
                 share = phase.batch.shares[number] if phase.batch.stages == 1 else phase.batch.global_batch_size
                 samples = max(1, min(share, phase.batch.micro_batch_size))
-                prediction = predicted(demand, samples, rank, part)
-                found.append(RankMemory(phase.name, number, samples, prediction, demand.is_exact))
+                prediction = predicted(demand, samples, rank, part.of_rank(number))
+                is_exact = demand.is_exact and (phase.batch.stages == 1 or bool(demand.stages))
+                found.append(RankMemory(phase.name, number, samples, prediction, is_exact))
         return tuple(found)
 
     def _divided(
@@ -560,6 +561,8 @@ class _Planner:
             self.own_keys[f"{lead}accumulation_steps"] = batch.accumulation_steps
         if micro_batch_size == "auto":
             reason = f"auto: {PASSES_PER_STAGE} micro-batches for each of {batch.stages} stages"
+            if batch.accumulation_steps > PASSES_PER_STAGE * batch.stages:
+                reason = "auto: what every stage holds"
             whole = "auto: the whole share of an update in one pass"
             if not batch.in_one_pass:
                 whole = "auto: what the smallest device holds, so that shares are free to follow speed"
@@ -577,7 +580,7 @@ class _Planner:
         """Return an update's samples dealt to the ranks and cut into micro-batches, and why so."""
         function, count = self.choices["parallelism"].function, len(self.ranks)
         if function == "pipeline" and count > 1:
-            micro = max(1, -(-total // (PASSES_PER_STAGE * count))) if micro == "auto" else micro
+            micro = self._of_stages(total, phase) if micro == "auto" else micro
             batch = divide(total, micro, (total,), ragged=True)
             why = "every rank sees all samples, with some layers"
             return (batch if isinstance(batch, Problem) else dataclasses.replace(batch, stages=count)), why
@@ -589,6 +592,17 @@ class _Planner:
         if micro == "auto" and self.needs is not None and all(rank.is_gpu for rank in self.ranks):
             micro = self._held(self.needs, shares, phase, follows_speed=wanted == "speed" and count > 1)
         return divide(total, micro, shares, ragged=function != "single" or is_free), why
+
+    def _of_stages(self, total: int, phase: str | None) -> int:
+        """Return the micro-batch of a pipeline: enough of them to keep its stages busy, none larger than they hold."""
+        micro = max(1, -(-total // (PASSES_PER_STAGE * len(self.ranks))))
+        part = Part.of(self.choices["parallelism"], len(self.ranks))
+        for demand in self.needs.of(phase) if self.needs is not None else ():
+            if demand.stages:
+                micro = min(micro, demand.stages[0].points[-1].micro_batch_size)
+                held = (biggest(demand, rank, micro, part.of_rank(number)) for number, rank in enumerate(self.ranks))
+                micro = max(1, min(held))
+        return micro
 
     def _held(
         self, needs: Needs, shares: Sequence[int], phase: str | None, *, follows_speed: bool

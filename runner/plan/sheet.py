@@ -113,7 +113,7 @@ def _more(plan: Plan, phase: PhasePlan, demand: Demand, of_ranks: Sequence[RankM
     for kind in _alike(of_ranks):
         if not kind[0].prediction.capacity:
             continue
-        most = biggest(demand, plan.ranks[kind[0].rank], MOST, part)
+        most = biggest(demand, plan.ranks[kind[0].rank], MOST, part.of_rank(kind[0].rank))
         about = "" if demand.is_traced_at(most) or not most else "about "
         beyond = "more than " if most == MOST else about
         found.append(f"{beyond}{most:,} on {_ranks(kind)} (this run: {kind[0].samples:,})")
@@ -172,8 +172,11 @@ def _assumed(plan: Plan, needs: Needs) -> list[str]:
     if plan.choices["compile"].name != "off":
         said.append(f"Traced without compile={plan.choices['compile'].name}, which mostly takes less.")
     why = [needs.why_not, *(demand.why_not for demand in needs.demands.values())]
-    if plan.choices["parallelism"].function == "pipeline" and plan.world_size > 1:
-        why.append("a rank of a pipeline is given an even part, whatever its layers are, and no room for what it sends")
+    is_pipeline = plan.choices["parallelism"].function == "pipeline" and plan.world_size > 1
+    if is_pipeline and not all(demand.stages for demand in needs.demands.values()):
+        why.append(
+            "a rank of this pipeline is given an even part, whatever its layers are, and no room for what it sends"
+        )
     said += [f"NOT EXACT: {each}" for each in dict.fromkeys(why) if each]
     names = dict.fromkeys(rank.name for rank in plan.ranks)
     return said + [f"{needs.corrections[name]}." for name in names if name in needs.corrections]

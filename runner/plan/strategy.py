@@ -73,7 +73,14 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
 
 
 def _fits_together(need: Demand, samples: int, ranks: Sequence[RankDevice]) -> bool:
-    """Tell whether the devices together hold one copy, cut between layers, beside what libraries hold on each."""
+    """Tell whether the devices together hold one copy, cut between layers, beside what libraries hold on each.
+
+    Where the stages were traced, whether each device holds the layers that it is given.
+    """
+    if need.stages:
+        samples = min(samples, need.stages[0].points[-1].micro_batch_size)
+        part = Part("pipeline", len(ranks))
+        return all(predicted(need, samples, rank, part.of_rank(number)).fits for number, rank in enumerate(ranks))
     whole = predicted(need, samples, ranks[0])
     held = sum(rank.overhead_bytes + rank.communication_bytes for rank in ranks)
     return whole.total - whole.parts["libraries"] + held <= sum(rank.capacity_bytes for rank in ranks)

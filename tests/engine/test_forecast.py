@@ -23,6 +23,7 @@ from runner.engine.assemble import assemble
 from runner.engine.forecast import FEW, forecast
 from runner.engine.kinds import Gradients
 from runner.engine.loop import Position, train_updates
+from runner.engine.needs import needs_of
 from runner.launch.apart import apart
 from runner.plan.fits import Demand, predicted
 from runner.plan.inventory import Device
@@ -108,6 +109,16 @@ class Wide(Task):
 def build(*, blocks: bool = True):
     return Wide(blocks)
 """
+PIPED = WIDE.replace(
+    "    def loss(self",
+    """    def layers(self):
+        return list(self.model)
+
+    def example(self):
+        return (torch.zeros(2, 16, 64),)
+
+    def loss(self""",
+)
 NORMED = """
 import torch
 from torch import nn
@@ -273,7 +284,14 @@ def most_of_rank(plan, world) -> int:
         parts = assemble(plan, stack, world)
         (phase,) = plan.selected
         fetcher, batch = parts.fetcher("train"), phase.batch
-        order = Order(64, batch.global_batch_size, batch.micro_batch_size, 0, shares=batch.shares, rank=world.rank)
+        order = Order(
+            64,
+            batch.global_batch_size,
+            batch.micro_batch_size,
+            0,
+            shares=batch.shares,
+            rank=world.rank % len(batch.shares),
+        )
         count = BytesInUse()
 
         def batches():
@@ -285,7 +303,8 @@ def most_of_rank(plan, world) -> int:
                 yield item
 
         for weight in parts.bare.parameters():
-            count.add(weight.to_local() if isinstance(weight, DTensor) else weight)
+            if not weight.is_meta:
+                count.add(weight.to_local() if isinstance(weight, DTensor) else weight)
         with count:
             work = Gradients(replace(phase, updates=2, epochs=None), parts, order, Position(phase.name))
             handed = batches()
@@ -324,6 +343,30 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
     most = max(run_ranks(lambda world: most_of_rank(plan, world), 2))
     assert most <= thought.total + 1024, (most, thought)  # numbers such as the count of items are not predicted
     assert thought.total <= above * most, (most, thought)
+
+
+@pytest.mark.parametrize(
+    ("micro", "steps", "words"),
+    [
+        (4, 4, ()),
+        (4, 1, ()),  # fewer micro-batches than stages
+        (2, 7, ("parallelism.schedule=gpipe",)),
+        (4, 4, ("parallelism.split=[5,1]", "precision=bf16")),
+    ],
+)
+def test_a_rank_of_a_pipeline_holds_what_is_predicted_of_its_layers(script, tmp_path, micro, steps, words):
+    """Its own weights, gradients and state, what it keeps of the micro-batches under way, and what it receives."""
+    file = tmp_path / "piped.py"
+    file.write_text(PIPED)
+    sizes = (f"micro_batch_size={micro}", f"global_batch_size={micro * steps}", "device=cpu")
+    configuration = compose(Request((*sizes, "parallelism=pipeline", "parallelism.world_size=2", *words), file))
+    plan = make_plan(configuration, script.HERE, needs=apart(needs_of, configuration, script.HERE))
+    assert all(each.is_exact for each in plan.memory)
+    thought = [each.prediction.total - each.prediction.parts["libraries"] for each in plan.memory]
+    counted = run_ranks(lambda world: most_of_rank(plan, world), 2)
+    assert thought == [pytest.approx(most, rel=0.02) for most in counted]
+    if "parallelism.split=[5,1]" in words:
+        assert thought[0] > 2 * thought[1], "not an even part"
 
 
 def test_what_lies_between_two_traces_is_never_more_than_predicted(script, tmp_path):
