@@ -79,7 +79,7 @@ _SAY: Mapping[str, str] = {
     "resume=fresh": "no_resume overwrite",
     "phases=[{}], with names of the task's phases": "phase",
     "accel-run status": "status",
-    "accel-run search trials={}": "n_trials",
+    "trials={}, in accel-run search": "n_trials",
     "goal=min or goal=max, in accel-run search and train -m": "direction",
     "accel-run monitor seconds=30: it trains nothing": "monitor_only",
     "accel-run train --help": "help h",

@@ -534,7 +534,9 @@ def test_names_from_other_trainers_are_answered_with_ours() -> None:
 
 @pytest.mark.parametrize("said", sorted(set(FOREIGN_KEYS.values())))
 def test_what_is_said_instead_exists(said: str) -> None:
-    for key, value in re.findall(r"([\w.]+)=([^\s;,:]+)", "" if said.startswith(("accel-run", "goal=")) else said):
+    for key, value in re.findall(
+        r"([\w.]+)=([^\s;,:]+)", "" if said.startswith(("accel-run", "goal=", "trials=")) else said
+    ):
         if key not in GROUPS:
             group, _, name = key.partition(".")
             options = options_of(group) if group in AXES else ()

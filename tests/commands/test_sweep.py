@@ -223,8 +223,8 @@ def test_the_handlers_come_back() -> None:
         ("train seed=1 together=2", "together=2: is for a sweep over several values\nsay -m with it"),
         ("search trials=0 seed=1,2", "trials=0: must be a whole number of at least 1: how many trials there will be\nsay trials=20"),
         ("search budget_s=0 seed=1,2", "budget_s=0: must be a number of seconds above 0\nsay budget_s=3600"),
-        ("search n_trials=5 seed=1,2", "n_trials=5: unknown key\nhere it is trials, in accel-run search"),
-        ("search direction=minimize seed=1,2", "direction=minimize: unknown key\nhere it is goal=min or goal=max, in accel-run search and train -m"),
+        ("search n_trials=5 seed=1,2", "n_trials=5: unknown key\nsay trials=5, in accel-run search"),
+        ("search direction=minimize seed=1,2", "direction=minimize: unknown key\nsay goal=min or goal=max, in accel-run search and train -m"),
         ("search trails=5 seed=1,2", "trails=5: unknown key\ndid you mean trials?"),
     ],
 )  # fmt: skip
