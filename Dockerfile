@@ -2,7 +2,7 @@
 #
 # BASE         an image with Python 3.11 or newer, or one that gets it from PACKAGES
 # PACKAGES     Debian packages besides; compile= needs g++
-# TORCH_INDEX  where the build of torch comes from
+# TORCH_INDEX  address of another build of torch than pip finds by itself
 # EXTRAS       of pyproject.toml
 ARG BASE=python:3.11.14-slim-bookworm
 FROM ${BASE}
@@ -24,11 +24,11 @@ COPY runner runner
 COPY tasks tasks
 
 # torch alone first, as scripts/setup.sh does: the largest download. Versions are those of the constraints.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=""
 ARG EXTRAS=plots,tasks
 RUN python3 -m venv /opt/accel-run && \
     /opt/accel-run/bin/python -m pip install --no-cache-dir --constraint scripts/constraints.txt \
-        --extra-index-url "$TORCH_INDEX" torch && \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch && \
     /opt/accel-run/bin/python -m pip install --no-cache-dir --constraint scripts/constraints.txt ".[$EXTRAS]"
 
 ENV PATH=/opt/accel-run/bin:$PATH
