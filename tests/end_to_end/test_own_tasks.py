@@ -1,0 +1,104 @@
+"""The examples of docs/own-task.md: each trains as it lies there, where its package is installed."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forkserver import ForkServer
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = {
+    "own_torchvision.py": "torchvision",
+    "own_timm.py": "timm",
+    "own_transformers.py": "transformers",
+    "own_lightning.py": "torch",
+    "own_script.py": "torch",
+}
+FIRST = "def configure_optimizers(self)"
+ON_CPU = ["device=cpu", "monitor=off", "run=mine"]
+
+
+def of_run(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "outputs" / "mine" / "run.json").read_text()))
+
+
+def test_every_example_of_an_own_task_is_tried_and_listed() -> None:
+    assert {path.name for path in (DOCS / "examples").glob("own_*.py")} == set(EXAMPLES)
+    page = (DOCS / "own-task.md").read_text(encoding="utf-8")
+    assert all(f"(examples/{name})" in page for name in EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains_two_updates(name: str, server: ForkServer, tmp_path: Path) -> None:
+    needs = [
+        package for package in {EXAMPLES[name], "torchvision" if "timm" in name else "torch"} if not find_spec(package)
+    ]
+    if needs:
+        pytest.skip(f"{', '.join(needs)} is not installed")
+    (tmp_path / name).write_text((DOCS / "examples" / name).read_text(encoding="utf-8"))
+    ended = server.run(["train", "--task", f"./{name}", "updates=2", *ON_CPU], tmp_path)
+    assert ended.code == 0, ended.err
+    assert of_run(tmp_path)["metrics"]["val/loss"] > 0
+
+
+def changed(folder: Path, old: str, new: str) -> Path:
+    """Return the example for LightningModules with a line changed."""
+    text = (DOCS / "examples" / "own_lightning.py").read_text(encoding="utf-8")
+    assert old in text
+    (folder / "mine.py").write_text(text.replace(old, new, 1))
+    return folder / "mine.py"
+
+
+def test_a_mean_of_a_module_accumulates_exactly(server: ForkServer, tmp_path: Path) -> None:
+    losses = []
+    for number, micro in enumerate(("32", "8")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        task = changed(folder, "hidden=32", "hidden=16")
+        ended = server.run(["train", "--task", str(task), "updates=3", f"micro_batch_size={micro}", *ON_CPU], folder)
+        assert ended.code == 0, ended.err
+        losses.append(of_run(folder)["metrics"]["val/loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # float32
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (FIRST, f"def on_train_batch_end(self): ...\n\n    {FIRST}", "does not call on_train_batch_end"),
+        (FIRST, f"automatic_optimization = False\n    {FIRST}", "automatic_optimization=False"),
+        ("self.parameters(), lr=0.01", "self.parameters(), lr=0.5", '"optimizer.lr": 0.5 into SETTINGS'),
+        ("return torch.optim.Adam(self.parameters(), lr=0.01)", "return [], []", "must return one optimizer"),
+    ],
+)  # fmt: skip
+def test_a_module_that_needs_a_trainer_is_refused(
+    old: str, new: str, said: str, server: ForkServer, tmp_path: Path
+) -> None:
+    ended = server.run(["train", "--task", str(changed(tmp_path, old, new)), *ON_CPU], tmp_path)
+    assert ended.code == 70
+    assert said in ended.err
+
+
+def test_from_a_new_file_to_a_resumed_run_of_two_ranks_in_five_commands(server: ForkServer, tmp_path: Path) -> None:
+    own = ["--task", "./my_task.py", *ON_CPU]
+    commands = [
+        ["new", "my_task.py"],
+        ["plan", *own[:-1]],
+        ["train", *own, "updates=20"],
+        ["resume", "mine", "updates=30", "resume_allow=[updates]", "parallelism=ddp", "parallelism.world_size=2"],
+        ["inference", "mine", "device=cpu"],
+    ]
+    for words in commands:
+        ended = server.run(words, tmp_path)
+        assert ended.code == 0, (words, ended.err)
+    record = of_run(tmp_path)
+    assert (record["state"], record["overrides"].count("parallelism=ddp")) == ("done", 1)
+    assert len(json.loads((tmp_path / "outputs" / "mine" / "plan.json").read_text())["ranks"]) == 2
+    assert (
+        json.loads((tmp_path / "outputs" / "mine" / "predictions" / "summary.json").read_text())["checkpoint_update"]
+        == 30
+    )
