@@ -1,0 +1,57 @@
+"""The blocks of docs/notebook.md run as they stand, one after another, and the editor's file starts a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.forkserver import ForkServer
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCKS = re.findall(
+    r"^```python\n(.*?)^```", (DOCS / "notebook.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+)
+
+
+class Shown:
+    """Stands for IPython's IFrame where there is no Jupyter: what would be shown."""
+
+    def __init__(self, path: str, **_: Any) -> None:
+        self.page = Path(path).read_text(encoding="utf-8")
+
+
+def test_the_blocks_of_the_page_run_one_after_another(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    display = ModuleType("IPython.display")
+    display.IFrame = Shown  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    names: dict[str, Any] = {}
+    for block in BLOCKS:
+        for line in re.findall(r"^!accel-run (.*)$", block, re.MULTILINE):
+            ended = server.run(shlex.split(line), tmp_path)
+            assert ended.code == 0, (line, ended.err)
+        exec(re.sub(r"^!.*$", "", block, flags=re.MULTILINE), names)  # noqa: S102 - the page is ours
+    assert len(BLOCKS) == 5
+    assert all(loss > 0 for loss in names["losses"])
+    assert names["summary"]
+    assert "first" in Path("outputs/first/report.html").read_text(encoding="utf-8")
+
+
+def test_the_editors_file_starts_a_run_and_goes_on_with_it(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run("new my_task.py", tmp_path).code == 0
+    file = json.loads((DOCS / "examples" / "launch.json").read_text(encoding="utf-8"))
+    for configuration in file["configurations"]:
+        assert (configuration["type"], configuration["module"]) == ("debugpy", "runner")
+        words = [word.replace("${file}", str(tmp_path / "my_task.py")) for word in configuration["args"]]
+        ended = server.run(words, tmp_path)
+        assert ended.code == 0, ended.err
