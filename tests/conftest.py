@@ -19,6 +19,7 @@ from tests.forkserver import ForkServer
 # The files that take longest, longest first: started last, one of them would keep one process busy and others waiting.
 LONGEST = (
     "faults/test_resume_matrix.py", "faults/test_environment.py", "end_to_end/test_ranks.py", "commands/test_sweep.py",
+    "launch/test_sweeps.py",
     "faults/test_errors.py", "measure/test_tune.py", "faults/test_damage.py", "faults/test_kills.py",
     "faults/test_power_cuts.py", "faults/test_crash_states.py", "faults/test_mutation.py", "commands/test_ends.py",
     "end_to_end/test_phases_as_data.py", "end_to_end/test_resume.py", "measure/test_suite_devices.py",

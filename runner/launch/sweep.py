@@ -137,7 +137,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
         while True:
             while pool.has_room and (trial := source.next()) is not None:
                 say(f"[{trial.number}/{source.total}] {trial.label}")
-                if found.codes.pop(trial.number, None) is not None or found.kind == "search":
+                if found.begin(trial) or found.kind == "search":
                     found.save(directory, "running")  # whoever goes on after a kill must know of this start
                 start(trial)
             if not pool:

@@ -101,6 +101,7 @@ class Sweep:
     fixed     the settings that all trials have in common
     together  how many trials run at once, and why
     codes     number of a trial -> exit code of its last process, where that has ended
+    settled   number of a trial -> how it stands, where its run was read and changes no more
     space     key -> what a search may choose
     """
 
@@ -118,6 +119,7 @@ class Sweep:
     trials: list[Trial] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
+    settled: dict[int, Result] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
@@ -160,6 +162,19 @@ class Sweep:
 
         A run of other settings is none of it: the trial is still to be begun, and the run itself will refuse that.
         """
+        if trial.number not in self.settled:
+            found = self._read(trial)
+            if found.state not in ("done", "failed"):
+                return found
+            self.settled[trial.number] = found
+        return self.settled[trial.number]
+
+    def begin(self, trial: Trial) -> bool:
+        """How the trial has ended before counts no more; tell whether it had."""
+        self.settled.pop(trial.number, None)
+        return self.codes.pop(trial.number, None) is not None
+
+    def _read(self, trial: Trial) -> Result:
         folder = self.folder / trial.name
         record, code = read_object(folder / "run.json"), self.codes.get(trial.number)
         if not set(trial.words) <= set(map(str, record.get("overrides") or trial.words)):

@@ -58,6 +58,11 @@ def offered(line: str) -> list[str]:
 OFFERS = {
     "accel-run t": "train tune",
     "accel-run in": "inference",
+    "accel-run search tri": "trials=",
+    "accel-run search goal=": "goal=min goal=max",
+    "accel-run train -m tog": "together=",
+    "accel-run train tog": "",
+    "accel-run train -m retry=": "retry=true retry=false",
     "accel-run i": "inference import",
     "accel-run com": "completion",
     "accel-run r": "resume runs report",
