@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,6 +111,31 @@ def printable(text: str) -> str:
     """Return the text without what would move the cursor, color the terminal or hide what comes after it."""
     plain = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
     return "".join(char if char == "\n" or char.isprintable() else _escaped(char) for char in plain)
+
+
+def for_terminal(text: str) -> str:
+    """Return the text with its lines broken between words where standard output is a terminal too narrow for them."""
+    try:
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+    except (OSError, ValueError):
+        columns = 0
+    return wrapped(text, columns) if columns else text
+
+
+def wrapped(text: str, columns: int) -> str:
+    """Return the text in lines of at most so many columns; only a word that is longer stays whole.
+
+    What goes on stands below the last cell of a table, where that leaves it half of the line, else indented by two.
+    """
+    return "\n".join(part for line in text.split("\n") for part in _parts(line, columns))
+
+
+def _parts(line: str, columns: int) -> list[str]:
+    if len(line) <= columns:
+        return [line]
+    cells = [found.end() for found in re.finditer(r"\S {2,}(?=\S)", line) if found.end() <= columns // 2]
+    indent = cells[-1] if cells else len(line) - len(line.lstrip()) + 2
+    return textwrap.wrap(line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def shortened(items: Sequence[object], shown: int = 4, separator: str = ", ") -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.secret import fit_to_show
+from runner.base.words import for_terminal
 from runner.commands.arguments import budget, own_words, read_of_a_run, teller
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def run(words: list[str]) -> int:
     notes = [*wish.notes, *advice.notes]
     chosen = advice.to_apply
     if not wish.as_json:  # before anything is written: what was measured must not be lost with it
-        print(fit_to_show("\n".join(screen(replace(advice, notes=tuple(notes))))), flush=True)
+        print(for_terminal(fit_to_show("\n".join(screen(replace(advice, notes=tuple(notes)))))), flush=True)
     written, refused = None, None
     if wish.applies and chosen is not None:
         try:

@@ -10,6 +10,7 @@ from runner.base.configuration import compose, facts_of_profiles
 from runner.base.errors import ConfigError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
+from runner.base.words import for_terminal
 from runner.commands.arguments import SETTINGS_HELP, read
 
 if TYPE_CHECKING:
@@ -65,10 +66,14 @@ def run(words: list[str]) -> int:
         print("\n".join(rank_table(plan)), end="\n\n")
     if needs.layout:
         print("\n".join(needs.layout), end="\n\n")
-    print(fit_to_show("\n".join(_memory(configuration, inventory, plan, needs))), end="\n\n")
-    print(fit_to_show(table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()])))
+    print(for_terminal(fit_to_show("\n".join(_memory(configuration, inventory, plan, needs)))), end="\n\n")
+    print(
+        for_terminal(
+            fit_to_show(table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()]))
+        )
+    )
     for note in plan.notes:
-        print(fit_to_show(f"note: {note}"))
+        print(for_terminal(fit_to_show(f"note: {note}")))
     print(fit_to_show(f"\nnext: {command(configuration)}"))
     return 0
 

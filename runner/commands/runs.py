@@ -15,7 +15,7 @@ from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
-from runner.base.words import bytes_in_words, is_number
+from runner.base.words import bytes_in_words, for_terminal, is_number
 from runner.commands.arguments import own_words
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
@@ -67,7 +67,7 @@ def run(words: list[str]) -> int:
     if is_json:
         print(json.dumps([_as_json(row) for row in rows], indent=2))
     elif rows:
-        print("\n".join(table(rows, time.time())))
+        print(for_terminal("\n".join(table(rows, time.time()))))
     else:
         print(f"there is no run in {root} yet; start one with: accel-run train", file=sys.stderr)
     return 0

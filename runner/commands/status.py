@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.secret import fit_to_show
+from runner.base.words import for_terminal
 from runner.commands.arguments import read_of_a_run
 from runner.durable.files import TEMPORARY, read_object, read_rows
 
@@ -89,7 +90,7 @@ _WELL = ("done", "preempted")  # nothing is wrong any more
 
 def _print(text: str) -> None:
     """Print what a run says of itself, which a stranger may have written."""
-    print(fit_to_show(text))
+    print(for_terminal(fit_to_show(text)))
 
 
 def _phases(directory: Any) -> None:

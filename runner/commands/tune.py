@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError
 from runner.base.secret import fit_to_show
+from runner.base.words import for_terminal
 from runner.commands.arguments import budget, own_words, read, teller
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def run(words: list[str]) -> int:
     check_profile(request, name)
     tuned = tune(request, budget_s, teller("tune"))
     if not is_json:  # before anything is written: what was measured must not be lost with it
-        print(fit_to_show("\n".join(screen(tuned))), flush=True)
+        print(for_terminal(fit_to_show("\n".join(screen(tuned)))), flush=True)
     written, refused = None, None
     try:
         written = write_profile(profile_of(tuned), request, name)

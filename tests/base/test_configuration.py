@@ -245,6 +245,18 @@ def test_any_text_can_be_said_in_a_word(text: str) -> None:
     assert compose(Request((word_of("output_root", text),))).settings.output_root == text
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
+def test_files_of_windows_are_read_as_others_are(mark: bytes, tmp_path: Path) -> None:
+    folder = tmp_path / "my cönf"
+    for name, text in (("optimizer/slow", OPTION), ("hardware/mine", PROFILE)):
+        file = folder / f"{name}.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(mark + text.replace("\n", "\r\n").encode())
+    found = composed("optimizer=slow", "hardware=mine", folder=folder)
+    assert found.choices["optimizer"].options["lr"] == 0.00001
+    assert found.choices["precision"].name == "bf16"
+
+
 def test_letters_beyond_ascii_need_no_quotes() -> None:
     assert compose(Request(("data.path=/home/josé/meine Bäume",))).settings.data.path == "/home/josé/meine Bäume"
 
@@ -322,6 +334,8 @@ def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tm
     assert any("mine.yaml sets it" in note for note in configuration.notes)
 
 
+OPTION = "# mine\noption: adamw\nlr: 0.00001\n"
+PROFILE = "# @package _global_\ndefaults:\n  - override /precision: bf16\nhardware:\n  title: mine\n  devices: []\n"
 OPTIONS_OF_SGD = ("lr", "momentum", "nesterov", "weight_decay", "kernel", "decay_1d", "lr_scales")
 OTHER_PACKAGE = (
     "must have no # @package line but # @package _global_, which is for keys of the whole configuration,"
