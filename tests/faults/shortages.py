@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._dynamo.backends import registry
@@ -74,9 +77,33 @@ class Shortage:
         self.times -= 1
         self.struck.append(samples)
         self.looks.begin()
+        self.fail(samples)
+
+    def fail(self, samples: int) -> None:
+        """Raise as torch does."""
         if self.on_host:
             raise RuntimeError(f"{HOST} {samples << 20} bytes. Error code 12 (Cannot allocate memory)")
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {samples}.00 MiB. GPU 0 is small.")
+
+
+@dataclass
+class Limited(Shortage):
+    """The system itself refuses memory: the process may take no more of it than it has, while it asks for some.
+
+    library  who asks: torch, numpy or Python
+    """
+
+    library: str = "torch"
+
+    def fail(self, samples: int) -> None:
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 20), before[1]))
+        try:
+            nbytes = samples << 28
+            _ = {"torch": torch.empty, "numpy": np.empty, "Python": bytearray}[self.library](nbytes)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 planted: list[Shortage] = []

@@ -27,7 +27,7 @@ from runner.base.world import World
 from runner.engine import passes, session
 from runner.engine.passes import Smaller
 from tests.distributed.ranks import run_ranks
-from tests.faults.shortages import Looks, Shortage, short
+from tests.faults.shortages import Limited, Looks, Shortage, short
 from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import ForkServer
 from tests.warm import IMPORTED
@@ -302,6 +302,18 @@ def test_a_model_whose_buffers_stay_as_they_are_goes_on_too() -> None:
     (found,) = trained(course, shortage)
     (wanted,) = trained(course, begins_with=began_so(course, shortage, 4))
     assert (found["error"], found["state"]) == (None, wanted["state"])
+
+
+@pytest.mark.parametrize(("library", "wanted"), [("torch", "8 GiB"), ("numpy", "16 GiB"), ("Python", "MemoryError")])
+def test_memory_that_the_system_refuses_is_known_by_the_words_of_who_asked(library: str, wanted: str) -> None:
+    (found,) = trained(Course(), Limited("backward", 4, at=2, library=library))
+    assert (found["error"], found["state"]) == (None, of_four()[0]["state"])
+    assert f"the machine's memory ran out in update 3 (backward): {wanted}" in found["said"]
+
+
+@lru_cache(maxsize=1)
+def of_four() -> list[dict[str, Any]]:
+    return trained(Course(), begins_with=(Smaller("train", 2, 0, 4, MICRO, 1),))
 
 
 @pytest.mark.skipif(not IS_LONG, reason="C++ is compiled for some seconds")
