@@ -88,6 +88,7 @@ def trained(
             )
             with short(*shortages), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # dynamo asks tensors for it
+                warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # what inductor imports
                 return _made(Request(words, TASK), world, run, shortages)
 
         found = run_ranks(one, course.ranks, limit_s=60.0)
