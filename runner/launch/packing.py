@@ -65,6 +65,8 @@ def packed(configurations: Sequence[Configuration], together: int | Literal["aut
             return Packing(why=f"together=auto: one at a time, for parallelism={name} takes all devices")
         what = "must be 1 where each trial takes several devices"
         raise ConfigError(Problem(what, f"together={together}", f"say together=1, or leave out parallelism={name}"))
+    if together == "auto" and len({each.settings.device for each in configurations}) > 1:
+        return Packing(why="together=auto: one at a time, for the trials are on different devices; say together=N")
     try:
         seen = apart(_foresee, _different(configurations), together == "auto")
     except BrokenProcessPool:

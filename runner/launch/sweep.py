@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -150,8 +151,9 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
                     time.sleep(1.0)
                     start(trial)
                 continue
-            if pool.is_stopped and code > Exit.INTERRUPTED:  # by a second or third signal: not the trial's own failure
-                code = int(Exit.INTERRUPTED)
+            if pool.is_stopped and code > Exit.INTERRUPTED:  # ended by our signals: not the trial's own failure
+                has_begun = code != 128 + signal.SIGUSR1  # the first one, before there was anything to save
+                code = int(Exit.INTERRUPTED if has_begun else Exit.PREEMPTED)
             found.codes[trial.number] = code
             if code in STOPPED:
                 pool.stop()

@@ -164,7 +164,7 @@ class Sweep:
         """
         if trial.number not in self.settled:
             found = self._read(trial)
-            if found.state not in ("done", "failed"):
+            if found.state not in ("done", "failed") or trial.number not in self.codes:  # it may be tried again now
                 return found
             self.settled[trial.number] = found
         return self.settled[trial.number]

@@ -167,6 +167,7 @@ def test_of_trials_that_fail_in_every_way_the_rest_is_done_and_the_table_tells(
     code, out, err = run(server, [*words, "retry=true"], tmp_path, MENDED="1")
     assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[1/5]", "[2/5]"], err
     assert record(tmp_path, 1)["began"] == [0, 1], "it goes on where it failed"
+    assert [row["state"] for row in rows(tmp_path)][:2] == ["done", "failed"]
 
 
 def test_trials_at_once_overlap_and_each_line_says_whose_it_is(server: ForkServer, tmp_path: Path) -> None:
@@ -339,6 +340,10 @@ def test_trials_that_take_all_devices_run_alone() -> None:
     several = [compose(Request(("parallelism=ddp",)))]
     assert packed(several, 1) == Packing()
     assert packed(several, "auto").why == "together=auto: one at a time, for parallelism=ddp takes all devices"
+    unlike = composed(expand_sweep(Request(("device=cpu,cuda:0",))))
+    assert packed(unlike, "auto").why.startswith(
+        "together=auto: one at a time, for the trials are on different devices"
+    )
     with pytest.raises(ConfigError, match="must be 1 where each trial takes several devices"):
         packed(several, 2)
 
