@@ -324,7 +324,8 @@ def of_four() -> list[dict[str, Any]]:
 def test_programs_of_inductor_make_the_same_update(ranks: int, where: str, at: int, tally: Tally) -> None:
     course, shortage = Course(ranks, is_compiled=True, backend="inductor"), Shortage(where, 4, at, ranks - 1)
     found = trained(course, shortage)
-    wanted = trained(course, begins_with=began_so(course, shortage, 4))
+    size = until(4, found[ranks - 1]["struck"][0][0])  # the third update of two ranks is ragged
+    wanted = trained(course, begins_with=began_so(course, shortage, size))
     tally.tried += 1
     assert [there["state"] for there in found] == [there["state"] for there in wanted]
 
