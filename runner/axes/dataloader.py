@@ -102,7 +102,8 @@ class Fetcher:
         if not samples and self.may_be_empty:
             return MicroBatch(None, key.last, tuple(bad), counts=False)
         if not samples:
-            raise DataError(f"every sample of a batch is bad: {[index for index, _ in bad]}; the first: {bad[0][1]}")
+            what = f"every sample of a batch is bad: {[index for index, _ in bad]}; the first: {bad[0][1]}"
+            raise DataError(what, fix="mend the samples that are named: a batch must have one that can be read")
         return MicroBatch(self._together(samples), key.last, tuple(bad))
 
     def _together(self, samples: list[Any]) -> Any:

@@ -309,7 +309,9 @@ def _groups(
         if not any(is_under(name, prefix) for name in names)
     ]
     if not parameters:
-        problems.append(Problem("there must be a parameter to train, but all are frozen", "optimizer"))
+        problems.append(
+            Problem("there must be a parameter to train, but all are frozen", "optimizer", "let one want a gradient")
+        )
     if problems:
         raise ConfigError(problems)
     groups: dict[tuple[float, bool], dict[str, Any]] = {}

@@ -260,7 +260,9 @@ def _require_paths(request: Request) -> None:
             f"{request.task_file} does not exist", where="--task", fix=f"make it: accel-run new {request.task_file}"
         )
     if request.config_dir and not request.config_dir.is_dir():
-        raise InputMissing(f"{request.config_dir} is not a folder", where="--config-dir")
+        raise InputMissing(
+            f"{request.config_dir} is not a folder", where="--config-dir", fix="name the folder that holds your files"
+        )
 
 
 def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], list[Problem]]:
@@ -876,13 +878,15 @@ def _read_task(
     try:
         functions, tree = read_functions(source), read_module(source)
     except SyntaxError as error:
-        problems.append(Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source)))
+        problems.append(
+            Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source), "mend that line")
+        )
         return _TaskFile(source)
     except (RecursionError, MemoryError):  # Python's parser has no memory left: it means its stack
         problems.append(Problem("is nested too deeply to be read", str(source)))
         return _TaskFile(source)
     except (UnicodeDecodeError, ValueError) as error:
-        problems.append(Problem(f"is not a Python file: {error}", str(source)))
+        problems.append(Problem(f"is not a Python file: {error}", str(source), "say --task FILE.py"))
         return _TaskFile(source)
     except OSError as error:  # an option of the user's folder for which there is no task
         name, known = composed["hydra_choices"].get("task"), [folder.name for folder in _shipped_tasks()]
@@ -900,7 +904,9 @@ def _read_task(
     for name, key in [*build.items(), *predict.items()]:
         if isinstance(key.default, Expression):
             what = f"the default of {name} must be a literal, such as 64 or 'text', but is {key.default.text}"
-            problems.append(Problem(what, str(source)))
+            problems.append(
+                Problem(what, str(source), "make it None or a literal, and what is to be computed in build")
+            )
     settings, sizes, phases = (_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES", "PHASES"))
     by_default = {
         f"{place}.{name}": key.default

@@ -80,7 +80,8 @@ def run(words: list[str]) -> int:
         error.exit_code = Exit.CANNOT_CREATE
         raise error from None
     except OSError as error:
-        raise CannotCreate(f"cannot be written: {error.strerror}", where=str(path)) from error
+        fix = "go to a folder that is there and that you may write to"
+        raise CannotCreate(f"cannot be written: {error.strerror}", where=str(path), fix=fix) from error
     print(f"wrote {path}; try it: accel-run train --task ./{path}")
     return 0
 

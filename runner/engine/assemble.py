@@ -73,7 +73,8 @@ class Parts:
         fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit, model=self.bare)
         if not len(fetcher):
             where = str(self.plan.settings.data.path or self.source)
-            raise DataError(f"the data set of split {split} is empty", where=where)
+            fix = f"dataset({split!r}) must hold samples; see data.path and data.train_samples"
+            raise DataError(f"the data set of split {split} is empty", where=where, fix=fix)
         return fetcher
 
     def loader(self, fetcher: Fetcher) -> Loader:

@@ -107,7 +107,8 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
         )
     wrong = [name for name, parity in made.items() if not parity.holds]
     if wrong:
-        raise AccelRunError(f"the exported model gives other outputs: {', '.join(wrong)}", where=str(folder))
+        fix = "export those that agree: format=NAME; a model whose eval mode draws random numbers cannot be compared"
+        raise AccelRunError(f"the exported model gives other outputs: {', '.join(wrong)}", where=str(folder), fix=fix)
     return Exit.DONE
 
 

@@ -91,7 +91,7 @@ def infer(request: Request) -> Exit:
                 plan = _in_smaller_batches(plan, error, console)
             release(parts.world.device)
         if not latencies:
-            raise TaskFault("predict yielded nothing", where=str(parts.source))
+            raise TaskFault("predict yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
         summary = _summary(latencies, items, parts.task.item, trained.update)
         summary["peak_host_gib"] = host_peak_gib()
         if parts.world.device.type == "cuda":

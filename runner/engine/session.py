@@ -437,7 +437,8 @@ def _checkpoint_of(wanted: str, plan: Plan) -> Loaded:
     other = RunDirectory.find(plan.settings.root, wanted)
     found = load_newest(other.checkpoints)
     if found is None:
-        raise InputMissing(f"run {other.name} has no valid checkpoint", where=f"resume={wanted}")
+        fix = f"accel-run status {other.name} shows what it has; accel-run runs lists the others"
+        raise InputMissing(f"run {other.name} has no valid checkpoint", where=f"resume={wanted}", fix=fix)
     return found
 
 
@@ -550,7 +551,9 @@ def _left(error: SystemExit, source: Path) -> AccelRunError:
     """Return the fault of a task that calls sys.exit: nobody would see why the run ended."""
     from runner.engine.faults import fault_of
 
-    return fault_of(error, source, "the task") or AccelRunError(f"the program was left by sys.exit({error.code})")
+    return fault_of(error, source, "the task") or AccelRunError(
+        f"the program was left by sys.exit({error.code})", fix="let the task return, or raise what is wrong"
+    )
 
 
 def _updates_in(metrics: Path) -> int:

@@ -120,7 +120,7 @@ def _import(name: str, file: Path | None) -> ModuleType:
     # Registered under its own name, and found from its own folder, so that data workers can import it too.
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise TaskFault("is not a Python file", where=str(file))
+        raise TaskFault("is not a Python file", where=str(file), fix="its name must end with .py")
     if file.stem in sys.modules and getattr(sys.modules[file.stem], "__file__", None) != str(file):
         raise TaskFault(
             f"has the name of a module in use, {file.stem}", where=str(file), fix=f"call it my_{file.stem}.py"

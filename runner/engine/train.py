@@ -1139,7 +1139,9 @@ def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) ->
         current = start.state["phase"]
         if current not in names:
             raise IncompatibleResume(
-                f"the checkpoint is of phase {current}, which the task does not have", where="phases"
+                f"the checkpoint is of phase {current}, which the task does not have",
+                where="phases",
+                fix="take the task the run was trained with, or start anew with another run=NAME",
             )
         finished = {name for name, record in start.state["records"].items() if record["finished"]}
         is_selected = current in [phase.name for phase in selected]

@@ -92,7 +92,8 @@ def _read(file: Path) -> dict[str, Tensor]:
                 where=f"weights={file}",
                 fix=f"make a safetensors file of it, without running anything: accel-run import {file}",
             ) from None
-        raise DataError(f"is not in the safetensors format: {error}", where=f"weights={file}") from error
+        fix = "it may be cut off: fetch it again"
+        raise DataError(f"is not in the safetensors format: {error}", where=f"weights={file}", fix=fix) from error
 
 
 # ---------------------------------------------------------------- from a pickle
@@ -203,9 +204,10 @@ def _unpickled(source: Path) -> Any:
                 raise
             return torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251 - the older format
     except MemoryError as error:
-        raise HostMemoryError("asks for more memory than its size explains", where=str(source)) from error
+        fix = "it is damaged, or made to harm: fetch it again from where you trust it"
+        raise HostMemoryError("asks for more memory than its size explains", where=str(source), fix=fix) from error
     except OSError as error:
-        raise DataError(f"cannot be read: {error}", where=str(source)) from error
+        raise DataError(f"cannot be read: {error}", where=str(source), fix="see who may read it") from error
     except Exception as error:  # of any class: the file decides where the reader fails
         asked = _ASKED.search(str(error))
         if asked:
@@ -216,7 +218,11 @@ def _unpickled(source: Path) -> Any:
             ) from None
         operand = _OPERAND.search(str(error))
         first = operand[0] if operand else (str(error) or type(error).__name__).splitlines()[0][:120]
-        raise DataError(f"is not a file of torch.save, or damaged: {fit_to_show(first)}", where=str(source)) from None
+        what, fix = (
+            f"is not a file of torch.save, or damaged: {fit_to_show(first)}",
+            "fetch it again, or name another file",
+        )
+        raise DataError(what, where=str(source), fix=fix) from None
 
 
 def _descended(content: Any, key: str | None, source: Path) -> tuple[Mapping[Any, Any], str]:

@@ -76,13 +76,14 @@ def save(content: Any) -> Callable[[Path], None]:
     return lambda path: torch.save(content, path)
 
 
+AGAIN = "\n           fetch it again, or name another file\n"
 REFUSED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "code": (save({"state_dict": STATE, "x": Runs()}), 89, f"asks for posix.system, which is code and not a weight\n           {CODE}"),
     "a whole model": (save(model()), 89, f"asks for torch.nn.modules.container.Sequential, which is code and not a weight\n           {CODE}"),
     "arguments": (save({"args": argparse.Namespace(a=1), "model": STATE}), 89, f"asks for argparse.Namespace, which is code and not a weight\n           {CODE}"),
     "a bare pickle": (lambda path: path.write_bytes(pickle.dumps(Runs(), 2)) and None, 89, f"asks for posix.system, which is code and not a weight\n           {CODE}"),
-    "noise": (lambda path: path.write_bytes(b"\xba\xbe" * 500) and None, 65, "is not a file of torch.save, or damaged: Unsupported operand 186\n"),
-    "nothing in it": (lambda path: path.write_bytes(b"") and None, 65, "is not a file of torch.save, or damaged: EOFError\n"),
+    "noise": (lambda path: path.write_bytes(b"\xba\xbe" * 500) and None, 65, f"is not a file of torch.save, or damaged: Unsupported operand 186{AGAIN}"),
+    "nothing in it": (lambda path: path.write_bytes(b"") and None, 65, f"is not a file of torch.save, or damaged: EOFError{AGAIN}"),
     "no tensors": (save({"a": {"b": 1}}), 78, "holds no tensors by name\n           say which entry with key=NAME; there are a\n"),
     "a list": (save([1, 2]), 65, "must hold a mapping of names to tensors, but holds list\n           have it saved as torch.save(model.state_dict(), file)\n"),
     "sparse": (save({"w": torch.eye(3).to_sparse()}), 65, "cannot be kept as safetensors: w: it is torch.sparse_coo and torch.float32\n"),

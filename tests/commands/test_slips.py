@@ -357,6 +357,7 @@ accel-run: FOLDER/without_build.py: must define build(*, ...) -> Task, and does 
 """,
     "train --task ./broken.py": """\
 accel-run: FOLDER/broken.py: is not valid Python, line 1: '(' was never closed
+           mend that line
 """,
     "explain optimizer.lrr": """\
 accel-run: optimizer.lrr: unknown key

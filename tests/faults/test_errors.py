@@ -54,6 +54,38 @@ WAYS = {
 }
 
 
+# Messages that neither say what must be nor have a line of what to do, file by file; no new one comes in.
+WITHOUT_ADVICE = 38
+
+
+def messages() -> list[tuple[Path, ast.Call]]:
+    """Return each place in the runner where a problem or an error for people is made."""
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AccelRunError)}
+    kinds = kinds - {"ConfigError"} | {"Problem"}  # the first holds problems
+    return [
+        (file, node)
+        for file in sorted((ROOT / "runner").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds
+    ]
+
+
+def test_messages_say_what_to_do() -> None:
+    def advises(call: ast.Call) -> bool:
+        is_problem = isinstance(call.func, ast.Name) and call.func.id == "Problem"
+        has_fix = any(keyword.arg in ("fix", None) for keyword in call.keywords) or (is_problem and len(call.args) > 2)
+        return has_fix or any(isinstance(word, ast.Starred) for word in call.args)
+
+    found = messages()
+    silent = [
+        f"{file.relative_to(ROOT)}:{call.lineno} {ast.unparse(call)}"
+        for file, call in found
+        if not advises(call) and not re.search(r"must|needs|leave|take|say", ast.unparse(call))
+    ]
+    assert len(found) > 350
+    assert len(silent) <= WITHOUT_ADVICE, "\n".join(silent)
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_a_code_is_reached(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     way = WAYS[name]

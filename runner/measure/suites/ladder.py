@@ -157,7 +157,7 @@ class Ladder:
         members = tuple(technique for technique in self.asked.members if technique.name not in self.skipped)
         if not members and self.asked.members:
             why = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
-            raise ConfigError(Problem(f"nothing of it can be measured here: {why}", "techniques"))
+            raise ConfigError(Problem(f"nothing of it can be measured here: {why}", "techniques", "say techniques=all"))
         wanted = dataclasses.replace(self.wanted, request=self.asked.request, words=())  # its own are understood
         with place_of(wanted) as place:
             self.arena, self.is_on_cpu = place.arena, place.plan.device.startswith("cpu")
