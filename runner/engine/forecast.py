@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ from runner.engine.kinds import Gradients
 from runner.engine.loop import Position, train_updates
 from runner.engine.phantom import Block, Ledger, Phantom, in_layers
 from runner.plan.budget import Blocks, computed_again
-from runner.plan.fits import tensors_within
+from runner.plan.fits import sized, tensors_within
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.need import Bytes, Event, Layer, Traced
 from runner.plan.plan import PhasePlan, Plan, make_plan
 
 FEW = 2  # samples that are passed for real where a task cannot be followed
+PASSING = ("activations", "temporary")
+FEW_BYTES = 1024  # of losses and norms
 UPDATES = 2  # the optimizer makes its state in the first one
 
 
@@ -175,6 +177,7 @@ class Follower:
         self.ledger = phantom.ledger = Ledger()
         self.kept: list[Block] = []  # activations of the newest pass
         self.trained: list[nn.Parameter] = []
+        self.left: list[int] = []  # bytes of what passes made that are there after each update
 
     def follow(self) -> Traced:
         """Return what two updates take."""
@@ -194,8 +197,12 @@ class Follower:
         position = Position(phase.name)
 
         def read() -> Iterator[MicroBatch]:
-            first = next(order.from_update(0))._replace(last=True)  # one pass is enough to make the state
-            for key in chain([first], order.from_update(1)):
+            first = list(islice(order.from_update(0), phase.batch.accumulation_steps))
+            with _disable_current_modes():
+                shapes = {_shapes_of(fetcher[key].batch) for key in first}
+            if len(shapes) == 1:  # one pass is enough to make the state
+                first = [first[0]._replace(last=True)]
+            for key in chain(first, order.from_update(1)):
                 with _disable_current_modes():
                     item = fetcher[key]
                 map_tensors(lambda tensor: ledger.saw(tensor, "inputs"), item.batch)
@@ -226,7 +233,8 @@ class Follower:
             return self._told(tuple(ledger.events))
 
     def updated(self) -> None:
-        """An update was made."""
+        """An update was made; note what of its passes is still there."""
+        self.left.append(sum(block.size for block in self.ledger.alive() if block.kind in PASSING))
 
     def _handed_out(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the batches and keep each one until the next is asked for, as prefetching does."""
@@ -291,6 +299,10 @@ class Follower:
             num_layers = None
         others = [event for event in events if ledger.blocks[event[0]].kind != "gradients"]
         passes = [ledger.work[stage] for stage in ("forward", "backward")]
+        grown = self.left[-1] - self.left[0] if self.left else 0
+        why_not = (
+            f"the task keeps {sized(grown)} more after an update than after the one before" if grown > FEW_BYTES else ""
+        )
         return Traced(
             phase=self.phase.name,
             micro_batch_size=self.phase.batch.micro_batch_size,
@@ -304,8 +316,16 @@ class Follower:
             update_moved_bytes=ledger.work["update"].moved_bytes,
             without_bytes=peak_of(others, ledger.blocks).total,
             num_layers=num_layers,
+            is_exact=not why_not,
+            why_not=why_not,
             **_of_weights(self.parts.bare, list(units.values()), self.trained),
         )
+
+
+def _shapes_of(batch: Any) -> str:
+    found: list[str] = []
+    map_tensors(lambda tensor: found.append(f"{tuple(tensor.shape)} {tensor.dtype}"), batch)
+    return "; ".join(found)
 
 
 def _of_weights(model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter]) -> dict[str, Any]:

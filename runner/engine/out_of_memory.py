@@ -153,6 +153,7 @@ def hints(plan: Plan, found: Account | None, samples: int) -> list[str]:
             lines.append("dataloader.cache=none")
         if choices["memory"].name == "none" and plan.device == "cpu":
             lines.append("memory=checkpoint (activations are computed again in the backward pass)")
+    lines.append("accel-run plan, with the words of this run, lists what would fit, by predicted memory and time")
     return [*lines, "a smaller model"]
 
 

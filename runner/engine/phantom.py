@@ -230,6 +230,8 @@ def in_layers(ledger: Ledger, model: nn.Module) -> Iterator[None]:
 
     def enter(module: nn.Module, _: Any) -> None:
         ledger.layers.append(names.get(module, ledger.layers[-1]))
+        if isinstance(module, nn.LSTM) and any(isinstance(weight, FakeTensor) for weight in module.parameters()):
+            raise NotTraceable("an LSTM takes another kernel where its weights have no content")
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
         ledger.layers.pop()

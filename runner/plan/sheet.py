@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from runner.plan.estimate import Peaks, Seconds, update_seconds
-from runner.plan.fits import Demand, Needs, RankMemory, biggest, sized
+from runner.plan.fits import Demand, Needs, RankMemory, biggest, passes_of, sized
 from runner.plan.plan import PhasePlan, Plan, part_of
 
 WIDTH = 80  # columns
@@ -107,17 +107,27 @@ def _parts(plan: Plan, of_ranks: Sequence[RankMemory]) -> list[str]:
 
 
 def _more(plan: Plan, phase: PhasePlan, demand: Demand, of_ranks: Sequence[RankMemory]) -> list[str]:
-    """Return the most samples of a pass that would fit each kind of rank."""
+    """Return the most samples of a pass that would fit each kind of rank, and how many are advised where not all do."""
     part = part_of(plan.choices["parallelism"], phase)
-    found = []
+    found, fit = [], MOST
     for kind in _alike(of_ranks):
         if not kind[0].prediction.capacity:
             continue
         most = biggest(demand, plan.ranks[kind[0].rank], MOST, part.of_rank(kind[0].rank))
+        fit = min(fit, most)
         about = "" if demand.is_traced_at(most) or not most else "about "
         beyond = "more than " if most == MOST else about
         found.append(f"{beyond}{most:,} on {_ranks(kind)} (this run: {kind[0].samples:,})")
-    return _wrapped("most samples", "of a pass that fit: " + ", ".join(found)) if found else []
+    if not found:
+        return []
+    lines = _wrapped("most samples", "of a pass that fit: " + ", ".join(found))
+    share = max(phase.batch.shares)
+    advised = passes_of(share, fit)
+    if 0 < fit < share and advised < fit:
+        steps = -(-share // advised)
+        even = "of equal size" if share % advised == 0 else "of about equal size"
+        lines += _wrapped(" ", f"advised: {advised:,}, for {share:,} samples are then {steps:,} passes {even}")
+    return lines
 
 
 def _layers(demand: Demand, of_ranks: Sequence[RankMemory]) -> list[str]:

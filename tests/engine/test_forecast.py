@@ -141,6 +141,15 @@ class Normed(Task):
 def build():
     return Normed()
 """
+KEEPING = UNTRACEABLE.replace(
+    "return out[out > out.mean().item()].square()",
+    "self.kept = [*vars(self).get('kept', []), out.detach()]\n        return out.square()",
+).replace("nn.Linear(512, 1)", "nn.Linear(512, 128)")
+RECURRENT = (
+    UNTRACEABLE.replace("nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 1))", "nn.LSTM(8, 64)")
+    .replace("model(x)", "model(x)[0]")
+    .replace("out[out > out.mean().item()]", "out")
+)
 DATA_DEPENDENT = UNTRACEABLE.replace("out[out > out.mean().item()]", "out[x[:, 0] > x.mean().item()]")
 
 
@@ -216,6 +225,24 @@ def test_what_depends_on_weights_is_measured_and_says_so(script, tmp_path):
     (many,) = forecast(configuration, script.HERE, [100 * FEW])
     assert many.peak.inputs == 100 * few.peak.inputs
     assert many.peak.parameters == few.peak.parameters
+
+
+def test_a_task_that_keeps_what_it_made_is_marked(script, tmp_path):
+    file = tmp_path / "keeping.py"
+    file.write_text(KEEPING)
+    (traced,) = forecast(composed(file=file, micro=16), script.HERE, [16])
+    assert not traced.is_exact
+    assert "keeps 16 KiB more after an update" in traced.why_not  # 2 passes of 16 x 128 numbers
+
+
+def test_kernels_that_torch_takes_for_real_weights_only_are_measured(script, tmp_path):
+    file = tmp_path / "recurrent.py"
+    file.write_text(RECURRENT)
+    configuration = composed(file=file, micro=FEW)
+    (traced,) = forecast(configuration, script.HERE, [FEW])
+    assert not traced.is_exact
+    assert "an LSTM takes another kernel" in traced.why_not
+    assert traced.peak.total == script.counted(configuration, [FEW])["train", FEW]
 
 
 def test_of_a_model_too_large_to_be_measured_the_parameters_are_known(script, tmp_path, monkeypatch):

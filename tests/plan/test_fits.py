@@ -283,6 +283,18 @@ def test_needs_survive_the_way_between_ranks() -> None:
     assert (again.corrections, again.why_not) == (needs.corrections, needs.why_not)
 
 
+def test_what_fits_and_what_is_advised_are_both_told() -> None:
+    needs = Needs({"train": demand(1, 64)})
+    made = plan("global_batch_size=64", "micro_batch_size=auto", needs=needs)
+    held = biggest(needs.demands["train"], made.ranks[0], 64)
+    advised = made.batch.micro_batch_size
+    assert advised < held < 64
+    assert 64 % advised == 0
+    text = " ".join(" ".join(sheet(made, needs, {})).split())
+    assert f"of a pass that fit: about {held} on rank 0 (this run: {advised})" in text
+    assert f"advised: {advised}, for 64 samples are then {64 // advised} passes of equal size" in text
+
+
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_every_line_fits_a_terminal_and_says_what_is_an_estimate(count: int) -> None:
     gpus = tuple(
