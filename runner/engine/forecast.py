@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +196,7 @@ class Follower:
         position = Position(phase.name)
 
         def read() -> Iterator[MicroBatch]:
-            first = list(islice(order.from_update(0), phase.batch.accumulation_steps))
-            with _disable_current_modes():
-                shapes = {_shapes_of(fetcher[key].batch) for key in first}
-            if len(shapes) == 1:  # one pass is enough to make the state
-                first = [first[0]._replace(last=True)]
-            for key in chain(first, order.from_update(1)):
+            for key in order.from_update(0):
                 with _disable_current_modes():
                     item = fetcher[key]
                 map_tensors(lambda tensor: ledger.saw(tensor, "inputs"), item.batch)
@@ -320,12 +314,6 @@ class Follower:
             why_not=why_not,
             **_of_weights(self.parts.bare, list(units.values()), self.trained),
         )
-
-
-def _shapes_of(batch: Any) -> str:
-    found: list[str] = []
-    map_tensors(lambda tensor: found.append(f"{tuple(tensor.shape)} {tensor.dtype}"), batch)
-    return "; ".join(found)
 
 
 def _of_weights(model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter]) -> dict[str, Any]:
