@@ -367,7 +367,10 @@ def test_a_shown_file_is_taken(block: Block) -> None:
     "block", [each for each in BLOCKS if each.language == "python" and each.page != WITH_RECIPES], ids=str
 )
 def test_shown_python_is_python_and_imports_what_there_is(block: Block) -> None:
-    tree = ast.parse(block.text)
+    typed, text = re.findall(r"^!(.*)$", block.text, re.MULTILINE), re.sub(r"^!.*$", "", block.text, flags=re.MULTILINE)
+    for words in commands("\n".join(typed)):  # of a notebook
+        check_line(words)
+    tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("runner"):
             assert node.module == "runner"
