@@ -275,7 +275,7 @@ def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], li
     problems: list[Problem] = []
     for word in _joined(request, problems):
         if len(problems) >= MAX_UNREAD:
-            what = "and what follows were not looked at: too much before it cannot be read"
+            what = "and all after it must wait, not looked at: too much before it cannot be read"
             problems.append(Problem(what, word, "mend that first; many settings belong into a file"))
             break
         if len(word) > MAX_WORD or _depth(word) > MAX_DEPTH:  # the grammar would take seconds to say no
