@@ -4,9 +4,11 @@ set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 
-modes=(train inference both plan explain runs status report monitor profile advise benchmark tune doctor export import new completion)
+modes=(train inference both resume search plan explain runs status report monitor profile advise benchmark tune doctor export import new completion)
 declare -A meaning=(
     [train]="train a task; the same command with the same run=NAME resumes"
+    [resume]="go on with a run that was stopped"
+    [search]="search settings with Optuna, each trial a run"
     [inference]="predict with the newest checkpoint of a run (short: infer)"
     [both]="train, then predict with what was trained"
     [plan]="show every derived value with its reason, and stop"

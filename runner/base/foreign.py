@@ -204,6 +204,8 @@ def fix_of_command(
         return f"a command comes first: accel-run train {first}"
     else:
         said = fix_of_word(first, groups)
+    if said.startswith("say accel-run "):
+        return said
     return f"a command comes first: accel-run train {said.removeprefix('say ')}" if said.startswith("say ") else ""
 
 

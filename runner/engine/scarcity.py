@@ -6,6 +6,8 @@ import dataclasses
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from runner.base.errors import AccelRunError, DeviceMemoryError, HostMemoryError, Problem, RankLost
 from runner.base.shortage import BETWEEN, Shortage, halved, shortage_of
 from runner.engine import passes
@@ -77,7 +79,7 @@ class Scarcity:
         size, mine = self._size(), None
         if shortage is not None:
             assert self.found is not None, "it was noted"
-            mine = [size, halved(size), shortage.place, str(self.found), shortage.side]
+            mine = [size, self._halved(size), shortage.place, str(self.found), shortage.side]
         told = self.world.gather([mine, obstacle])
         stuck = [(rank, there) for rank, (there, what) in enumerate(told) if what or (there and there[1] is None)]
         if stuck:
@@ -116,6 +118,14 @@ class Scarcity:
             "out of memory", update=update + 1, phase=phase.name, rank=rank, place=place, before=before, size=size,
             text=numbers,
         )  # fmt: skip
+
+    def _halved(self, size: int) -> int | None:
+        """Return the next smaller size; None where there is none. To train, a batch norm needs two samples."""
+        less = halved(size)
+        needs_two = not self.phase.is_evaluating and any(
+            isinstance(module, _BatchNorm) for module in self.run.parts.bare.modules()
+        )
+        return None if less == 1 and needs_two else less
 
     def _size(self) -> int:
         """Return the most samples of a pass of this rank in the update under way."""
@@ -176,7 +186,7 @@ class Scarcity:
     def _told(self, shortage: Shortage, found: AccelRunError, obstacle: str) -> AccelRunError:
         phase = self.phase
         size = self.sizes.now if phase.is_evaluating else self._size()
-        less = halved(size)
+        less = self._halved(size)
         (problem,) = found.problems
         of_pass = size if shortage.place != BETWEEN else 0
         lines = [f"{number}. {line}" for number, line in enumerate(hints(self.run.plan, self.found, of_pass), 1)]

@@ -248,7 +248,7 @@ def test_any_text_can_be_said_in_a_word(text: str) -> None:
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
 def test_files_of_windows_are_read_as_others_are(mark: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "my cönf"
-    for name, text in (("optimizer/slow", OPTION), ("hardware/mine", PROFILE)):
+    for name, text in (("optimizer/slow", OPTION), ("hardware/mine", TO_BF16)):
         file = folder / f"{name}.yaml"
         file.parent.mkdir(parents=True)
         file.write_bytes(mark + text.replace("\n", "\r\n").encode())
@@ -335,7 +335,7 @@ def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tm
 
 
 OPTION = "# mine\noption: adamw\nlr: 0.00001\n"
-PROFILE = "# @package _global_\ndefaults:\n  - override /precision: bf16\nhardware:\n  title: mine\n  devices: []\n"
+TO_BF16 = "# @package _global_\ndefaults:\n  - override /precision: bf16\nhardware:\n  title: mine\n  devices: []\n"
 OPTIONS_OF_SGD = ("lr", "momentum", "nesterov", "weight_decay", "kernel", "decay_1d", "lr_scales")
 OTHER_PACKAGE = (
     "must have no # @package line but # @package _global_, which is for keys of the whole configuration,"

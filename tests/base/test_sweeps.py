@@ -87,7 +87,7 @@ def test_a_range_of_a_search_is_what_hydra_calls_it_and_whole_where_its_key_is(w
         ("optimizer.lr=log(0,1)", "optimizer.lr=tag(log,interval(0,1)): a log scale begins above 0 | say log(0.001,1)"),
         ("optimizer.lr=interval(2,1)", "optimizer.lr=interval(2,1): must begin below its end | say interval(1,2)"),
         ("optimizer.lr=interval(0,inf)", "optimizer.lr=interval(0,inf): has no end | say between which numbers"),
-        ("optimizer.lr=interval(-1,1)", "optimizer.lr=-1: must be a number above 0, but is -1 | "),
+        ("optimizer.lr=interval(-1,1)", "optimizer.lr=-1: must be a number above 0, but is -1 | say optimizer.lr=0.0003, the default"),
         ("precision=fp32,bf17", "precision=bf17: unknown precision; must be one of auto, bf16, fp16, fp32, tf32 | did you mean bf16?"),
         ("optimizer.lr=log(1e-4,1e-2) optimizer.lr=0.1", "optimizer.lr=tag(log,interval(1e-4,1e-2)): optimizer.lr is given twice, here and by optimizer.lr=0.1 | give one of them"),
     ],

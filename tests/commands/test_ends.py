@@ -141,7 +141,7 @@ def test_what_is_under_way_goes_on_when_its_reader_goes_away(
     (tmp_path / ".out").write_text("")
     ended = server.wait()
     assert (ended.code, ended.err) == (0, "")
-    runs = sorted((tmp_path / "outputs").iterdir())
+    runs = sorted(path.parent for path in (tmp_path / "outputs").rglob("run.json"))
     assert [run.name for run in runs] == (["mine"] if words[0] == "both" else ["mine-1", "mine-2"])
     assert {json.loads((run / "run.json").read_text())["state"] for run in runs} == {"done"}
     assert (runs[0] / "predictions" / "summary.json").is_file() == (words[0] == "both")

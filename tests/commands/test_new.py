@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -105,8 +106,8 @@ def test_it_predicts(server: ForkServer, folder: Path) -> None:
 def test_it_is_swept(server: ForkServer, folder: Path) -> None:
     ended = server.run(["train", "-m", "--task", "./my_task.py", "run=mine", "task.hidden=4,8", *SHORT], folder)
     assert ended.code == 0, ended.err
-    assert [state(folder / "outputs" / f"mine-{number}") for number in (1, 2)] == ["done", "done"]
-    assert "lowest val/loss: mine-" in ended.out
+    assert [state(folder / "outputs" / "mine" / f"mine-{number}") for number in (1, 2)] == ["done", "done"]
+    assert re.search(r"2 done; min of val/loss: [\d.]+, mine-[12]  task.hidden=", ended.out), ended.out
 
 
 def test_it_is_never_written_over_another_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

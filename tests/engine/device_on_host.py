@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from runner.base import stopwatch
 from runner.distributed import parallel
@@ -32,5 +33,5 @@ class LateEvent:
         return 1e3 * (later.at - self.at)
 
 
-stopwatch.torch = SimpleNamespace(Event=LateEvent)  # type: ignore[assignment]
+torch.Event = LateEvent  # type: ignore[misc,assignment]
 parallel.stopwatch = stopwatch.DeviceStopwatch  # type: ignore[assignment]

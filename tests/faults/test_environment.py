@@ -402,7 +402,7 @@ WORKERS = {
     "worker-exits": (85, "a data worker died"),
     "worker-leaves": (85, "a data worker died"),
     "worker-raises": (65, "sample 77 cannot be read: Unpicklable: a"),
-    "worker-out-of-memory": (65, "sample 77 cannot be read: RuntimeError: "),
+    "worker-out-of-memory": (81, "memory is used up"),
 }
 
 
