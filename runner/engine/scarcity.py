@@ -6,9 +6,7 @@ import dataclasses
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
-from runner.base.errors import AccelRunError, DeviceMemoryError, HostMemoryError, Problem, RankLost
+from runner.base.errors import AccelRunError, DeviceMemoryError, HostMemoryError, Problem, RankLost, TaskFault
 from runner.base.shortage import BETWEEN, Shortage, halved, shortage_of
 from runner.engine import passes
 from runner.engine.evaluate import Sizes
@@ -79,7 +77,7 @@ class Scarcity:
         size, mine = self._size(), None
         if shortage is not None:
             assert self.found is not None, "it was noted"
-            mine = [size, self._halved(size), shortage.place, str(self.found), shortage.side]
+            mine = [size, halved(size), shortage.place, str(self.found), shortage.side]
         told = self.world.gather([mine, obstacle])
         stuck = [(rank, there) for rank, (there, what) in enumerate(told) if what or (there and there[1] is None)]
         if stuck:
@@ -118,14 +116,6 @@ class Scarcity:
             "out of memory", update=update + 1, phase=phase.name, rank=rank, place=place, before=before, size=size,
             text=numbers,
         )  # fmt: skip
-
-    def _halved(self, size: int) -> int | None:
-        """Return the next smaller size; None where there is none. To train, a batch norm needs two samples."""
-        less = halved(size)
-        needs_two = not self.phase.is_evaluating and any(
-            isinstance(module, _BatchNorm) for module in self.run.parts.bare.modules()
-        )
-        return None if less == 1 and needs_two else less
 
     def _size(self) -> int:
         """Return the most samples of a pass of this rank in the update under way."""
@@ -169,6 +159,11 @@ class Scarcity:
         It then goes on from its last checkpoint, at once where it was started here, else with the same command.
         """
         shortage = shortage_of(error)
+        if shortage is None and isinstance(found, TaskFault) and self.found is not None and self._is_made_again():
+            # What smaller passes cannot do, as a batch norm one of one sample, is not what the update failed of.
+            ended = self._end(self.found.shortage, "", is_vain=True)
+            ended.add_note(f"passes of {self._size()} samples were tried: {found.problems[0].what}")
+            return ended
         if shortage is None or not isinstance(found, (DeviceMemoryError, HostMemoryError)):
             return found
         if self.found is None or self.found.shortage != shortage:
@@ -176,17 +171,22 @@ class Scarcity:
                 self.note(shortage, error)
         return self._told(shortage, found, "")
 
-    def _end(self, shortage: Shortage, obstacle: str) -> AccelRunError:
+    def _is_made_again(self) -> bool:
+        """Tell whether the update under way is one in which memory has run out on this rank."""
+        now = (self.phase.name, self.phase.position.update, self.world.rank)
+        return any((row.phase, row.update, row.rank) == now and row.use == "training" for row in self.rows)
+
+    def _end(self, shortage: Shortage, obstacle: str, *, is_vain: bool = False) -> AccelRunError:
         kind = DeviceMemoryError if shortage.side == "device" else HostMemoryError
         whose = "the GPU's" if shortage.side == "device" else "the machine's"
         own = self.told.fix if self.told is not None else ""
         found = kind(f"{whose} memory is used up: {shortage.text}", where=self._where(shortage), fix=own)
-        return self._told(shortage, found, obstacle)
+        return self._told(shortage, found, obstacle, is_vain=is_vain)
 
-    def _told(self, shortage: Shortage, found: AccelRunError, obstacle: str) -> AccelRunError:
+    def _told(self, shortage: Shortage, found: AccelRunError, obstacle: str, *, is_vain: bool = False) -> AccelRunError:
         phase = self.phase
         size = self.sizes.now if phase.is_evaluating else self._size()
-        less = self._halved(size)
+        less = None if is_vain else halved(size)
         (problem,) = found.problems
         of_pass = size if shortage.place != BETWEEN else 0
         lines = [f"{number}. {line}" for number, line in enumerate(hints(self.run.plan, self.found, of_pass), 1)]
