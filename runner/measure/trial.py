@@ -603,7 +603,7 @@ class _Nursery:
                 stdout=subprocess.DEVNULL,
                 stderr=self._said,
                 start_new_session=True,
-                env={**without_secrets(os.environ), **environment},
+                env={**STEADY, **without_secrets(os.environ), **environment},
             )
         self._answer()
 
@@ -873,6 +873,9 @@ def as_json(trials: Trials) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# glibc's malloc learns from what is freed from which size on it asks the system for memory each time: processes that do
+# the same learn different things, and differ by a fifth for as long as they live. Source: mallopt(3), M_MMAP_THRESHOLD.
+STEADY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 _MORE_TIME = "give it more, as budget_s=600"
 UNTRIED = "not tried: no time was left for its start"
 NO_TIME = "not tried: it had no time to start"
