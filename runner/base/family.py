@@ -63,7 +63,7 @@ def clear_away(sessions: Set[int], known: Set[int], others_s: float | None) -> N
     while num_empty < 2:  # one look may miss a process whose parent ends during it
         waited_s = time.monotonic() - began
         left = list(_left(known, sessions))
-        ours = [process for process in left if process.session in sessions]
+        ours = [process for process in left if sessions & {process.session, process.pid}]  # it may not lead it yet
         if waited_s > LAST_S:
             return
         num_empty = 0 if ours or (left and others_s is not None) else num_empty + 1

@@ -430,10 +430,7 @@ def _everything_ended() -> Iterator[list[_Rank]]:
             well = (Exit.DONE, Exit.PREEMPTED, Exit.INTERRUPTED)
             has_failed = any(rank.status not in well and not rank.is_killed for rank in ranks)
             clear_away({rank.pid for rank in ranks}, known, _OTHERS_S if has_failed else None)
-            for rank in ranks:  # one that was killed before it had a session may not be dead yet
-                gone = select.poll()
-                gone.register(rank.descriptor, select.POLLIN)
-                gone.poll(LAST_S * 1000)
+            for rank in ranks:
                 os.close(rank.descriptor)
                 os.waitpid(rank.pid, os.WNOHANG)
 
