@@ -132,7 +132,8 @@ UNIQUE = list({each.text: each for each in SAID}.values())
 
 
 def _settings(words: list[str]) -> None:
-    rest = wish_of(words, GRID)[1] if "-m" in words else words
+    own, rest, _ = own_words(words, GRID) if "-m" in words else (GRID, words, False)
+    wish_of(own)
     arguments = read(rest, multirun=True)
     for combination in expand_sweep(arguments.request) if arguments.multirun else [arguments.request]:
         configuration = compose(combination)
@@ -151,7 +152,8 @@ def _of_a_run(words: list[str]) -> None:
 
 def _search(words: list[str]) -> None:
     """What is searched is no setting yet: its key is checked, and all else composed."""
-    _, rest = wish_of(words, search.OWN)
+    own, rest, _ = own_words(words, search.OWN)
+    wish_of(own)
     ranges = [word for word in rest if re.search(r"=.*[(,]", word)]
     assert ranges, "nothing is searched"
     assert {word.partition("=")[0] for word in ranges} <= known_keys()

@@ -406,8 +406,13 @@ def _quoted(word: str) -> str:
     return f'{readable(key, MAX_SHOWN)}="{readable(value, MAX_SHOWN)}"'
 
 
+def key_of(word: str) -> str:
+    """Return the key of a setting as it is typed; the ~ of a word that deletes one stays, for it is refused."""
+    return word.partition("=")[0].lstrip("+")
+
+
 def _key_of(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
+    return key_of(word).lstrip("+~")
 
 
 # ---------------------------------------------------------------- groups

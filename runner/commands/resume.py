@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from runner.base.configuration import word_of
+from runner.base.configuration import key_of, word_of
 from runner.base.errors import ConfigError, Problem
 from runner.base.places import as_path
 from runner.commands.arguments import read_of_a_run, teller
@@ -46,7 +46,7 @@ def run(words: list[str]) -> int:
 
     directory, root = find_run(given)
     origin = origin_of(directory, root, given)
-    own = tuple(word for word in given.overrides if _key(word) not in ("run", "output_root"))
+    own = tuple(word for word in given.overrides if key_of(word) not in ("run", "output_root"))
     say = teller("resume")
     if origin.folder is not None and origin.folder.is_dir():
         os.chdir(origin.folder)
@@ -60,17 +60,13 @@ def run(words: list[str]) -> int:
 
 def _not_kept(overrides: Sequence[str], own: Sequence[str]) -> set[str]:
     """Return keys whose words are left out: a new length takes the place of the old one, also in its other unit."""
-    is_longer = {"updates", "epochs"} & set(map(_key, own))
+    is_longer = {"updates", "epochs"} & set(map(key_of, own))
     return {"run", *(["resume"] if "resume=fresh" in overrides else []), *(["updates", "epochs"] if is_longer else [])}
 
 
 def _root_of(folder: Path, overrides: Sequence[str]) -> list[str]:
     """Return the word for the folder that holds the run, unless the run's own words lead there."""
-    recorded = [word.partition("=")[2].strip("'\"") for word in overrides if _key(word) == "output_root"]
+    recorded = [word.partition("=")[2].strip("'\"") for word in overrides if key_of(word) == "output_root"]
     if as_path((recorded or ["outputs"])[-1]).resolve() == folder.resolve():
         return []
     return [word_of("output_root", str(folder))]
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from runner.base.errors import ConfigError, Problem
-from runner.commands.arguments import SETTINGS_HELP, budget, read
-from runner.commands.sweep_words import BOTH, TOGETHER_HELP, value_of, wish_of
+from runner.commands.arguments import SETTINGS_HELP, budget, own_words, read
+from runner.commands.sweep_words import BOTH, TOGETHER_HELP, wish_of
 
 HELP = f"""usage: accel-run search 'KEY=RANGE' ... [trials=20] [metric=val/loss] [goal=min] [budget_s=S] [key=value ...]
 
@@ -37,12 +37,11 @@ OWN = {"trials": "20", "budget_s": "", **BOTH}
 
 def run(words: list[str]) -> int:
     """Search; return 0 where a trial has a value, or 75 when it was saved and stopped."""
-    wish, rest = wish_of(words, OWN)
-    trials = value_of(words, "trials", OWN["trials"])
+    own, rest, _ = own_words(words, OWN)
+    wish, trials, given = wish_of(own), own["trials"], own["budget_s"]
     if not trials.isdecimal() or not int(trials):
         what = "must be a whole number of at least 1: how many trials there will be"
         raise ConfigError(Problem(what, f"trials={trials}", f"say trials={OWN['trials']}"))
-    given = value_of(words, "budget_s", "")
     from runner.launch.search import search
 
     request = read(rest, own=OWN).request

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from runner.base.errors import ConfigError, Problem
-from runner.commands.arguments import own_words
 
 if TYPE_CHECKING:
     from runner.launch.sweep import Wish
@@ -19,11 +18,10 @@ TOGETHER_HELP = """\
   metric=NAME, goal=min|max    by what trials are compared, at their last evaluation (default: early_stopping's)"""
 
 
-def wish_of(words: Sequence[str], usual: Mapping[str, str]) -> tuple[Wish, list[str]]:
-    """Return what was said of the sweep, and the other words. Raises ConfigError with every slip."""
+def wish_of(own: Mapping[str, str]) -> Wish:
+    """Return what was said of the sweep, by the values of its own keys. Raises ConfigError with every slip."""
     from runner.launch.sweep import Wish
 
-    own, rest, _ = own_words(words, usual)
     problems = []
     together, goal, retry = own["together"], _GOALS.get(own["goal"], own["goal"]), own.get("retry", "false")
     if together != "auto" and not (together.isdecimal() and int(together)):
@@ -35,18 +33,12 @@ def wish_of(words: Sequence[str], usual: Mapping[str, str]) -> tuple[Wish, list[
         problems.append(Problem("must be true or false", f"retry={retry}", "say retry=true"))
     if problems:
         raise ConfigError(problems)
-    wish = Wish(
+    return Wish(
         own["metric"] or None,
         "max" if goal == "max" else "min" if goal else None,
         "auto" if together == "auto" else int(together),
         retry == "true",
     )
-    return wish, rest
-
-
-def value_of(words: Sequence[str], key: str, usual: str) -> str:
-    """Return the value of one of the command's own keys."""
-    return next((value for name, _, value in (word.partition("=") for word in reversed(words)) if name == key), usual)
 
 
 _GOALS = {"minimize": "min", "minimise": "min", "maximize": "max", "maximise": "max"}  # as other programs call it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runner.base.configuration import Request
 from runner.base.errors import ConfigError, Problem
-from runner.commands.arguments import SETTINGS_HELP, read
+from runner.commands.arguments import SETTINGS_HELP, own_words, read
 from runner.commands.sweep_words import GRID, TOGETHER_HELP, wish_of
 
 HELP = f"""usage: accel-run train [key=value ...] [-m]
@@ -29,7 +29,8 @@ examples
 def run(words: list[str]) -> int:
     """Train; return 0, or 75 when it was saved and stopped."""
     if {"-m", "--multirun"} & set(words):
-        wish, rest = wish_of(words, GRID)
+        own, rest, _ = own_words(words, GRID)
+        wish = wish_of(own)
         from runner.launch.sweep import sweep
 
         return sweep(read(rest, multirun=True, own=GRID).request, wish)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from runner.base.configuration import Configuration
 from runner.base.errors import AccelRunError, ConfigError, Problem
+from runner.base.host import free_memory_bytes
 from runner.base.words import bytes_in_words
 from runner.launch.apart import apart
 from runner.launch.pool import ALONE, Slot
@@ -145,9 +146,7 @@ def _foresee(configurations: Sequence[Configuration], traces: bool) -> Foreseen:
         largest = most if largest is None or most.total > largest.total else largest
     assert largest is not None
     if not on_gpu:
-        import psutil  # type: ignore[import-untyped]
-
-        free = min(largest.capacity or 2**63, psutil.virtual_memory().available)
+        free = min(largest.capacity or 2**63, free_memory_bytes())
         return Foreseen((Room("", "this machine", free, largest.total),), cores)
     free_of = {gpu.uuid: gpu.free_bytes if gpu.free_bytes is not None else gpu.memory_bytes for gpu in gpus}
     rooms = [

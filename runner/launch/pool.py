@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
 
-from runner.base.configuration import Request
 from runner.launch.trials import Trial
 from runner.observe.events import Console
 
@@ -116,16 +115,6 @@ class Pool:
         asked = _ASKING[min(self.num_asked, len(_ASKING)) - 1]
         for running in self._running:
             running.process.send_signal(asked)
-
-
-def command(request: Request) -> list[str]:
-    """Return the words of a trial, those after accel-run."""
-    words = ["train", *request.overrides]
-    if request.task_file:
-        words += ["--task", str(request.task_file)]
-    if request.config_dir:
-        words += ["--config-dir", str(request.config_dir)]
-    return words
 
 
 def _tell(name: str, lines: IO[str]) -> None:

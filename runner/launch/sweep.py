@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from runner.base.configuration import Configuration, Request, merge_overrides, word_of
+from runner.base.configuration import Configuration, Request, key_of, merge_overrides, word_of
 from runner.base.errors import AccelRunError, ConfigError, Exit, IncompatibleResume
 from runner.base.sweeps import Axis, composed, expand_sweep
 from runner.base.words import shortened
 from runner.durable.directory import RunDirectory, check_name, default_name
+from runner.engine.again import words_of
 from runner.launch.apart import apart
 from runner.launch.packing import Packing, packed
-from runner.launch.pool import Pool, command
+from runner.launch.pool import Pool
 from runner.launch.trials import STOPPED, Goal, Result, Sweep, Trial, summary, table, winner
 from runner.observe.events import Console
 from runner.plan.inventory import take_inventory
@@ -132,7 +133,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
         words = merge_overrides(
             (*found.fixed, *trial.words), [word_of("output_root", str(directory.shown)), f"run={trial.name}"]
         )
-        pool.start(trial, command(replace(configuration.request, overrides=words)))
+        pool.start(trial, words_of(replace(configuration.request, overrides=words)))
 
     with Pool(packing.slots) as pool:
         while True:
@@ -184,11 +185,6 @@ def must_be_plannable(configurations: Sequence[Configuration]) -> None:
         found = ConfigError(dict.fromkeys(problem for error in errors for problem in error.problems))
         found.exit_code = errors[0].exit_code
         raise found
-
-
-def key_of(word: str) -> str:
-    """Return the key of a setting."""
-    return word.partition("=")[0].lstrip("+")
 
 
 class _Grid:

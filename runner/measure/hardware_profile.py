@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runner.base.configuration import GROUPS, Request, compose, merge_overrides, selected_by_profile
+from runner.base.configuration import GROUPS, Request, compose, key_of, merge_overrides, selected_by_profile
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.places import shipped
 from runner.base.secret import fit_to_show
@@ -134,7 +134,7 @@ def _of_the_one_before(request: Request) -> tuple[str, ...]:
 def _with_profile(request: Request, profile: Profile, name: str, folder: Path) -> Request:
     """Return the request that takes the profile: without the words that would stand against it."""
     set_by_it = [word.partition("=")[0] for word in profile.words]
-    words = [word for word in request.overrides if _key(word) not in (*set_by_it, "hardware")]
+    words = [word for word in request.overrides if key_of(word) not in (*set_by_it, "hardware")]
     own = None if folder == shipped("conf") else folder
     return replace(request, overrides=(*words, f"hardware={name}"), config_dir=own)
 
@@ -158,10 +158,6 @@ def _command(request: Request, folder: Path) -> str:
 
 def _shown(folder: Path) -> str:
     return str(folder.relative_to(Path.cwd())) if folder.is_relative_to(Path.cwd()) else str(folder)
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+")
 
 
 def _literal(value: str) -> Any:
