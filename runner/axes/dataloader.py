@@ -344,7 +344,9 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
         for first in range(0, len(fetcher), 1024)
     ]
     if any(part.bad for part in parts):
-        raise DataError(f"bad samples cannot be kept: {[index for part in parts for index, _ in part.bad]}")
+        bad = [index for part in parts for index, _ in part.bad]
+        fix = "say dataloader.cache=none, or take them out of the data set"
+        raise DataError(f"bad samples cannot be kept: {bad}", where=f"dataloader.cache={where}", fix=fix)
     try:
         whole = _join([part.batch for part in parts])
     except (RuntimeError, TypeError) as error:

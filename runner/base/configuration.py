@@ -515,14 +515,15 @@ def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: li
             composed = hydra_compose("config", overrides=words, return_hydra_config=True)
     except yaml.MarkedYAMLError as error:
         where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}" if error.problem_mark else "conf"
-        raise ConfigError([*problems, Problem(f"is not YAML: {error.problem}", where)]) from error
+        raise ConfigError([*problems, Problem(f"must be YAML: {error.problem}", where)]) from error
     except UserWarning as error:  # only a config.yaml in the user's folder can lack it
         what = "must have _self_ in its defaults list, where its own values take their place"
         fix = "begin the list with `- _self_`, as the shipped file does"
         raise ConfigError([*problems, Problem(what, f"{request.config_dir}/config.yaml", fix)]) from error
     except RecursionError as error:
         files = ", ".join(f"{group}/{option}.yaml" for group, option in groups.items())
-        raise ConfigError([*problems, Problem("a defaults list leads back to its own file", files)]) from error
+        what = "a defaults list must not lead back to its own file"
+        raise ConfigError([*problems, Problem(what, files)]) from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError, AssertionError, yaml.YAMLError) as error:
         raise ConfigError([*problems, _of_composing(error, groups, request.config_dir)]) from error
     choices = OmegaConf.to_container(composed.hydra.runtime.choices)
@@ -888,7 +889,7 @@ def _read_task(
         )
         return _TaskFile(source)
     except (RecursionError, MemoryError):  # Python's parser has no memory left: it means its stack
-        problems.append(Problem("is nested too deeply to be read", str(source)))
+        problems.append(Problem("must be nested less deeply: Python cannot read it", str(source)))
         return _TaskFile(source)
     except (UnicodeDecodeError, ValueError) as error:
         problems.append(Problem(f"is not a Python file: {error}", str(source), "say --task FILE.py"))
@@ -927,7 +928,7 @@ def _read_task(
     settings = {**settings, **_of_size(sizes, build, composed, values)}
     of_phases = {key: value for key, value in settings.items() if key.startswith("phase.") and key.count(".") > 1}
     for short in {"phase", *(f"phase.{name}" for name in phases)} & set(settings):
-        problems.append(Problem("keys of phases are written in full: phase.NAME.KEY", f"SETTINGS[{short!r}]"))
+        problems.append(Problem("must be written in full: phase.NAME.KEY", f"SETTINGS[{short!r}]"))
         del settings[short]
     declared = read_phases(phases, of_phases, source.name, problems)
     names = [phase.name for phase in declared]

@@ -147,13 +147,13 @@ def _text(file: Path, root: Path) -> str:
                 raise ConfigError(Problem("must be a plain file", str(file)))
             content = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(Problem(f"cannot be read: {error.strerror}", str(file))) from error
+        raise ConfigError(Problem(f"must be readable: {error.strerror}", str(file))) from error
     if len(content) > MAX_BYTES:
         raise ConfigError(Problem(f"must have at most {MAX_BYTES >> 10} KiB", str(file)))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(Problem(f"is not UTF-8 text: {error.reason} at byte {error.start}", str(file))) from error
+        raise ConfigError(Problem(f"must be UTF-8 text: {error.reason} at byte {error.start}", str(file))) from error
 
 
 def _built(text: str, where: str) -> Any:
@@ -165,9 +165,9 @@ def _built(text: str, where: str) -> Any:
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(Problem(f"is not YAML: {error.problem}", f"{where}{line}")) from error
+        raise ConfigError(Problem(f"must be YAML: {error.problem}", f"{where}{line}")) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of 5,000 digits, the 30th of February
-        raise ConfigError(Problem(f"is not YAML: {str(error).splitlines()[0]}", where)) from error
+        raise ConfigError(Problem(f"must be YAML: {str(error).splitlines()[0]}", where)) from error
 
 
 def _measure(events: Iterable[Event], where: str) -> None:

@@ -68,7 +68,11 @@ def _made() -> tuple[Path, int]:
         lock = _locked(folder)
         if lock is not None:
             return folder, lock
-    raise CannotCreate("the folder that the processes of a run share is removed again and again", where=str(folder))
+    raise CannotCreate(
+        "the folder that the processes of a run share is removed again and again",
+        where=str(folder),
+        fix="end what clears that place, or name another one: TMPDIR=/path",
+    )
 
 
 def _sweep() -> None:

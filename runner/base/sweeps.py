@@ -149,7 +149,7 @@ def _listed(override: Override, request: Request, problems: list[Problem]) -> li
         known = options_of(group, request.config_dir)
         names = value.filter(known)
         if not names:
-            problems.append(Problem(f"matches no option of {group}; there are {', '.join(known)}", word))
+            problems.append(Problem(f"must match an option of {group}: {', '.join(known)}", word))
         return [f"{key}={name}" for name in names]
     if kind in ("GLOB_CHOICE_SWEEP", "INTERVAL_SWEEP"):
         between = "; accel-run search finds the best between two numbers" if kind == "INTERVAL_SWEEP" else ""

@@ -512,9 +512,7 @@ def _read(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
         ["--once"] if "--once" in flags else []
     )
     if values.get("run") is not None and with_run:
-        problems.append(
-            Problem(f"has no effect with run={values['run']}, which shows what was watched", ", ".join(with_run))
-        )
+        problems.append(Problem(f"leave it out: run={values['run']} shows what was watched", ", ".join(with_run)))
     elif "--once" in flags and (idle := [key for key in ("seconds", "log_dir") if values.get(key) is not None]):
         problems.append(
             Problem("has no effect with --once, which takes one sample and writes nothing", ", ".join(idle))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # to tell valid from damaged, as `status` does, takes no torc
 FORMAT_VERSION = 1
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
+ANOTHER = "name another checkpoint of the run: accel-run status lists them, valid or damaged"
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,18 @@ class Loaded:
         name = stem + _SUFFIX
         recorded = {entry["name"]: entry for entry in self.manifest["files"]}
         if name not in recorded:
-            raise DataError(f"the checkpoint has no {name}; it has {', '.join(self.stems)}", where=str(self.path))
+            what = f"the checkpoint has no {name}; it has {', '.join(self.stems)}"
+            raise DataError(what, where=str(self.path), fix=ANOTHER)
         content = files.read(self.path / name)
         if hashlib.sha256(content).hexdigest() != recorded[name]["sha256"]:
-            raise DataError(f"{name} changed since it was checked", where=str(self.path))
+            raise DataError(
+                f"{name} changed since it was checked", where=str(self.path), fix="do not write into checkpoints"
+            )
         try:
             return load_tensors(content)
         except Exception as error:  # hashes agree, so a stranger wrote it; the reader promises no class of error
-            raise DataError(f"{name} is not in the safetensors format: {error}", where=str(self.path)) from error
+            what = f"{name} is not in the safetensors format: {error}"
+            raise DataError(what, where=str(self.path), fix=ANOTHER) from error
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def load(path: Path) -> Loaded:
     try:
         return _examine(path)
     except _Damaged as damage:
-        raise DataError(f"the checkpoint is damaged: {damage}", where=str(path)) from None
+        raise DataError(f"the checkpoint is damaged: {damage}", where=str(path), fix=ANOTHER) from None
 
 
 def verify(path: Path) -> list[str]:

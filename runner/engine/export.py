@@ -93,7 +93,10 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
                         raise
                     if exists(file):
                         remove(file)
-                    refused.append(Problem(f"cannot be made: {str(error).splitlines()[0]}", f"format={name}"))
+                    what = f"cannot be made: {str(error).splitlines()[0]}"
+                    refused.append(
+                        Problem(what, f"format={name}", "say format=safetensors, which holds the weights alone")
+                    )
     for problem in refused:
         console.warning(str(problem))
     if not made:

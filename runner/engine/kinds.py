@@ -330,5 +330,5 @@ def _trained(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Parameter]:
         if not any(is_under(name, prefix) for name in wanted)
     ]
     if problems or not phase.trains:
-        raise ConfigError(problems or Problem("names no parameter", f"phase.{phase.name}.trains=[]"))
+        raise ConfigError(problems or Problem("must name a parameter", f"phase.{phase.name}.trains=[]"))
     return {name: weight for name, weight in wanted.items() if any(is_under(name, prefix) for prefix in phase.trains)}

@@ -131,7 +131,9 @@ def convert(source: Path, target: Path, key: str | None) -> Imported:
     ):
         problems = [f"its tensors would take {written / 2**30:,.1f} GiB, which the file's size does not explain"]
     if problems:
-        raise DataError(f"cannot be kept as safetensors: {'; '.join(problems[:_NUM_SHOWN])}", where=str(source))
+        what = f"cannot be kept as safetensors: {'; '.join(problems[:_NUM_SHOWN])}"
+        fix = "name the mapping that holds only the model's weights: key=NAME" if not key else ""
+        raise DataError(what, where=str(source), fix=fix)
     try:
         size, _ = files.write_new(target, pieces(tensors))
     except StorageError as error:

@@ -27,6 +27,7 @@ Readings = Mapping[str, float]
 
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 _RISING = frozenset({"ecc_corrected", "ecc_uncorrected"})
+MEND = "remove what is no row of the monitor's"
 NEAR_S = 0.05  # by so much, and half its own span, a sample may be late before it counts as a gap
 
 
@@ -96,9 +97,10 @@ def read_samples(path: Path) -> Samples:
     except FileNotFoundError:
         raise InputMissing("there is no such file", where=str(path), fix="say monitor=on to have it written") from None
     except csv.Error as error:
-        raise DataError(f"is damaged: {error}", where=str(path), fix="remove what is no row of the monitor's") from None
+        raise DataError(f"is damaged: {error}", where=str(path), fix=MEND) from None
     except OSError as error:
-        raise InputMissing(f"cannot be read: {error.strerror}", where=str(path)) from None
+        fix = "make it readable, or name another run"
+        raise InputMissing(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
 
 
 def read_rows(path: Path, lines: Iterable[bytes]) -> Samples:
@@ -106,7 +108,7 @@ def read_rows(path: Path, lines: Iterable[bytes]) -> Samples:
     try:
         return _samples(path, csv.reader(_without_nul(line.decode(errors="replace") for line in lines)))
     except csv.Error as error:
-        raise DataError(f"is damaged: {error}", where=str(path)) from None
+        raise DataError(f"is damaged: {error}", where=str(path), fix=MEND) from None
 
 
 @dataclass(frozen=True)

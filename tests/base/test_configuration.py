@@ -386,11 +386,11 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
     ),
     "not YAML": (
         {"optimizer/mine.yaml": "option: sgd\nlr: [1\n"}, ("optimizer=mine",),
-        ["{folder}/optimizer/mine.yaml:3: is not YAML: expected ',' or ']', but got '<stream end>'"],
+        ["{folder}/optimizer/mine.yaml:3: must be YAML: expected ',' or ']', but got '<stream end>'"],
     ),
     "a circle": (
         {"optimizer/mine.yaml": "defaults:\n  - mine\n"}, ("optimizer=mine",),
-        ["optimizer/mine.yaml: a defaults list leads back to its own file"],
+        ["optimizer/mine.yaml: a defaults list must not lead back to its own file"],
     ),
     "builds on nothing": (
         {"optimizer/mine.yaml": "defaults:\n  - nothing\n"}, ("optimizer=mine",),

@@ -392,7 +392,7 @@ SLIPS = {
     "seconds=abc": 'accel-run: seconds=abc: must be a number above 0 or null, but is "abc"\n',
     "--once seconds=3": "accel-run: seconds: has no effect with --once, which takes one sample and writes nothing\n",
     "run=": "accel-run: run=: names no run\n           say run=last, or the name of a run\n",
-    "run=last --once": "accel-run: --once: has no effect with run=last, which shows what was watched\n",
+    "run=last --once": "accel-run: --once: leave it out: run=last shows what was watched\n",
 }
 
 

@@ -35,8 +35,7 @@ MAX_SHOWN = 3000  # characters of one problem: a page of a terminal
 NEEDED_SHARE = 0.95  # of slips of one letter that are answered with the right word
 HELPS = ("must", "did you mean", "say ", "here it is", "give ", "leave it out", "run them", "quote it", "known:",
          "accel-run plan", "nothing is deleted", "take ", "nearest", "belongs to", "phases:", "mend the file",
-         "write the plain", "write the value", "what there is", "leads back")  # fmt: skip
-SYNTAX = ("is not YAML", "is not UTF-8")  # the place is all that can be said
+         "write the plain", "write the value", "what there is")  # fmt: skip
 SECURITY = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_", "!!python", "${", "hydra")
 OUT_OF_GROUPS = ("..", "@", "~", ":", "package")  # of a file's defaults list
 
@@ -226,9 +225,7 @@ class Judge:
         for problem in error.problems:
             if not problem.where.strip():
                 yield f"names neither file nor argument: {problem!s:.300}"
-            if not problem.what.strip() or not any(
-                word in f"{problem.what} {problem.fix}" for word in (*HELPS, *SYNTAX)
-            ):
+            if not problem.what.strip() or not any(word in f"{problem.what} {problem.fix}" for word in HELPS):
                 yield f"does not say what is allowed: {problem!s:.300}"
             if case.files and not any(name in str(problem) for name in (*case.files, str(self.folder), *case.words)):
                 yield f"does not name the file: {problem!s:.300}"
