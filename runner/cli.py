@@ -15,7 +15,7 @@ from importlib import import_module
 from runner import __version__
 from runner.base.errors import AccelRunError, Exit, UsageError, as_told, readable
 from runner.base.secret import fit_to_show, refuse_secrets
-from runner.base.words import first_line, message_of, words_of
+from runner.base.words import first_line, for_terminal, message_of, words_of
 from runner.commands import COMMANDS
 
 
@@ -75,13 +75,13 @@ accel-run COMMAND --help tells more. Exit codes: 0 done, 75 saved and stopped (r
 
 def _dispatch(words: list[str]) -> int:
     if not words:
-        print(overview(), end="", file=sys.stderr)
+        print(for_terminal(overview(), sys.stderr), end="", file=sys.stderr)
         return int(Exit.USAGE)
     first = words[0]
     if first in ("--help", "-h", "help"):
         if len(words) == 2 and words[1] in COMMANDS:
             return _dispatch([words[1], "--help"])
-        print(overview(), end="")
+        print(for_terminal(overview()), end="")
         return int(Exit.DONE)
     if first in ("--version", "-V"):
         print(f"accel-run {__version__}")
@@ -95,7 +95,7 @@ def _dispatch(words: list[str]) -> int:
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
     ours = words[1 : words.index("--")] if "--" in words else words[1:]  # after -- stand words of another line
     if {"--help", "-h"} & set(ours):
-        print(module.HELP, end="")
+        print(for_terminal(module.HELP), end="")
         return int(Exit.DONE)
     run: Callable[[list[str]], int] = module.run
     return run(words[1:])
@@ -193,7 +193,7 @@ _REFUSED = {
 def _say(text: str) -> None:
     with suppress(OSError, ValueError):  # nobody reads it, or the stream is closed
         if sys.stderr is not None:  # print would take standard output instead
-            print(fit_to_show(text), file=sys.stderr, flush=True)
+            print(for_terminal(fit_to_show(text), sys.stderr), file=sys.stderr, flush=True)
 
 
 def _flushed(code: int) -> int:

@@ -9,7 +9,7 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,24 @@ def printable(text: str) -> str:
     return "".join(char if char == "\n" or char.isprintable() else _escaped(char) for char in plain)
 
 
-def for_terminal(text: str) -> str:
-    """Return the text with its lines broken between words where standard output is a terminal too narrow for them."""
+def for_terminal(text: str, stream: IO[str] | None = None) -> str:
+    """Return the text with its lines broken between words where the stream is a terminal too narrow for them.
+
+    stream  standard output where none is named
+    """
+    stream = sys.stdout if stream is None else stream
     try:
-        columns = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+        columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError):
         columns = 0
     return wrapped(text, columns) if columns else text
 
 
 def wrapped(text: str, columns: int) -> str:
-    """Return the text in lines of at most so many columns; only a word that is longer stays whole.
+    """Return the text in lines of at most so many columns; only a word or a command that is longer stays whole.
 
     What goes on stands below the last cell of a table, where that leaves it half of the line, else indented by two.
+    A command is to be pasted: a terminal copies what it breaks itself as one line.
     """
     return "\n".join(part for line in text.split("\n") for part in _parts(line, columns))
 
@@ -134,8 +139,13 @@ def _parts(line: str, columns: int) -> list[str]:
     if len(line) <= columns:
         return [line]
     cells = [found.end() for found in re.finditer(r"\S {2,}(?=\S)", line) if found.end() <= columns // 2]
-    indent = cells[-1] if cells else len(line) - len(line.lstrip()) + 2
-    return textwrap.wrap(line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    text = line.lstrip()
+    lead = len(line) - len(text)
+    parts = textwrap.wrap(
+        _COMMAND.sub(lambda found: found[0].replace(" ", "\0"), text), columns, initial_indent=" " * lead,
+        subsequent_indent=" " * (cells[-1] if cells else lead + 2), break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return [part.replace("\0", " ") for part in parts] or [""]
 
 
 def shortened(items: Sequence[object], shown: int = 4, separator: str = ", ") -> str:
@@ -162,4 +172,5 @@ def _escaped(char: str) -> str:
 
 
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")  # ECMA-48
+_COMMAND = re.compile(r"(?:(?<=  )|(?<=: )|^(?:\S+ {2,})?)accel-run \S+(?: (?:[-+./'\"]\S*|\S*=\S*))*")
 _LINES, _WIDTH = 12, 400

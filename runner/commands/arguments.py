@@ -10,6 +10,7 @@ from pathlib import Path
 from runner.base.configuration import Request, word_of
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
+from runner.base.words import for_terminal
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def teller(command: str) -> Callable[[str], None]:
     """Return what tells, beside what is printed, what a command is doing."""
 
     def say(text: str) -> None:
-        print(fit_to_show(f"{command}: {text}"), file=sys.stderr, flush=True)
+        print(for_terminal(fit_to_show(f"{command}: {text}"), sys.stderr), file=sys.stderr, flush=True)
 
     return say
 

@@ -12,6 +12,7 @@ from runner.base.configuration import compose
 from runner.base.errors import ConfigError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
+from runner.base.words import for_terminal
 from runner.commands.arguments import budget, own_words, read, teller
 from runner.measure.suites import SUITES
 
@@ -57,7 +58,7 @@ def run(words: list[str]) -> int:
     if as_json:
         print(json.dumps(dict(report.data), indent=2), flush=True)
     else:
-        print(fit_to_show("\n".join(screen(report))), flush=True)
+        print(for_terminal(fit_to_show("\n".join(screen(report)))), flush=True)
     return 0
 
 

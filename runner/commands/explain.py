@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from runner.base.secret import fit_to_show
+from runner.base.words import for_terminal
 from runner.commands.arguments import read
 from runner.commands.plan import shown
 
@@ -36,15 +37,14 @@ def run(words: list[str]) -> int:
     configuration = compose(request)
     if key not in configuration.flat():
         raise ConfigError(Problem("unknown key", key, _instead(key, configuration)))
-    print(fit_to_show(f"{key} = {shown(configuration.flat()[key])}\n  set by {_who(key, configuration)}"))
+    value = shown(configuration.flat()[key])
+    lines = [f"{key} = {value}", f"  set by {_who(key, configuration)}"]
     for words_left_out, asked in _without(key, request):
         try:
-            print(fit_to_show(f"  without {words_left_out}: {_told(key, compose(asked))}"))
+            lines.append(f"  without {words_left_out}: {_told(key, compose(asked))}")
         except ConfigError as error:
-            print(f"  without {words_left_out}: impossible, {error.problems[0].what}")
-    known = _key(key, configuration)
-    if known and known.help:
-        print(f"  meaning: {known.help}")
+            lines.append(f"  without {words_left_out}: impossible, {error.problems[0].what}")
+    print(for_terminal(fit_to_show("\n".join([*lines, *_meaning(key, value, configuration)]))))
     return 0
 
 
@@ -59,6 +59,22 @@ def _without(key: str, request: Request) -> Iterator[tuple[str, Request]]:
         kept = tuple(word for word in kept if word not in here)
         if here:
             yield " and ".join(left_out), replace(request, overrides=kept)
+
+
+def _meaning(key: str, value: str, configuration: Configuration) -> Iterator[str]:
+    """Yield what the key is for, what it may be, and where a value is told that is made on this machine."""
+    from runner.base.configuration import GROUPS, options_of
+
+    known = _key(key, configuration)
+    is_of_task = configuration.sources.get(key, "").partition(" ")[0] == "task"
+    if known and is_of_task and key.split(".", maxsplit=1)[0] not in ("task", "inference"):
+        yield f"  without the task: {shown(known.default)}, the default"
+    if known and known.help:
+        yield f"  meaning: {known.help}"
+    if key in GROUPS:
+        yield f"  options: {', '.join(options_of(key, configuration.request.config_dir))}"
+    if value == "auto":
+        yield "  what auto comes to on this machine, and why: accel-run plan"
 
 
 def _told(key: str, configuration: Configuration) -> str:

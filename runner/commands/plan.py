@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from typing import TYPE_CHECKING
 
 from runner.base.configuration import compose, facts_of_profiles
@@ -11,7 +10,7 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
 from runner.base.words import for_terminal
-from runner.commands.arguments import SETTINGS_HELP, read
+from runner.commands.arguments import SETTINGS_HELP, read, teller
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,27 +53,23 @@ def run(words: list[str]) -> int:
     if probes:
         from runner.measure.real_updates import probe
 
-        lines = probe(configuration.request, lambda text: print(f"probe: {text}", file=sys.stderr, flush=True))
-        print(fit_to_show("\n".join(lines)), end="\n\n", flush=True)
+        lines = probe(configuration.request, teller("probe"))
+        print(for_terminal(fit_to_show("\n".join(lines))), end="\n\n", flush=True)
     inventory, whose = inventory_for(configuration)
     make_plan(configuration, inventory)  # what cannot be is said at once, before torch is loaded to trace it
     needs = _needs(configuration, inventory)
     plan = make_plan(configuration, inventory, needs=needs)
     print(f"plan for {whose}: {plan.device_name}")
-    print("\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch), end="\n\n")
-    if plan.world_size > 1:
-        print("\n".join(rank_table(plan)), end="\n\n")
-    if needs.layout:
-        print("\n".join(needs.layout), end="\n\n")
-    print(for_terminal(fit_to_show("\n".join(_memory(configuration, inventory, plan, needs)))), end="\n\n")
-    print(
-        for_terminal(
-            fit_to_show(table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()]))
-        )
-    )
-    for note in plan.notes:
-        print(for_terminal(fit_to_show(f"note: {note}")))
-    print(fit_to_show(f"\nnext: {command(configuration)}"))
+    parts = [
+        "\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch),
+        "\n".join(rank_table(plan)) if plan.world_size > 1 else "",
+        "\n".join(needs.layout),
+        "\n".join(_memory(configuration, inventory, plan, needs)),
+        table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()])
+        + "".join(f"\nnote: {note}" for note in plan.notes),
+        f"next: {command(configuration)}",
+    ]
+    print(for_terminal(fit_to_show("\n\n".join(filter(None, parts)))))
     return 0
 
 

@@ -38,12 +38,14 @@ class RunDirectory:
 
     path   from the root of the file system: a task may go to another folder
     shown  as it was given
+    is_new there was no such folder before
     """
 
-    def __init__(self, path: Path, *, writable: bool, lock: files.Lock | None = None) -> None:
+    def __init__(self, path: Path, *, writable: bool, lock: files.Lock | None = None, is_new: bool = False) -> None:
         self.path, self.shown = path.absolute(), path
         self.name = path.name
         self.writable = writable
+        self.is_new = is_new
         self._lock = lock
 
     @classmethod
@@ -71,6 +73,7 @@ class RunDirectory:
                     where=f"run={name}",
                     fix="remove the link, or set output_root to the folder it leads to",
                 )
+            is_new = not files.exists(path)
             files.make_directory(path)
             with files.storage("open", path):
                 pin(path)
@@ -81,7 +84,7 @@ class RunDirectory:
         except StorageError as error:
             unpin(path)
             raise _cannot_create(error) from error
-        run = cls(root / name, writable=True, lock=lock)
+        run = cls(root / name, writable=True, lock=lock, is_new=is_new)
         try:
             files.sync_names_of(path)
             files.sweep(path)
@@ -151,6 +154,11 @@ class RunDirectory:
             if not files.is_plain_directory(path):
                 raise SecurityRefusal("must be a folder of the run, but is a link", where=str(path), fix="remove it")
         return path
+
+    def discard(self) -> None:
+        """The folder of a new run that came to nothing is gone, with all that is in it. Raises StorageError."""
+        assert self.is_new, f"{self.path} was there before"
+        files.remove(self.path)
 
     def release(self) -> None:
         """Other processes may open the run; a second release does nothing."""

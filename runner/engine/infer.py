@@ -103,12 +103,13 @@ def infer(request: Request) -> Exit:
     if monitor.latest():
         directory.write("predictions/monitor.json", json.dumps(monitor.summary().to_json(), indent=2) + "\n")
     directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
+    made = f"{len(latencies)} prediction{'s' * (len(latencies) > 1)}"
     console.info(
-        f"\n{summary['predictions']} predictions, {summary['items_per_s']:.1f} {parts.task.item}s/s;"
+        f"\n{made}, {summary['items_per_s']:.1f} {parts.task.item}s/s;"
         f" latency ms: mean {summary['latency_ms']['mean']:.1f}, median {summary['latency_ms']['median']:.1f},"
         f" p95 {summary['latency_ms']['p95']:.1f}, p99 {summary['latency_ms']['p99']:.1f}"
     )
-    console.info(f"written to {directory.predictions}")
+    console.info(f"written to {directory.shown / directory.predictions.name}")
     return Exit.DONE
 
 

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.birth import birth_of
 from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
-from runner.base.errors import AccelRunError, Exit, Hang, InputMissing, number_of, where_it_goes_on
+from runner.base.errors import AccelRunError, Exit, Hang, InputMissing, MissingPackage, number_of, where_it_goes_on
 from runner.base.ranks import member_of, starter
 from runner.base.secret import fit_to_show
 from runner.base.words import words_of
 from runner.durable import files
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.durable.files import read_object, read_rows
-from runner.engine import passes
-from runner.engine.again import script
+from runner.engine import again, passes
 from runner.plan.environment import environment
 from runner.plan.fits import Needs
 from runner.plan.inventory import Inventory, take_inventory
@@ -105,7 +104,8 @@ def _lead(job: Job, world: World) -> Ended:
             "config_dir": plan.config_dir,
             "folder": str(Path.cwd()),
             "overrides": list(request.overrides),
-            "command": shlex.join(["accel-run", *sys.argv[1:]]),
+            # `resume run=first` does not tell what the run is; what it goes on with does.
+            "command": shlex.join(["accel-run", *(again.words_of(request) if _resumes() else sys.argv[1:])]),
             "pid": os.getpid(),
             "birth": birth_of(os.getpid()),
             "host": socket.gethostname(),
@@ -122,6 +122,10 @@ def _lead(job: Job, world: World) -> Ended:
             with _telling(plan):
                 ended = _train(job, world, directory, screen, record, leave_traces, began)
         except BaseException as error:
+            if isinstance(error, MissingPackage) and directory.is_new and not record.get("reached"):
+                with suppress(AccelRunError):
+                    directory.discard()  # there is nothing to go on with, and `last` is the run before it
+                raise
             is_written = _end_badly(error, directory, record, began)
             if is_written and not isinstance(error, (AccelRunError, KeyboardInterrupt)):
                 raise _fault_of_ours(error, directory) from error
@@ -465,10 +469,14 @@ def _leave_traces(
     directory.write("run.json", _json(record))
 
 
+def _resumes() -> bool:
+    return sys.argv[1:2] == ["resume"]
+
+
 def _script(request: Request, name: str) -> bytes:
     member = member_of(os.environ)
     elsewhere = member is not None and member.world_size > 1
-    return script(request, name, Path.cwd(), sys.executable, started_elsewhere=elsewhere)
+    return again.script(request, name, Path.cwd(), sys.executable, started_elsewhere=elsewhere)
 
 
 def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, Any], began: float) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TextIO
 
 from runner.base.pinned import beside
 from runner.base.secret import fit_to_show
+from runner.base.words import for_terminal
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
@@ -140,7 +141,7 @@ class _Appender:
 def _print(stream: TextIO, text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
         encoding = stream.encoding or "utf-8"
-        print(text.encode(encoding, errors="replace").decode(encoding), file=stream, flush=True)
+        print(for_terminal(text.encode(encoding, errors="replace").decode(encoding), stream), file=stream, flush=True)
 
 
 _MOST_BYTES = 16 << 20  # of a log when it is opened

@@ -14,6 +14,8 @@ from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.text import Text
 
+from runner.base.words import for_terminal
+
 Values = Mapping[str, float | None]
 
 DRAW_EVERY_S = 0.25
@@ -142,7 +144,8 @@ class Bar(Progress):
 
     def note(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            self._console.print(_printable(text, self._console.encoding), soft_wrap=True)
+            text = for_terminal(_printable(text, self._console.encoding), self._console.file)
+            self._console.print(text, soft_wrap=True)
 
     def finish(self) -> None:
         self._draw(lambda live: live.stop())

@@ -27,12 +27,14 @@ EXPLAINED = {
 precision = fp16
   set by the profile t4 (conf/hardware/t4.yaml)
   without +hardware=t4: auto, set by the default (conf/config.yaml)
+  options: auto, bf16, fp16, fp32, tf32
 """,
     "precision hardware=t4 precision=fp32": """\
 precision = fp32
   set by the command line (precision=fp32)
   without precision=fp32: fp16, set by the profile t4 (conf/hardware/t4.yaml)
   without precision=fp32 and hardware=t4: auto, set by the default (conf/config.yaml)
+  options: auto, bf16, fp16, fp32, tf32
 """,
     "precision.init_scale +hardware=t4 precision.init_scale=1024": """\
 precision.init_scale = 1024
@@ -51,6 +53,7 @@ optimizer.lr = 0.01
     "optimizer.lr --task my_task.py": """\
 optimizer.lr = 0.02
   set by the task (FOLDER/my_task.py)
+  without the task: 0.001, the default
   meaning: learning rate at the peak of the schedule
 """,
     "optimizer.lr --task my_task.py optimizer.lr=1": """\
@@ -64,6 +67,12 @@ optimizer.eps = 1e-08
   set by the default (conf/optimizer/adamw.yaml)
   meaning: added to the root of the second mean
 """,
+    "dataloader.num_workers": """\
+dataloader.num_workers = auto
+  set by the default (conf/dataloader/default.yaml)
+  meaning: worker processes; 0 reads in this process; auto: by device and cores
+  what auto comes to on this machine, and why: accel-run plan
+""",
     "seed seed=3": """\
 seed = 3
   set by the command line (seed=3)
@@ -73,10 +82,12 @@ seed = 3
     "task --task my_task.py": """\
 task = my_task
   set by the command line (--task FOLDER/my_task.py)
+  options: cape, dynamo, gpt, hyperspectral, nmt, tractodiff
 """,
     "task": """\
 task = gpt
   set by the default (conf/config.yaml)
+  options: cape, dynamo, gpt, hyperspectral, nmt, tractodiff
 """,
     "task.hidden --task my_task.py": """\
 task.hidden = 8
@@ -92,6 +103,7 @@ inference.samples = 5
 hardware = t4
   set by the command line (+hardware=t4)
   without +hardware=t4: auto, set by the default (conf/config.yaml)
+  options: a100, auto, cpu, h100, h200, pair_11gb_8gb, rtx3050ti_4gb, rtx_entry, rtx_high, rtx_mid, t4
 """,
     "global_batch_size global_batch_size=512 micro_batch_size=512": """\
 global_batch_size = 512

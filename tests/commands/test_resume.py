@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -62,6 +63,9 @@ def test_it_goes_on_from_any_folder_with_the_words_that_made_it(
     record = json.loads((begun / "outputs" / "mine" / "run.json").read_text())
     assert record["state"] == "done"
     assert sorted(record["overrides"]) == sorted(word for word in STOPPED[2:])
+    words = shlex.split(record["command"])  # what the run is, not `accel-run resume`
+    assert words[:4] == ["accel-run", "train", "--task", str(TASK)]
+    assert set(STOPPED[2:]) <= set(words)
 
 
 def test_the_folder_of_a_run_names_it_and_its_task_must_be_named(

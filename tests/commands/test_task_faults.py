@@ -287,3 +287,19 @@ def test_a_fault_of_ours_is_not_blamed_on_a_task_that_lies_above_us() -> None:
     ours = root / "tasks" / "gpt" / "task.py"
     assert is_of_task(str(root / "tasks" / "gpt" / "model.py"), ours)
     assert not is_of_task(str(root / "runner" / "engine" / "loop.py"), ours)
+
+
+def test_a_task_whose_package_is_missing_leaves_no_run(server: ForkServer, tmp_path: Path) -> None:
+    """What was there before stays what `last` means, and a run that goes on keeps its checkpoints."""
+    needs = "from runner.base.packages import require\n"
+    missing = 'require("no_such_package", "tasks"); '
+    (tmp_path / "mine.py").write_text(needs + TASK)
+    words = ["train", "--task", "mine.py", "device=cpu", "monitor=off", "run=first"]
+    assert server.run([*words, "updates=10"], tmp_path).code == 0
+    (tmp_path / "mine.py").write_text(needs + TASK.replace("return Points()", missing + "return Points()"))
+    ended = server.run([*words[:-1], "run=second"], tmp_path)
+    assert ended.code == 78
+    assert 'pip install "accel-run[tasks]"' in ended.err
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["first"]
+    assert server.run([*words, "updates=20", "resume_allow=[updates]"], tmp_path).code == 78
+    assert (tmp_path / "outputs" / "first" / "checkpoints" / "update-0000000010").is_dir()
