@@ -126,6 +126,13 @@ def test_the_module_works_in_an_empty_folder(installed: Path, tmp_path: Path) ->
     assert run(installed / "bin" / "python", "-m", "runner", "--help", cwd=tmp_path).strip()
 
 
+def test_a_first_run_repeats_no_warning_or_advert_of_a_library(installed: Path, tmp_path: Path) -> None:
+    words = "both device=cpu updates=2 evaluate.samples=32 tracker=wandb inference.samples=1"
+    log = tmp_path / "log"
+    run("sh", "-c", f"{installed / 'bin' / 'accel-run'} {words} 2> {log}", cwd=tmp_path)
+    assert log.read_text() == ""
+
+
 def files(folder: str, pattern: str) -> set[str]:
     """Return the files of the checkout below `folder`, relative to it."""
     found = (path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern) if path.is_file())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,6 +99,7 @@ def losses(folder: Path, run: str = "r") -> dict[int, float]:
 
 def well(ended: Ended) -> Ended:
     assert ended.code == 0, ended.err
+    assert not re.search(r"\w+Warning\b|deprecat|\[W\d", ended.err), "of a library"
     return ended
 
 
