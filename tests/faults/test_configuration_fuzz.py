@@ -33,9 +33,9 @@ HERE = Path(__file__).parents[2]
 MAX_SECONDS = 3.0
 MAX_SHOWN = 3000  # characters of one problem: a page of a terminal
 NEEDED_SHARE = 0.95  # of slips of one letter that are answered with the right word
-HELPS = ("must", "did you mean", "say ", "choose ", "those that are", "here it is", "give ", "leave it out", "run them", "quote it",
-        "known:",         "accel-run plan", "nothing is deleted", "take ", "nearest", "belongs to", "phases:", "mend the file",
-         "write the plain", "write the value", "what there is")  # fmt: skip
+HELPS = ("must", "did you mean", "say ", "choose ", "those that are", "here it is", "give ", "leave it out",
+         "run them", "quote it", "known:", "accel-run plan", "nothing is deleted", "take ", "nearest", "belongs to",
+         "phases:", "mend the file", "write the plain", "write the value", "what there is")  # fmt: skip
 SECURITY = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_", "!!python", "${", "hydra")
 OUT_OF_GROUPS = ("..", "@", "~", ":", "package")  # of a file's defaults list
 
