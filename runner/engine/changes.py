@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from runner.base.configuration import Configuration, compose, merge_overrides, options_of
 from runner.base.errors import AccelRunError
-from runner.engine.needs import needs_of
+from runner.engine.needs import is_traced, needs_of
 from runner.plan.estimate import Peaks
 from runner.plan.fits import Needs, may_fit
 from runner.plan.inventory import Inventory
 from runner.plan.plan import Plan, make_plan
-from runner.plan.sheet import Change, seconds_of
+from runner.plan.sheet import Change, may_be_asked, seconds_of
 
 Words = tuple[str, ...]
 MOST_S = 5.0  # seconds of one core; what would go beyond, by the longest before it, is not traced
@@ -108,6 +108,9 @@ class _Trial:
             changed = compose(dataclasses.replace(request, overrides=merge_overrides(request.overrides, words)))
             needs = self.needs if is_free(words) else needs_of(changed, self.inventory)
             plan = make_plan(changed, self.inventory, needs=needs)
+            if is_free(words) and not is_traced(plan, needs):
+                needs = needs_of(changed, self.inventory)
+                plan = make_plan(changed, self.inventory, needs=needs)
         except AccelRunError:
             return None
         is_rough = not all(each.is_exact for each in self.plan.memory)  # which the answer says anyway
@@ -120,9 +123,10 @@ class _Trial:
 
 
 def _resolved(words: Words, plan: Plan) -> Words:
-    """Return the settings as they can be pasted: with the number in the place of auto."""
+    """Return the settings as they can be pasted: with the number in the place of auto, where it can be asked for."""
     size = f"micro_batch_size={plan.batch.micro_batch_size}"
-    is_one = not plan.own_keys  # phases have micro-batches of their own
+    can_be = may_be_asked(plan, plan.batch, plan.batch.micro_batch_size)
+    is_one = not plan.own_keys and can_be  # phases have micro-batches of their own
     return tuple(size if word == "micro_batch_size=auto" and is_one else word for word in words)
 
 

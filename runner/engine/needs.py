@@ -20,7 +20,7 @@ from runner.plan.need import Traced
 from runner.plan.plan import Plan, make_plan
 from runner.plan.segments import Allocator
 
-MOST_ROUNDS = 3  # of traces at what the ones before said would fit
+MOST_ROUNDS = 5  # of traces at what the ones before said would fit
 
 
 def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = False) -> Needs:
@@ -29,7 +29,8 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
     The whole share of a rank is traced. Where it fits no more is asked for; else a pass of one sample too, so that all
     others lie between two that are known, and then what these say would fit, until a trace has confirmed it.
 
-    beyond  trace a second size in any case, so that it can be said what more would fit
+    beyond  trace a second size in any case, so that it can be said what more would fit, and where the run does not fit
+            the passes that do: what a GPU's allocator takes is not on the line between two traces
     Raises what the task raises; belongs into a process of its own, as runner.launch.apart gives it.
     """
     known = corrections()
@@ -50,7 +51,7 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
             tracer.trace(_sizes(plan))
 
             def wanted() -> set[int]:
-                return _sizes(make_plan(configuration, inventory, needs=Needs(tracer.demands(), known)))
+                return _wanted(configuration, inventory, Needs(tracer.demands(), known), beyond=beyond)
 
             if beyond or not wanted() <= tracer.done:
                 tracer.trace({1})
@@ -126,7 +127,7 @@ def _of_pipeline(
                 trace({1})
             for _ in range(MOST_ROUNDS):
                 size = max(_sizes(make_plan(configuration, inventory, needs=found(layout))))
-                if not trace({size}):
+                if not trace(_wanted(configuration, inventory, found(layout), beyond=beyond)):
                     break
         except ConfigError:
             raise
@@ -164,10 +165,26 @@ class _Tracer:
         return {phase: Demand.of(traces, self.allocator) for phase, traces in self.traces.items()}
 
 
+def _wanted(configuration: Configuration, inventory: Inventory, needs: Needs, *, beyond: bool) -> set[int]:
+    """Return the passes that are planned; where they do not fit and more is asked for, those that would too."""
+    plan = make_plan(configuration, inventory, needs=needs)
+    if not beyond or _fits(plan):
+        return _sizes(plan)
+    return _sizes(plan) | _sizes(make_plan(_free(configuration), inventory, needs=needs))
+
+
+def is_traced(plan: Plan, needs: Needs) -> bool:
+    """Tell whether the passes that decide were traced as they are, and do not lie between two that were."""
+    demands = [each for demand in needs.demands.values() for each in demand.stages or (demand,)]
+    return all(demand.is_traced_at(size) for demand in demands for size in _sizes(plan))
+
+
 def _sizes(plan: Plan) -> set[int]:
-    """Return the largest passes of the phases that train: those that decide."""
-    return {
-        max(1, min(phase.batch.micro_batch_size, max(phase.batch.shares, default=1)))
-        for phase in plan.selected
-        if phase.kind == "train"
-    }
+    """Return the largest passes of each kind of device in the phases that train: those that decide."""
+    found: dict[tuple[str, str], int] = {}
+    for phase in plan.selected:
+        shares = phase.batch.shares if phase.batch.stages == 1 else phase.batch.shares * plan.world_size
+        for rank, share in zip(plan.ranks if phase.kind == "train" else (), shares, strict=False):
+            kind = (phase.name, rank.name)
+            found[kind] = max(1, found.get(kind, 0), min(phase.batch.micro_batch_size, share))
+    return set(found.values())

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from runner.base.division import Batch
 from runner.plan.estimate import Peaks, Seconds, update_seconds
 from runner.plan.fits import Demand, Needs, RankMemory, biggest, passes_of, sized
 from runner.plan.plan import PhasePlan, Plan, part_of
@@ -126,8 +127,15 @@ def _more(plan: Plan, phase: PhasePlan, demand: Demand, of_ranks: Sequence[RankM
     if 0 < fit < share and advised < fit:
         steps = -(-share // advised)
         even = "of equal size" if share % advised == 0 else "of about equal size"
-        lines += _wrapped(" ", f"advised: {advised:,}, for {share:,} samples are then {steps:,} passes {even}")
+        said = f"{advised:,}" if may_be_asked(plan, phase.batch, advised) else "micro_batch_size=auto"
+        lines += _wrapped(" ", f"advised: {said}, for {share:,} samples are then {steps:,} passes {even}")
     return lines
+
+
+def may_be_asked(plan: Plan, batch: Batch, micro_batch_size: int) -> bool:
+    """Tell whether this size can be named: a process alone takes others than those that divide only from auto."""
+    is_alone = plan.choices["parallelism"].function == "single"
+    return not is_alone or batch.global_batch_size % micro_batch_size == 0
 
 
 def _layers(demand: Demand, of_ranks: Sequence[RankMemory]) -> list[str]:

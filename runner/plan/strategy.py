@@ -62,13 +62,13 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
         return Strategy("pipeline", {}, f"auto: a copy takes {sized(least)}, above {room}; {why} ({need})")
     if holds_shards:
         return Strategy("fsdp", {}, f"auto: a copy takes {sized(least)}, above {room}; even parts of it fit ({need})")
-    held = needs.held(None, ranks, samples, Part("ddp", count))
-    smaller = f"micro_batch_size={held}, " if held else ""
+    held = needs.held(None, ranks, samples, Part("ddp", count, share))
+    smaller = f"say micro_batch_size={held}; " if held else ""
     hint = "" if need.num_layers is not None else "; a task with layers() can be split unevenly"
     return Problem(
         f"needs {sized(least)} for a pass of {samples} ({need}), but the devices have {' + '.join(map(sized, rooms))}",
         "parallelism=auto",
-        f"say {smaller}memory=checkpoint, optimizer=adamw8bit or a smaller model{hint}",
+        f"{smaller}accel-run plan with parallelism=ddp in its place lists what would fit{hint}",
     )
 
 

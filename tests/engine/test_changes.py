@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from runner.engine import changes
-from runner.plan.fits import Needs
+from runner.engine import needs as engine_needs
+from runner.plan.fits import GIB, Needs
 from tests.plan.test_fits import HERE, composed, demand, plan
 
 WORDS = ("global_batch_size=64", "micro_batch_size=64", "precision=fp32")
@@ -23,7 +25,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) ->
 
     monkeypatch.setattr(changes, "needs_of", needs_of)
     monkeypatch.setattr(changes.time, "process_time", lambda: seconds * len(asked))
-    needs = Needs({"train": demand(1, 64)})
+    needs = Needs({"train": demand(1, 16, 64)})
     made = plan(*WORDS, needs=needs)
     assert not made.memory[0].prediction.fits
     return *changes.changes_of(composed(*WORDS), HERE, made, needs, {}), len(asked)
@@ -41,3 +43,35 @@ def test_no_block_is_chosen_where_all_would_not_be_enough(monkeypatch: pytest.Mo
     found, untried, traces = tried(monkeypatch, 0.5, 0.0)
     assert [change.words[0].partition("=")[0] for change in found] == ["micro_batch_size"]
     assert (untried, traces) == ([], 1)
+
+
+@pytest.mark.parametrize(("samples", "said"), [(64, "micro_batch_size=16"), (61, "micro_batch_size=auto")])
+def test_what_is_advised_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, samples: int, said: str) -> None:
+    """A process alone refuses a size that does not divide the update, unless the plan has chosen it."""
+    words = (f"global_batch_size={samples}", f"micro_batch_size={samples}", "precision=fp32")
+    held = plan(*words, "micro_batch_size=auto", needs=Needs({"train": demand(1, samples)})).batch.micro_batch_size
+    needs = Needs({"train": demand(1, held, samples)})
+    monkeypatch.setattr(changes, "needs_of", lambda *_: needs)
+    found, _ = changes.changes_of(composed(*words), HERE, plan(*words, needs=needs), needs, {})
+    assert (said,) in [change.words for change in found]
+    for change in found:
+        again = plan(*words, *change.words, needs=needs)
+        assert again.memory[0].prediction.fits
+        assert again.memory[0].prediction.total == change.bytes
+
+
+def test_what_lies_between_two_traces_is_traced_before_it_is_said_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator may take more there than on the line; here so much that 9 samples do not fit."""
+    wide = dataclasses.replace(demand(9).points[0], reserved=16 * GIB)
+    exact = dataclasses.replace(demand(1, 8, 64), points=(*demand(1, 8).points, wide, *demand(64).points))
+    monkeypatch.setattr(changes, "needs_of", lambda *_: Needs({"train": exact}))
+    needs = Needs({"train": demand(1, 64)})
+    found, _ = changes.changes_of(composed(*WORDS), HERE, plan(*WORDS, needs=needs), needs, {})
+    assert ("micro_batch_size=8",) in [change.words for change in found]
+
+
+def test_where_a_run_does_not_fit_the_passes_that_would_are_followed_too() -> None:
+    needs = Needs({"train": demand(1, 64)})
+    asked, more = (engine_needs._wanted(composed(*WORDS), HERE, needs, beyond=beyond) for beyond in (False, True))
+    assert asked == {64}
+    assert more == {64, plan(*WORDS, "micro_batch_size=auto", needs=needs).batch.micro_batch_size}

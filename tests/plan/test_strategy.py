@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 
 from runner.base.errors import Problem
@@ -60,8 +63,24 @@ def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
     assert isinstance(found, Problem)
     assert "needs 50" in found.what
     assert "11 GiB + 8 GiB" in found.what
-    assert "memory=checkpoint" in found.fix
+    assert found.fix.startswith("accel-run plan with parallelism=ddp")
     assert "layers()" in found.fix
+
+
+def test_the_smaller_passes_that_are_named_fit_where_they_accumulate() -> None:
+    """An update in one pass has no gradients of others beside the activations; in several passes they are there."""
+    demand, there = model(4, activations=0.5, layers=None), devices(11, 8)
+    peaks = [dataclasses.replace(point.peak, gradients=0) for point in demand.points]
+    whole = [
+        Point(point.micro_batch_size, peak, peak.total, 0, 0, without=peak.total, is_whole=True)
+        for point, peak in zip(demand.points, peaks, strict=True)
+    ]
+    need = needs(dataclasses.replace(demand, points=tuple(whole), trained=GIB, outside=4 * GIB))
+    found = choose(need, there, 32, 16)
+    assert isinstance(found, Problem)
+    named = re.match(r"say micro_batch_size=(\d+); ", found.fix)
+    assert named, found.fix
+    assert need.fits(there, [int(named[1])] * 2, Part("ddp", 2, 16))
 
 
 def test_shares_that_follow_speed_pass_what_the_smallest_device_holds() -> None:
