@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Literal
 
 from runner.base.configuration import Configuration
 from runner.base.errors import AccelRunError, ConfigError, Problem
-from runner.base.host import free_memory_bytes
+from runner.base.host import affinity, free_memory_bytes
 from runner.base.words import bytes_in_words
 from runner.launch.apart import apart
 from runner.launch.pool import ALONE, Slot
@@ -83,7 +84,7 @@ def _packing(seen: Foreseen, together: int | Literal["auto"], num_trials: int) -
         each = max(1, seen.cores // count)
         why = f"together={together}: {count} trials at once, as asked for, {threads.format(each, seen.cores)}"
         devices = [room.device for room in seen.rooms] or [""]
-        return Packing(tuple(_slot(devices[at % len(devices)], each) for at in range(count)), why)
+        return Packing(_slots([devices[at % len(devices)] for at in range(count)], each), why)
     if seen.why_not or not seen.rooms:
         return Packing(why=f"together=auto: one at a time, for what a trial takes is not known: {seen.why_not}")
     places = [
@@ -96,13 +97,19 @@ def _packing(seen: Foreseen, together: int | Literal["auto"], num_trials: int) -
     memory += f" and {len(seen.rooms) - 1} more" if len(seen.rooms) > 1 else ""
     least = "memory" if count == len(places) else "cores" if count == seen.cores else "the number of trials"
     why = f"together=auto: {count} at once by {least}: {memory}, {threads.format(each, seen.cores)}"
-    return Packing(tuple(_slot(places[at], each) for at in range(count)), why)
+    return Packing(_slots(places[:count], each), why)
 
 
-def _slot(device: str, cores: int) -> Slot:
-    """Return what tells a trial of its device and of its part of the cores."""
-    seen = {"CUDA_VISIBLE_DEVICES": device} if device else {}
-    return {**seen, "OMP_NUM_THREADS": str(cores)}
+def _slots(devices: Sequence[str], each: int) -> tuple[Slot, ...]:
+    """Return the places on these devices, with so many cores for each: workers and threads are counted by them."""
+    numbers = itertools.cycle(sorted(affinity()))
+    return tuple(
+        Slot(
+            {**({"CUDA_VISIBLE_DEVICES": device} if device else {}), "OMP_NUM_THREADS": str(each)},
+            frozenset(itertools.islice(numbers, each)),
+        )
+        for device in devices
+    )
 
 
 def _different(configurations: Sequence[Configuration]) -> list[Configuration]:

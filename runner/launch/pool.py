@@ -8,16 +8,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
 
 from runner.launch.trials import Trial
 from runner.observe.events import Console
 
-Slot = Mapping[str, str]  # what the environment of a trial has besides that of the sweep
-ALONE: tuple[Slot, ...] = ({},)
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for a trial.
+
+    environment  what it has besides that of the sweep
+    cores        numbers of the CPU threads that are its part: what it counts and may use; empty: all
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: Collection[int] = ()
+
+
+ALONE = (Slot(),)
 
 
 @dataclass
@@ -76,9 +89,12 @@ class Pool:
         line = [sys.executable, "-P", "-c", _MAIN, str(os.getpid()), *words]
         told: dict[str, Any] = {} if self._is_alone else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
-            line, stdin=None if self._is_alone else subprocess.DEVNULL, env={**kept, **slot}, text=True,
+            line, stdin=None if self._is_alone else subprocess.DEVNULL, env={**kept, **slot.environment}, text=True,
             errors="replace", **told,
         )  # fmt: skip
+        if slot.cores:
+            with suppress(OSError, AttributeError):  # it has ended, or the system has no such call
+                os.sched_setaffinity(process.pid, slot.cores)  # before it can have threads
         reader = None
         if process.stdout is not None:
             reader = threading.Thread(target=_tell, args=(trial.name, process.stdout), daemon=True)

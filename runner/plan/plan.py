@@ -682,12 +682,16 @@ def _kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tuple[str, 
 def _workers(planner: _Planner, gpu: Device | None) -> None:
     options = planner.choices["dataloader"].options
     cores = planner.inventory.cpu.logical_cores
+    here = {device.uuid for device in planner.inventory.usable}  # ranks of other machines have cores of their own
+    num_ranks = max(1, sum(rank.uuid in here for rank in planner.ranks))
     workers = options.get("num_workers", 0)  # a thread has no workers
     if workers == "auto":
         if options["cache"] != "none":
             workers, why = 0, f"auto: nothing to read, the samples are kept in {options['cache']}"
         elif _is_cuda(gpu):
-            workers, why = min(8, cores - 1), f"auto: {cores} cores, one of them for this process, at most 8"
+            mine = cores // num_ranks
+            whose = f"{mine} of {cores} cores for each rank" if num_ranks > 1 else f"{cores} cores"
+            workers, why = min(8, max(0, mine - 1)), f"auto: {whose}, one of them for this process, at most 8"
         else:
             workers, why = 0, "auto: on a CPU workers take cores from the model"
         planner.set("dataloader", "num_workers", workers, why)

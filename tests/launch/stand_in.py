@@ -37,7 +37,8 @@ def trial() -> int:
         record |= {
             "name": run.name, "state": "running", "pid": os.getpid(), "birth": birth_of(os.getpid()), "metrics": {},
             "host": os.uname().nodename, "overrides": sys.argv[2:], "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"),
-            "threads": os.environ.get("OMP_NUM_THREADS"), "began": [*record.get("began", []), made],
+            "threads": os.environ.get("OMP_NUM_THREADS"), "cores": len(os.sched_getaffinity(0)),
+            "began": [*record.get("began", []), made],
             "wandb": sorted(key for key in os.environ if key.startswith("WANDB_")), "since": time.time(),
         }  # fmt: skip
 

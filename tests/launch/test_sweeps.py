@@ -180,6 +180,8 @@ def test_trials_at_once_overlap_and_each_line_says_whose_it_is(server: ForkServe
     assert max(at_once) == 2
     assert all(f"mine-{number} | trains mine-{number}\n" in out for number in (1, 2, 3, 4))
     assert out.startswith("together=2: 2 trials at once, as asked for, each with ")
+    counted = [int(record(tmp_path, number)["threads"]) for number in (1, 2, 3, 4)]
+    assert [record(tmp_path, number)["cores"] for number in (1, 2, 3, 4)] == counted
     assert {tuple(record(tmp_path, number)["wandb"]) for number in (1, 2, 3, 4)} == {("WANDB_MODE",)}
 
 
@@ -325,8 +327,14 @@ def test_as_many_trials_run_at_once_as_memory_cores_and_their_number_allow(
     rooms: list[Room], cores: int, trials: int, slots: list[dict[str, str]], why: str
 ) -> None:
     packing = _packing(Foreseen(tuple(rooms), cores), "auto", trials)
-    assert list(packing.slots) == slots
+    assert [slot.environment for slot in packing.slots] == slots
     assert packing.why.startswith(f"together=auto: {why}")
+
+
+def test_trials_at_once_share_no_core_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.launch.packing.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
+    slots = _packing(Foreseen((Room("", "Card", 0, 0),), 6), 3, 9).slots  # a quota leaves 6 of them
+    assert [sorted(slot.cores) for slot in slots] == [[1, 2], [3, 5], [6, 7]]
 
 
 def test_what_is_not_known_is_one_at_a_time_and_says_why() -> None:

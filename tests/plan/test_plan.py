@@ -173,6 +173,13 @@ def test_the_mechanics_follow_from_the_machine(
     assert [values[key] for key in keys] == [device, precision, workers, pin_memory, prefetch]
 
 
+def test_ranks_of_a_machine_share_its_cores_among_their_workers() -> None:
+    made = plan("parallelism=ddp", "parallelism.shares=equal", on=machine(*PAIR, cores=8))
+    assert made.values()["dataloader.num_workers"] == 3
+    reason = "auto: 4 of 8 cores for each rank, one of them for this process, at most 8"
+    assert made.reason("dataloader.num_workers") == reason
+
+
 def test_a_gpu_that_cannot_be_used_is_named_in_the_reason() -> None:
     made = plan(on=machine(BROKEN))
     assert made.reason("device") == "auto: no GPU here that can be used (Tesla K80: no kernels for capability 3.7)"
