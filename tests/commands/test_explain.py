@@ -53,7 +53,7 @@ optimizer.lr = 0.01
     "optimizer.lr --task my_task.py": """\
 optimizer.lr = 0.02
   set by the task (FOLDER/my_task.py)
-  without the task: 0.001, the default
+  without the task: 0.0003, the default
   meaning: learning rate at the peak of the schedule
 """,
     "optimizer.lr --task my_task.py optimizer.lr=1": """\
