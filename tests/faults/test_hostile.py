@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pkgutil
 import random
@@ -10,19 +11,19 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner.base.configuration import GROUPS, Request, compose
-from runner.base.errors import AccelRunError, Exit
-from runner.base.guarded_yaml import ENVIRONMENT, MAX_BYTES
+from runner.base.errors import AccelRunError, Exit, SecurityRefusal
+from runner.base.guarded_yaml import ENVIRONMENT, MAX_BYTES, read_guarded
 from runner.base.schema import read_functions
 from tests import forkserver
 from tests.faults import enemy
-from tests.faults.tallies import IS_LONG, Tally
+from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import ForkServer
 
 # ruff: noqa: E501 - tables of attacks
@@ -31,6 +32,7 @@ TARGETS = ("os.system", "subprocess.Popen", "builtins.eval", "builtins.exec", "p
            "torch.load", "importlib.import_module", "hydra.utils.instantiate", "runner.cli.main")  # fmt: skip
 
 REFUSED = (Exit.SECURITY, Exit.CONFIG)
+MANY = 400  # names in one file, which may have 64 KiB
 
 
 @pytest.fixture(scope="module")
@@ -308,34 +310,71 @@ def importable() -> Iterator[str]:
                         yield f"{module}.{node.name}"
 
 
-def test_no_importable_callable_is_called_by_its_name(
-    watch: list[tuple[str, str]], tmp_path: Path, amount: Callable[[int, int], int], seed: int, tally: Tally
+@pytest.fixture(scope="module")
+def names() -> list[str]:
+    """Every importable callable in the long column, else a name of each module of Python's own."""
+    found = list(importable()) if IS_LONG else [
+        f"{module}.main" for module in sorted(sys.stdlib_module_names)
+    ]  # fmt: skip
+    random.Random(SEED).shuffle(found)
+    return found
+
+
+def test_no_importable_callable_passes_the_guard_of_files(
+    names: list[str], watch: list[tuple[str, str]], tmp_path: Path, tally: Tally
 ) -> None:
+    """Each name in a file of its own, as what is to be called and as a resolver."""
+    file = tmp_path / "evil.yaml"
+    file.write_text("_target_: os.system\n")
+    for _ in range(2):  # what reading any file loads is loaded now
+        with pytest.raises(SecurityRefusal):
+            read_guarded(file, tmp_path)
+    before = set(sys.modules)
+    for name in names:
+        for content in (f"option: adamw\n_target_: {name}\n", f"option: adamw\nlr: ${{{name}:1}}\n"):
+            file.write_text(content)
+            SEEN.clear()
+            ARMED[0] = True
+            try:
+                read_guarded(file, tmp_path)
+            except SecurityRefusal:
+                pass
+            else:
+                pytest.fail(f"taken for data: {content}")
+            finally:
+                ARMED[0] = False
+            assert not watch, (name, watch)
+            tally.tried += 1
+        assert set(sys.modules) == before, name
+
+
+def test_no_importable_callable_is_called_by_its_name(
+    names: list[str], watch: list[tuple[str, str]], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
+) -> None:
+    """All names as values of compositions, many in a file; some of them alone, in each way there is."""
     (tmp_path / "optimizer").mkdir()
     file = tmp_path / "optimizer" / "evil.yaml"
-    wanted = amount(6, 1_000_000)
-    names: Any = list(importable()) if wanted > 1000 else [
-        f"{module}.{name}" for module in sorted(sys.stdlib_module_names) for name in ("main", "open", "system")
-    ]  # fmt: skip
-    random.Random(seed).shuffle(names)
+
+    def must_be_refused(content: str, what: str) -> None:
+        file.write_text(content)
+        before = set(sys.modules)
+        error = attempt(("optimizer=evil",), tmp_path)
+        assert error is not None, what
+        assert error.exit_code in REFUSED, (what, error)
+        assert not watch, (what, watch)
+        assert set(sys.modules) == before, what
+        tally.tried += 1
+
     file.write_text("option: nothing\n")
     assert attempt(("optimizer=evil",), tmp_path) is not None  # what reading any file loads is loaded now
-    for name in names[:wanted]:
-        ways: Mapping[str, str] = {
-            "_target_": f"option: adamw\n_target_: {name}\n",
-            "option": f"option: {name}\n",
-            "value": f"option: adamw\nkernel: {name}\n",
-            "resolver": f"option: adamw\nlr: ${{{name}:1}}\n",
-        }
-        for way, content in ways.items():
-            file.write_text(content)
-            before = set(sys.modules)
-            error = attempt(("optimizer=evil",), tmp_path)
-            assert error is not None, (name, way)
-            assert error.exit_code in REFUSED, (name, way, error)
-            assert not watch, (name, way, watch)
-            assert set(sys.modules) == before, (name, way)
-            tally.tried += 1
+    for name in names[: amount(6, 2000)]:
+        must_be_refused(f"option: adamw\n_target_: {name}\n", f"_target_ {name}")
+        must_be_refused(f"option: {name}\n", f"option {name}")
+        must_be_refused(f"option: adamw\nkernel: {name}\n", f"value {name}")
+        must_be_refused(f"option: adamw\nlr: ${{{name}:1}}\n", f"resolver {name}")
+    for first in range(0, len(names), MANY):
+        many = names[first : first + MANY]
+        must_be_refused(f"option: adamw\nbetas: {json.dumps(many)}\n", f"{len(many)} from {many[0]}")
 
 
 # ---------------------------------------------------------------- checkpoints and run folders
