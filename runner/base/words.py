@@ -113,16 +113,42 @@ def printable(text: str) -> str:
     return "".join(char if char == "\n" or char.isprintable() else _escaped(char) for char in plain)
 
 
+def aligned(
+    rows: Sequence[Sequence[str]], sides: str = "", gives_way: Sequence[str] = (), columns: int = 0
+) -> list[str]:
+    """Return rows of cells, the head first, as the lines of a table.
+
+    sides      of each column: < or >; all < where none are named
+    gives_way  columns by their names, that which is left out first where there are not enough columns on the screen
+    columns    of the screen; 0: as many as it takes
+    """
+    widths = {at: max(len(row[at]) for row in rows) for at in range(len(rows[0]))}
+    left_out: list[str] = []
+    for name in gives_way:
+        if not columns or sum(widths.values()) + 2 * (len(widths) - 1) <= columns:
+            break
+        del widths[list(rows[0]).index(name)]
+        left_out.append(name)
+    sides = sides or "<" * len(rows[0])
+    lines = ["  ".join(f"{row[at]:{sides[at]}{width}}" for at, width in widths.items()).rstrip() for row in rows]
+    return [*lines, f"(no room for {', '.join(left_out)})"] if left_out else lines
+
+
+def columns_of(stream: IO[str] | None = None) -> int:
+    """Return the columns of the stream, standard output where none is named; 0 where it is no terminal."""
+    stream = sys.stdout if stream is None else stream
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    except (OSError, ValueError):
+        return 0
+
+
 def for_terminal(text: str, stream: IO[str] | None = None) -> str:
     """Return the text with its lines broken between words where the stream is a terminal too narrow for them.
 
     stream  standard output where none is named
     """
-    stream = sys.stdout if stream is None else stream
-    try:
-        columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
-    except (OSError, ValueError):
-        columns = 0
+    columns = columns_of(stream)
     return wrapped(text, columns) if columns else text
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
-from runner.base.words import bytes_in_words, for_terminal, is_number
+from runner.base.words import aligned, bytes_in_words, columns_of, for_terminal, is_number
 from runner.commands.arguments import own_words
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
@@ -67,7 +67,7 @@ def run(words: list[str]) -> int:
     if is_json:
         print(json.dumps([_as_json(row) for row in rows], indent=2))
     elif rows:
-        print(for_terminal("\n".join(table(rows, time.time()))))
+        print(for_terminal("\n".join(table(rows, time.time(), columns_of()))))
     else:
         print(f"there is no run in {root} yet; start one with: accel-run train", file=sys.stderr)
     return 0
@@ -135,18 +135,14 @@ def row_of_sweep(path: Path) -> Row:
     )  # fmt: skip
 
 
-def table(rows: Sequence[Row], now: float) -> list[str]:
+def table(rows: Sequence[Row], now: float, columns: int = 0) -> list[str]:
     """Return the head and a line per run, fit to be shown: folders have the names that strangers gave them.
 
-    now  seconds since 1970
+    now      seconds since 1970
+    columns  of the terminal, 0 for none
     """
     lines = [("run", "task", "state", "updates", "metric", "written", "size"), *(_cells(row, now) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    sides = "<<<><>>"
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    return aligned(lines, "<<<><>>", ("size", "written", "task"), columns)
 
 
 def _cells(row: Row, now: float) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.secret import fit_to_show
-from runner.base.words import for_terminal
+from runner.base.words import columns_of, for_terminal
 from runner.commands.arguments import read_of_a_run
 from runner.durable.files import TEMPORARY, read_object, read_rows
 
@@ -59,7 +59,7 @@ def _of_sweep(folder: Path) -> int:
     _print(f"{folder.name}: {'stopped' if goes_on else word}{goes_on}   ({folder})")
     _print(f"  {sweep.kind:<10}  {sweep.task}: {summary(results, sweep.goal)}")
     _print(f"  command     {sweep.command or 'unknown'}")
-    _print("\n".join(["", *table(results, sweep.goal)]))
+    _print("\n".join(["", *table(results, sweep.goal, columns_of())]))
     return 0
 
 

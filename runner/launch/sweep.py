@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from runner.base.configuration import Configuration, Request, key_of, merge_overrides, word_of
 from runner.base.errors import AccelRunError, ConfigError, Exit, IncompatibleResume
 from runner.base.sweeps import Axis, composed, expand_sweep
-from runner.base.words import shortened
+from runner.base.words import columns_of, shortened
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.engine.again import words_of
 from runner.launch.apart import apart
@@ -162,7 +162,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
             source.ended(found.result(trial))
         is_stopped = pool.is_stopped
     results = found.results()
-    say("\n".join(["", *table(results, found.goal), "", summary(results, found.goal)]))
+    say("\n".join(["", *table(results, found.goal, columns_of()), "", summary(results, found.goal)]))
     is_cut = is_stopped and (len(results) < source.total or any(each.state in OPEN for each in results))
     found.save(directory, "preempted" if is_cut else "done")
     if is_cut:

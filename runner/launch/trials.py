@@ -18,7 +18,7 @@ from runner.base.birth import birth_of
 from runner.base.errors import Exit
 from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
-from runner.base.words import is_number, shortened
+from runner.base.words import aligned, is_number, shortened
 from runner.durable.directory import SWEEP, RunDirectory, is_name
 from runner.durable.files import read_object, read_rows
 from runner.durable.standing import standing
@@ -266,7 +266,7 @@ def rows_of(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list
     """Return the head of the table of trials and its rows, as words for people; the best one is marked."""
     keys = list(dict.fromkeys(key for each in results for key in each.trial.settings))
     best = winner(results, goal)
-    head = ["trial", *keys, "state", goal.metric, f"{goal.best_is} of it", "seconds", ""]
+    head = ["trial", *keys, "state", goal.metric, "lowest" if goal.best_is == "min" else "highest", "seconds", ""]
     rows = []
     for each in results:
         failed = f" ({each.exit_code})" if each.state == "failed" and each.exit_code is not None else ""
@@ -276,12 +276,11 @@ def rows_of(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list
     return head, rows
 
 
-def table(results: Sequence[Result], goal: Goal) -> list[str]:
-    """Return the table of trials as lines for a terminal."""
+def table(results: Sequence[Result], goal: Goal, columns: int = 0) -> list[str]:
+    """Return the table of trials as lines for a terminal of so many columns, 0 for none."""
     head, rows = rows_of(results, goal)
     lines = [[fit_to_show(cell).replace("\n", " ") for cell in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return aligned(lines, gives_way=("seconds", head[-3]), columns=columns)
 
 
 def as_csv(results: Sequence[Result], goal: Goal) -> str:

@@ -22,6 +22,8 @@ DRAW_EVERY_S = 0.25
 LINE_EVERY_S = 30.0
 PACE_WINDOW_S = 30.0
 BAR_COLUMNS = 24
+LEAST_BAR = 6  # narrower ones tell nothing
+BEFORE_THE_BAR = 4  # figures up to this rank tell more than the bar
 
 
 class Progress:
@@ -168,11 +170,15 @@ class Bar(Progress):
             figures.append((f"ETA {_clock_time((self._total - update) / pace)}", 1))
         # One column stays free: some terminals wrap a line that fills the last one.
         percent, width = f"{fraction:4.0%}", self._console.width - 1
-        while len(figures) > 1 and _columns(percent, figures) > width:
-            figures.remove(max(figures, key=lambda figure: figure[1]))
+        while len(figures) > 1:
+            least = max(figures, key=lambda figure: figure[1])
+            bar = LEAST_BAR + 1 if least[1] > BEFORE_THE_BAR else 0
+            if _columns(percent, figures) + bar <= width:
+                break
+            figures.remove(least)
         line = Text(no_wrap=True, overflow="crop").append(percent, style="bold")
         columns = min(BAR_COLUMNS, width - _columns(percent, figures) - 1)
-        if columns >= 6:
+        if columns >= LEAST_BAR:
             done, rest = ("█", "░") if self._unicode else ("#", ".")
             filled = int(fraction * columns)
             line.append(" ").append(done * filled, style="green").append(rest * (columns - filled), style="dim")

@@ -158,8 +158,13 @@ def gradient_norm(story: Story) -> Drawing | str:
         axes = drawn.figure.axes[0]
         above = sum(value > limit for value in story.curves["train/grad_norm"].y)
         share = above / max(1, len(story.curves["train/grad_norm"]))
-        axes.axhline(limit, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.1)
-        note = f"dashed: max_grad_norm={limit:g}, to which {share:.0%} of the rows were clipped"
+        low, high = axes.get_ylim()
+        if limit < _IN_SIGHT * high:
+            axes.axhline(limit, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.1)
+            axes.set_ylim(low, max(high, 1.08 * limit))
+            note = f"dashed: max_grad_norm={limit:g}, to which {share:.0%} of the rows were clipped"
+        else:
+            note = f"no row comes near max_grad_norm={limit:g}: nothing was clipped"
         return Drawing(drawn.figure, f"{drawn.described}; {note}", note)
     return drawn
 
@@ -506,6 +511,7 @@ def _dress(axes: Any, story: Story, label: str, *, with_names: bool = True) -> N
     """Name the axes, and shade the phases where there are several, and name them where there is room."""
     axes.set_ylabel(label)
     axes.set_xlabel("update")
+    axes.locator_params(axis="x", integer=True)
     axes.grid(visible=True)
     axes.set_axisbelow(True)
     phases = story.curves.phases
@@ -628,7 +634,7 @@ def _of_samples(story: Story, names: Sequence[str]) -> Drawing | str:
         if values is not None and np.isfinite(values).any():
             means.append(f"{words} {np.nanmean(values):.0f} % on average, at most {np.nanmax(values):.0f} %")
     gaps = int(story.samples.gaps().sum())
-    note = f"hatched: {gaps} time{'s' * (gaps > 1)} nobody watched" if gaps else ""
+    note = f"hatched: nobody watched ({gaps} time{'s' * (gaps > 1)})" if gaps else ""
     return Drawing(found, "; ".join(means) or "over time", note)
 
 
@@ -659,6 +665,7 @@ _HELD = (
 )
 _SIZE = (6.2, 3.1)  # inches: letters of 10 points can be read where a telephone shows it
 _MARKED = 60
+_IN_SIGHT = 2.0  # as many times as high as the curve may a limit be that is drawn beside it
 _STACK_POINTS = 160
 _MACHINE_POINTS = 200
 _MOST_METRICS = 6

@@ -10,7 +10,7 @@ from dataclasses import replace
 from runner.base.picture import COLORS, new_figure
 from runner.base.words import bytes_in_words, shortened
 from runner.report.charts import Chart, Drawing, Missing, binned, smoothed
-from runner.report.page import Page, Step, Table, duration, word_of
+from runner.report.page import Page, Step, Table, duration, rate, word_of
 from runner.report.story import Curve, Story
 from runner.report.svg import as_svg, drawing
 
@@ -150,6 +150,7 @@ def _overlaid(curves: dict[str, Curve], axis: str, *, is_noisy: bool, is_named: 
         if not math.isfinite(curve.y[-1]):
             unfinished.append(label)
     axes.set_xlabel("update")
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylabel(axis)
     axes.grid(visible=True)
     axes.set_axisbelow(True)
@@ -176,7 +177,7 @@ def _loss(story: Story) -> str:
 
 def _speed(story: Story) -> str:
     value = (story.evidence.items_per_s if story.evidence else None) or story.curves.last("perf/items_per_s")
-    return "" if value is None else f"{value:,.4g}"
+    return "" if value is None else rate(value)
 
 
 def _step(story: Story) -> str:

@@ -248,7 +248,8 @@ def _lines(story: Story) -> list[str]:
 
 def _when(story: Story) -> str:
     started = moment(story.record.get("started"))
-    return f"begun {started:%Y-%m-%d %H:%M}" if started else ""
+    word = "begun" if all(row.get("kind") != "resume" for row in story.events) else "gone on with"
+    return f"{word} {started:%Y-%m-%d %H:%M}" if started else ""
 
 
 def moment(text: Any) -> datetime | None:
@@ -300,7 +301,7 @@ def _speed_tile(story: Story) -> Iterable[Tile]:
     seen = story.evidence
     items = (seen.items_per_s if seen else None) or story.curves.last("perf/items_per_s")
     if items is not None:
-        yield Tile("throughput", f"{items:,.0f}" if items >= 100 else f"{items:.3g}", "items a second")
+        yield Tile("throughput", rate(items), "items a second")
     if seen is not None and seen.step_time_ms is not None:
         low, high = seen.step_time_low_ms, seen.step_time_high_ms
         note = f"median; {low:.4g} to {high:.4g} in 8 of 10 rows" if low is not None and high is not None else "median"
@@ -492,7 +493,7 @@ def _configuration(story: Story) -> list[Table]:
     decided, reasons = _decided(story), story.plan.get("reasons")
     reasons = reasons if isinstance(reasons, dict) else {}
     every = [
-        (key, word_of(value), word_of(decided.get(key, value)), word_of(reasons.get(key.removesuffix(".option"), "")))
+        (key, word_of(value), word_of(decided.get(key, value)), word_of(reasons.get(key, "")))
         for key, value in story.config.items()
     ]
     head = ("key", "asked for", "used", "why")
@@ -505,7 +506,7 @@ def _decided(story: Story) -> dict[str, Any]:
     choices, found = story.plan.get("choices"), {}
     for group, choice in (choices if isinstance(choices, dict) else {}).items():
         if isinstance(choice, dict) and isinstance(choice.get("options"), dict):
-            found[f"{group}.option"] = choice.get("name")
+            found[group] = choice.get("name")
             found |= {f"{group}.{key}": value for key, value in choice["options"].items()}
     batch = story.plan.get("batch")
     found |= {key: batch[key] for key in ("micro_batch_size",) if isinstance(batch, dict) and key in batch}
@@ -595,6 +596,11 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours} h {minute} min" if hours else f"{minute} min {second} s"
+
+
+def rate(items_per_s: float) -> str:
+    """Return items per second without an exponent."""
+    return f"{items_per_s:,.0f}" if items_per_s >= 100 else f"{items_per_s:.3g}"
 
 
 def word_of(value: Any) -> str:

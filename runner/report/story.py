@@ -183,12 +183,12 @@ def numbers(found: Any) -> dict[str, float]:
 
 
 def flat(tree: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves with dotted names."""
+    """Yield the leaves with dotted names, the option of a group under the name by which it is typed."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{lead}{key}.")
         else:
-            yield f"{lead}{key}", value
+            yield f"{lead}{key}".removesuffix(".option"), value
 
 
 # ---------------------------------------------------------------- files

@@ -86,7 +86,7 @@ def _over_trials(known: Sequence[tuple[Result, float]], goal: Goal) -> Drawing:
     axes = figure.subplots()
     axes.plot(numbers, values, "o", markersize=4, color=COLORS[0], label="a trial")
     axes.plot(numbers, best, drawstyle="steps-post", linewidth=1.7, color=COLORS[1], label="best so far")
-    _dress(axes, "trial", goal)
+    _dress(axes, "trial", goal, is_whole=True)
     axes.legend(loc="best", fontsize=9)
     return Drawing(figure, f"{len(values)} trials, the best {best[-1]:.4g}, the first {values[0]:.4g}")
 
@@ -102,9 +102,9 @@ def _over_settings(known: Sequence[tuple[Result, float]], goal: Goal) -> list[tu
         figure = new_figure(6.2, 3.1)
         axes = figure.subplots()
         axes.plot(x, y, "o", markersize=4, color=COLORS[0])
+        _dress(axes, key, goal, is_whole=all(number.is_integer() for number in x))
         if x[0] > 0 and x[-1] / x[0] >= _LOG_FROM:
             axes.set_xscale("log")
-        _dress(axes, key, goal)
         best = x[y.index(goal.best(y))]
         found.append(
             (f"{goal.metric} over {key}", Drawing(figure, f"from {x[0]:.4g} to {x[-1]:.4g}, best at {best:.4g}"))
@@ -112,8 +112,9 @@ def _over_settings(known: Sequence[tuple[Result, float]], goal: Goal) -> list[tu
     return found
 
 
-def _dress(axes: Any, label: str, goal: Goal) -> None:
+def _dress(axes: Any, label: str, goal: Goal, *, is_whole: bool) -> None:
     axes.set_xlabel(label)
+    axes.locator_params(axis="x", integer=is_whole, nbins=6)
     axes.set_ylabel(goal.metric)
     axes.grid(visible=True)
     axes.set_axisbelow(True)

@@ -11,7 +11,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 import pytest
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.words import for_terminal, wrapped
+from runner.base.words import aligned, for_terminal, wrapped
 from runner.cli import print_problems
 from runner.observe.events import Console
 from runner.observe.progress import Bar
@@ -39,6 +39,19 @@ def test_a_command_to_be_pasted_stays_whole_and_what_is_said_of_it_does_not() ->
     assert first == "  accel-run train --task ./my_task.py optimizer.lr=0.1"
     assert " ".join(" ".join(more).split()) == "a task of your own, made by accel-run new"
     assert wrapped("accel-run COMMAND --help tells more of it", 20).endswith("--help\n  tells more of it")
+
+
+def test_columns_of_a_table_give_way_in_their_order_and_are_named() -> None:
+    rows = [("run", "task", "size"), ("first", "gpt", "9 MiB"), ("second", "nmt", "10 MiB")]
+    assert aligned(rows, "<<>") == ["run     task    size", "first   gpt    9 MiB", "second  nmt   10 MiB"]
+    assert aligned(rows, "<<>", ("size", "task"), 20) == aligned(rows, "<<>")
+    assert aligned(rows, "<<>", ("size", "task"), 19) == [
+        "run     task",
+        "first   gpt",
+        "second  nmt",
+        "(no room for size)",
+    ]
+    assert aligned(rows, "<<>", ("size", "task"), 8)[0] == "run"
 
 
 def test_what_a_terminal_is_told_fits_it_and_a_pipe_gets_it_whole() -> None:

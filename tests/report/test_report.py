@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 
 from runner.cli import main
+from runner.durable.directory import RunDirectory
 from runner.measure.results import Results
-from runner.report.charts import binned, smoothed
-from runner.report.page import MOST_BYTES
-from runner.report.story import Curve
+from runner.report.charts import Drawing, binned, gradient_norm, smoothed
+from runner.report.page import MOST_BYTES, rate
+from runner.report.story import Curve, flat, read_story
 from tests.report.runs import full_run, make_run, plan, record, rows, watched
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -126,6 +127,36 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return report(folder, "full")
 
 
+def test_settings_have_the_names_by_which_they_are_typed_and_rates_no_exponent() -> None:
+    tree = {"updates": 3, "precision": {"option": "bf16", "keep_fp32": []}}
+    assert dict(flat(tree)) == {"updates": 3, "precision": "bf16", "precision.keep_fp32": []}
+    assert [rate(36_450.4), rate(3.14159)] == ["36,450", "3.14"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "note"),
+    [
+        (0.8, "dashed: max_grad_norm=0.8, to which 50% of the rows were clipped"),
+        (1.2, "dashed: max_grad_norm=1.2, to which 0% of the rows were clipped"),
+        (50.0, "no row comes near max_grad_norm=50: nothing was clipped"),
+    ],
+)
+def test_the_limit_of_gradients_is_drawn_in_sight_or_said_to_be_out_of_it(
+    limit: float, note: str, tmp_path: Path
+) -> None:
+    told = [{"update": update, "phase": "train", "train/grad_norm": norm} for update, norm in ((1, 0.5), (3, 1.0))]
+    make_run(tmp_path, "mine", metrics__jsonl=told, config__yaml=f"max_grad_norm: {limit}\n")
+    drawn = gradient_norm(read_story(RunDirectory.find(tmp_path, "mine")))
+    assert isinstance(drawn, Drawing)
+    assert drawn.note == note
+    axes = drawn.figure.axes[0]
+    assert ("dashed" in note) == (len(axes.lines) == 2)
+    assert axes.get_ylim()[1] < 2.0
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+    if "dashed" in note:
+        assert limit < axes.get_ylim()[1]
+
+
 def test_a_page_shows_all_that_a_run_has_left(full: Page) -> None:
     page = full
     told = labelled(page)
@@ -137,7 +168,7 @@ def test_a_page_shows_all_that_a_run_has_left(full: Page) -> None:
     assert "1f1b, 4 micro-batches" in told["pipeline"]
     assert "gpu1 utilisation 50 % on average" in told["gpus"]
     for words in (
-        "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: 1 time nobody watched", "to be & not to be <b>", "rank 0 holds the others up",
+        "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: nobody watched (1 time)", "to be & not to be <b>", "rank 0 holds the others up",
         "damaged: MANIFEST.json is missing", "optimizer.lr", "auto: native", "sh ", "plots/broken.png", "Compute: 78% of the time after start-up (7.0 of 9.0 s)",
     ):  # fmt: skip
         assert words in page.words, words
