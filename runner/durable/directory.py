@@ -251,7 +251,7 @@ class RunDirectory:
 
 def default_name(task: str) -> str:
     """Return a new run name such as `gpt-20260131-142530-ab12cd`: task, local time, and six random digits."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("._-") or "run"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("._-")[: _NAME_LETTERS // 2] or "run"
     return f"{plain}-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
@@ -321,6 +321,9 @@ def check_name(name: str) -> None:
         )
         suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-")
         fix = f"for example run={suggestion}" if suggestion else "for example run=first-try"
+    elif len(name) > _NAME_LETTERS:
+        what = f"a run name must have at most {_NAME_LETTERS} letters, but has {len(name):,}"
+        fix = f"for example run={name[:20]}"
     else:
         return
     raise ConfigError(Problem(what, where=f"run={name}", fix=fix))
@@ -365,6 +368,7 @@ def _offer(run: str, known: list[Path]) -> str:
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME_LETTERS = 200  # systems take 255, and the runs of a sweep are called NAME-1, NAME-2, ...
 _SIGNS_OF_A_RUN = ("run.json", "metrics.jsonl", "config.yaml", "checkpoints")
 _MADE_AGAIN = frozenset({"report.html", "predictions", "plots", "profile", "export"})
 _START_ONE = "start one with: accel-run train"

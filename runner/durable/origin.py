@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import AccelRunError, DataError, SecurityRefusal
-from runner.durable.directory import RunDirectory
+from runner.durable.directory import RunDirectory, is_sweep
 from runner.durable.files import read, read_object
 
 
@@ -78,10 +78,10 @@ def _read(directory: RunDirectory) -> Origin:
 
 def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> None:
     """Raise SecurityRefusal where a run that may come from elsewhere says which Python file is to be run."""
-    inside = root.resolve()
+    inside, folder = root.resolve(), directory.path.resolve().parent
     ways = (task_file.resolve(), Path(os.path.normpath(task_file.absolute())))  # a link leads out of what was unpacked
-    if directory.path.resolve().parent == inside and not any(
-        way.is_relative_to(folder) for way in ways for folder in (inside, root.absolute())
+    if inside in (folder, folder.parent if is_sweep(folder) else None) and not any(
+        way.is_relative_to(place) for way in ways for place in (inside, root.absolute())
     ):
         return
     raise SecurityRefusal(
@@ -101,8 +101,16 @@ def _words_in(file: Path) -> Any:
 
 
 def _are_words(found: object) -> TypeGuard[list[str]]:
-    return isinstance(found, list) and all(isinstance(word, str) for word in found)
+    return isinstance(found, list) and all(map(_is_typed, found))
 
 
 def _are_paths(found: Iterable[object]) -> TypeGuard[list[str | None]]:
-    return all(value is None or isinstance(value, str) for value in found)
+    return all(value is None or _is_typed(value) for value in found)
+
+
+def _is_typed(value: object) -> bool:
+    """Tell whether it is a text that a command line can hold."""
+    try:
+        return isinstance(value, str) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from runner.base.configuration import Request, merge_overrides
-from runner.base.errors import ConfigError, Problem
+from runner.base.errors import AccelRunError, ConfigError, DataError, Problem
 from runner.base.packages import require
 from runner.base.schema import did_you_mean
 from runner.base.sweeps import Axis, composed, read_space
-from runner.base.words import shortened
+from runner.base.words import shortened, words_of
 from runner.durable import files
 from runner.launch.packing import packed
 from runner.launch.sweep import OPEN, Wish, must_be_plannable, opened, walk
@@ -38,7 +41,7 @@ def search(request: Request, wish: Wish, *, num_trials: int, budget_s: float = m
     packing = packed(configurations, wish.together)
     with opened("search", fixed, configurations[0], wish, axes) as (directory, found):
         study = Study(found, axes, directory.name, seed=configurations[0].settings.seed)
-        found.trials = study.trials()
+        found.trials = study.trials(found.trials)
         until = time.monotonic() + budget_s
         return walk(directory, found, _Asking(found, study, num_trials, until), packing, configurations[0])
 
@@ -61,7 +64,9 @@ class Study:
         files.AppendLog(self._file).close()  # half a line, as a crash leaves it, would damage the next one
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         journal = self._optuna.storages.journal
-        with files.storage("open", self._file):
+        with _at("open", self._file):
+            if (size := files.size_of(self._file)) > _JOURNAL_BYTES:
+                raise ValueError(f"it has {size:,} bytes")
             storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._file), _Held()))
             direction = {"min": "minimize", "max": "maximize"}[found.goal.best_is]
             self._study = self._optuna.create_study(
@@ -71,19 +76,25 @@ class Study:
     def ask(self) -> Trial:
         """Return a new trial, on disk."""
         self._study.sampler = self._sampler(len(self._study.trials))
-        with files.storage("append to", self._file):
+        with _at("append to", self._file):
             return self._chosen(self._study.ask())
 
-    def trials(self) -> list[Trial]:
-        """Return the trials asked for so far; of one whose asking was cut off by a kill the rest is chosen now."""
+    def trials(self, known: Sequence[Trial]) -> list[Trial]:
+        """Return the trials asked for so far; of one whose asking was cut off by a kill the rest is chosen now.
+
+        known  those that sweep.json has, each of which was asked for
+        """
         found = []
-        for frozen in self._study.get_trials(deepcopy=False):
-            if frozen.state.is_finished():
-                found.append(self._named(frozen.number, frozen.params))
-                continue
-            self._study.sampler = self._sampler(frozen.number)
-            with files.storage("append to", self._file):
+        with _at("append to", self._file):
+            for frozen in self._study.get_trials(deepcopy=False):
+                if frozen.state.is_finished():
+                    found.append(self._named(frozen.number, frozen.params))
+                    continue
+                self._study.sampler = self._sampler(frozen.number)
                 found.append(self._chosen(self._optuna.trial.Trial(self._study, frozen._trial_id)))
+            for trial, asked in zip_longest(known, found[: len(known)]):
+                if asked is None or trial.words != asked.words:
+                    raise ValueError(f"{trial.name} is not the trial that sweep.json has")
         return found
 
     def is_told(self, trial: Trial) -> bool:
@@ -93,7 +104,7 @@ class Study:
     def tell(self, trial: Trial, value: float | None) -> None:
         """Optuna knows what the trial has reached; None: it has failed."""
         state = None if value is not None else self._optuna.trial.TrialState.FAIL
-        with files.storage("append to", self._file):
+        with _at("append to", self._file):
             self._study.tell(trial.number - 1, value, state=state)
 
     def _chosen(self, asked: Any) -> Trial:
@@ -117,6 +128,21 @@ class Study:
 
     def _sampler(self, number: int) -> Any:
         return self._optuna.samplers.TPESampler(seed=(self._seed * 1_000_003 + number) % 2**32)
+
+
+@contextmanager
+def _at(action: str, journal: Path) -> Iterator[None]:
+    """What the system refuses inside is a StorageError, what Optuna makes no sense of in its journal a DataError."""
+    try:
+        with files.storage(action, journal):
+            yield
+    except AccelRunError:
+        raise
+    except Exception as error:  # of any class: the file decides where its reader fails
+        fix = (
+            "put a good copy of it back, or take another run=NAME; what the trials have reached stays in their folders"
+        )
+        raise DataError(f"is damaged: {words_of(error)}", where=str(journal), fix=fix) from error
 
 
 class _Held:
@@ -165,3 +191,6 @@ def _no_metric(result: Result, goal: Goal) -> ConfigError:
     near = did_you_mean(goal.metric, known)
     fix = f"{near} The same command with another metric= goes on" if near else "say metric=NAME with one of them"
     return ConfigError(Problem(what, f"metric={goal.metric}", fix))
+
+
+_JOURNAL_BYTES = 256 << 20  # a trial has less than a kilobyte for each key

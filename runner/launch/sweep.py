@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from runner.base.configuration import Configuration, Request, key_of, merge_overrides, word_of
-from runner.base.errors import AccelRunError, ConfigError, Exit, IncompatibleResume
+from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, IncompatibleResume
 from runner.base.sweeps import Axis, composed, expand_sweep
 from runner.base.words import columns_of, shortened
-from runner.durable.directory import RunDirectory, check_name, default_name
+from runner.durable import files
+from runner.durable.directory import SWEEP, RunDirectory, check_name, default_name
 from runner.engine.again import words_of
 from runner.launch.apart import apart
 from runner.launch.packing import Packing, packed
@@ -81,7 +82,7 @@ class opened:  # noqa: N801 - used as a function
 
     fixed          what all trials have in common
     configuration  of one of them
-    Raises IncompatibleResume where the folder holds a sweep of other settings.
+    Raises IncompatibleResume where the folder holds a sweep of other settings, DataError where its file is damaged.
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class opened:  # noqa: N801 - used as a function
             record=before.record,
         )  # fmt: skip
         try:
-            if before.record:
+            if files.exists(self.directory.path / SWEEP):
+                _must_be_whole(before)
                 _must_agree(before, self.sweep, name)
         except AccelRunError:
             self.directory.release()
@@ -217,6 +219,13 @@ def _enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None
         number = len(trials) + 1
         trials.setdefault(whole, Trial(number, f"{name}-{number}", words))
     found.trials = list(trials.values())
+
+
+def _must_be_whole(before: Sweep) -> None:
+    """Raise DataError where sweep.json is damaged: its trials are not begun anew under settings of others."""
+    if not before.is_whole:
+        fix = "put a good copy of it back, or remove it: what the trials have reached stands in their own folders"
+        raise DataError(f"{SWEEP} is damaged", where=str(before.folder), fix=fix)
 
 
 def _must_agree(before: Sweep, now: Sweep, name: str) -> None:

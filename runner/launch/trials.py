@@ -125,33 +125,37 @@ class Sweep:
     def read(cls, folder: Path) -> Sweep:
         """Return what the folder's sweep.json tells; what is missing or damaged there is as if nobody had said it."""
         found = read_object(folder / SWEEP)
-        goal = found.get("goal")
-        goal = goal if isinstance(goal, dict) else {}
-        rows = found.get("trials")
+        goal = _mapped(found.get("goal"))
         trials, codes = [], {}
-        for row in rows if isinstance(rows, list) else ():
+        for row in _listed(found.get("trials")):
             match row:
                 case {"number": int(number), "name": str(name), "words": list(words)} if is_name(name):
                     trials.append(Trial(number, name, tuple(map(str, words))))
                     if isinstance(row.get("exit_code"), int):
                         codes[number] = row["exit_code"]
-        space = found.get("space")
         return cls(
             folder,
             "search" if found.get("kind") == "search" else "sweep",
             str(found.get("task") or ""),
-            tuple(map(str, found.get("fixed") or ())),
+            tuple(map(str, _listed(found.get("fixed")))),
             found.get("task_file"),
             found.get("config_dir"),
             str(found.get("launcher") or "local"),
             str(found.get("command") or ""),
             Goal(str(goal.get("metric") or "val/loss"), "max" if goal.get("best_is") == "max" else "min"),
             str(found.get("together") or ""),
-            {str(key): str(value) for key, value in space.items()} if isinstance(space, dict) else {},
+            {str(key): str(value) for key, value in _mapped(found.get("space")).items()},
             trials,
             codes,
             found,
         )
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether nothing of the sweep.json that was read had to be left out."""
+        rows = self.record.get("trials")
+        numbers = list(range(1, len(rows) + 1)) if isinstance(rows, list) else None
+        return [trial.number for trial in self.trials] == numbers and self.record.get("fixed") == list(self.fixed)
 
     def results(self) -> list[Result]:
         """Return how every trial stands, in their order."""
@@ -177,23 +181,23 @@ class Sweep:
     def _read(self, trial: Trial) -> Result:
         folder = self.folder / trial.name
         record, code = read_object(folder / "run.json"), self.codes.get(trial.number)
-        if not set(trial.words) <= set(map(str, record.get("overrides") or trial.words)):
+        if not set(trial.words) <= set(map(str, _listed(record.get("overrides")) or trial.words)):
             record = {}
         state = _state(standing(record).word if record else "", code, self.launcher)
         metric = self.goal.metric
         values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl") if is_number(row.get(metric))]
-        known = record.get("metrics")
-        metrics = {str(name): float(value) for name, value in (known or {}).items() if is_number(value)}
+        metrics = {
+            str(name): float(value) for name, value in _mapped(record.get("metrics")).items() if is_number(value)
+        }
         last = metrics.get(metric, values[-1] if values else None)
-        phases = record.get("phases")
-        spent = [phase.get("seconds") for phase in phases.values()] if isinstance(phases, dict) else []
+        spent: list[Any] = [_mapped(phase).get("seconds") for phase in _mapped(record.get("phases")).values()]
         return Result(
             trial,
             state,
             code if code is not None else standing(record).exit_code,
             last,
             self.goal.best([*values, *([] if last is None else [last])]),
-            sum(seconds for seconds in spent if is_number(seconds)) or _seconds_of(record.get("evidence")),
+            sum(seconds for seconds in spent if is_number(seconds)) or _seconds_of(_mapped(record.get("evidence"))),
             metrics,
         )
 
@@ -226,7 +230,7 @@ class Sweep:
                     "state": each.state,
                     "last": _json(each.last),
                     "best": _json(each.best),
-                    "seconds": each.seconds,
+                    "seconds": _json(each.seconds),
                 }
                 for each in results
             ],
@@ -312,10 +316,20 @@ def _state(word: str, code: int | None, launcher: str) -> State:
     return "submitted" if code == 0 and launcher != "local" else "waiting"
 
 
-def _seconds_of(evidence: Any) -> float | None:
+def _seconds_of(evidence: Mapping[str, Any]) -> float | None:
     """Return how long the last process of a run took that was not through."""
-    seconds: Any = evidence.get("seconds") if isinstance(evidence, dict) else None
+    seconds: Any = evidence.get("seconds")
     return float(seconds) if is_number(seconds) else None
+
+
+def _listed(value: object) -> list[Any]:
+    """Return a list of a file that a stranger may have written, an empty one where it is something else."""
+    return value if isinstance(value, list) else []
+
+
+def _mapped(value: object) -> dict[str, Any]:
+    """Return an object of such a file likewise."""
+    return value if isinstance(value, dict) else {}
 
 
 def _json(value: float | None) -> float | None:

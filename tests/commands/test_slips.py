@@ -311,6 +311,10 @@ accel-run: hardware=t5: unknown hardware; must be one of a100, auto, cpu, h100, 
 accel-run: run=../elsewhere: a run name must be letters, digits, '.', '_' and '-', and begin with a letter or digit, but is '../elsewhere'
            for example run=elsewhere
 """,
+    f"train run={'a' * 201}": f"""\
+accel-run: run={"a" * 201}: a run name must have at most 200 letters, but has 201
+           for example run={"a" * 20}
+""",
     "train batch_size=32": """\
 accel-run: batch_size=32: unknown key
            say global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per pass)

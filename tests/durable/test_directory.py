@@ -99,7 +99,7 @@ def test_opening_sweeps_what_a_crash_left_and_nothing_else(tmp_path: Path) -> No
 
 def test_a_run_that_cannot_be_made_ends_with_73(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for root, name in ((tmp_path / "file", "gpt"), (tmp_path, "file"), (tmp_path, "n" * 300)):
+    for root, name in ((tmp_path / "file", "gpt"), (tmp_path, "file"), (tmp_path / ("n" * 300), "gpt")):
         with pytest.raises(CannotCreate) as caught:
             RunDirectory.create_or_open(root, name)
         assert caught.value.exit_code == Exit.CANNOT_CREATE

@@ -24,7 +24,19 @@ def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDi
     return RunDirectory.join(folder)
 
 
-@pytest.mark.parametrize("record", ["", "{}", "[1]", '{"task": "gpt"', '{"task": "gpt", "overrides": 3}'])
+@pytest.mark.parametrize(
+    "record",
+    [
+        "",
+        "{}",
+        "[1]",
+        '{"task": "gpt"',
+        '{"task": "gpt", "overrides": 3}',
+        '{"task": "gpt", "overrides": ["a=\\u0000"]}',
+        '{"task": "gpt", "overrides": [], "task_file": "/a\\u0000.py"}',
+        '{"task": "gpt", "overrides": [], "folder": "/\\ud800"}',
+    ],
+)
 def test_a_damaged_record_is_no_other_task(tmp_path: Path, record: str) -> None:
     whole = origin_of(left_by(tmp_path / "whole", record, WORDS, PLAN), tmp_path, TRUSTED)
     assert whole == Origin(("task=classification", "log_every=3"), Path("/where/task.py"), Path("/where/conf"))
@@ -53,4 +65,14 @@ def test_a_folder_from_elsewhere_does_not_say_which_code_is_run(tmp_path: Path) 
     assert origin_of(run, tmp_path / "outputs", Request()) == Origin((), task, None, tmp_path)
     with pytest.raises(SecurityRefusal, match="does not decide what code is run"):
         origin_of(run, tmp_path / "elsewhere", Request())
+    inner = left_by(run.path / "first-1", record)
+    with pytest.raises(SecurityRefusal, match="does not decide what code is run"):
+        origin_of(inner, tmp_path / "outputs", Request())
+    (run.path / "sweep.json").touch()
+    assert origin_of(inner, tmp_path / "outputs", Request()).task_file == task, (
+        "a trial of a sweep of ours is a run of ours"
+    )
+    (run.path / "away").symlink_to(left_by(tmp_path / "away", record).path)
+    with pytest.raises(SecurityRefusal, match="does not decide what code is run"):
+        origin_of(RunDirectory.join(run.path / "away"), tmp_path / "outputs", Request())
     assert origin_of(run, tmp_path / "elsewhere", Request(task_file=task)).folder == tmp_path

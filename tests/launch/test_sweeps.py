@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import random
 import shutil
@@ -19,10 +20,11 @@ from typing import Any
 import pytest
 
 from runner.base.configuration import Request, compose
-from runner.base.errors import ConfigError
-from runner.base.sweeps import composed, expand_sweep
+from runner.base.errors import ConfigError, DataError
+from runner.base.sweeps import Axis, composed, expand_sweep
 from runner.cli import main
 from runner.commands.arguments import read
+from runner.durable.directory import RunDirectory
 from runner.launch import sweep
 from runner.launch.packing import _NUMBERS, Foreseen, Packing, Room, _different, _packing, packed
 from runner.launch.trials import Goal, Result, Sweep, Trial, table, winner
@@ -272,6 +274,93 @@ def test_a_damaged_or_strange_file_of_a_sweep_is_read_as_far_as_it_goes(tmp_path
         assert Sweep.read(tmp_path).trials == []
     (tmp_path / "sweep.json").write_text('{"trials": [{"number": 1, "name": "../../etc", "words": []}]}')
     assert Sweep.read(tmp_path).trials == []
+
+
+STRANGE = (None, True, 2**70, math.inf, math.nan, "\x1b[31mred", [], {}, [[]], {"a": {"b": None}}, {"a": 3})
+
+
+def test_whatever_a_stranger_wrote_about_a_sweep_is_told_in_words(tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "mine" / "mine-1"
+    run.mkdir(parents=True)
+    trial = {"number": 1, "name": "mine-1", "words": ["seed=1"], "exit_code": 0}
+    told = {
+        "kind": "sweep",
+        "trials": [trial],
+        "fixed": [],
+        "goal": {"metric": "val/loss"},
+        "space": {"seed": "0, 1"},
+        "state": "done",
+    }
+    made = {
+        "state": "done",
+        "overrides": ["seed=1"],
+        "metrics": {"val/loss": 1.0},
+        "phases": {"train": {"seconds": 1}},
+        "evidence": {},
+    }
+    with RunDirectory.create_or_open(tmp_path, "copy", of_a_sweep=True) as copy:
+        for file, good in ((run.parent / "sweep.json", told), (run / "run.json", made)):
+            (run.parent / "sweep.json").write_text(json.dumps(told))
+            (run / "run.json").write_text(json.dumps(made))
+            hostile = [good | {key: value} for key in (*good, "task", "pid", "host") for value in STRANGE]
+            hostile += [told | {"trials": [trial | {key: value}]} for key in trial for value in STRANGE]
+            for record in hostile:
+                file.write_text(json.dumps(record))
+                found = Sweep.read(run.parent)
+                saves = record.get("phases", made["phases"]) != made["phases"]
+                results = found.save(copy, "running") if saves else found.results()
+                assert "\x1b" not in "".join(table(results, found.goal)), record
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["{", '{"fixed": []}', '{"trials": [], "fixed": 3}', '{"fixed": [], "trials": [{"number": 2, "name": "b"}]}'],
+)
+def test_a_damaged_sweep_is_not_begun_anew(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "must_be_plannable", lambda configurations: None)
+    file = tmp_path / "outputs" / "mine" / "sweep.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(damage)
+    assert main(GRID) == 65
+    assert (
+        "outputs/mine: sweep.json is damaged\n           put a good copy of it back, or remove it"
+        in capsys.readouterr().err
+    )
+    assert file.read_text() == damage
+    RunDirectory.create_or_open(tmp_path / "outputs", "mine", of_a_sweep=True).release()  # nobody holds it
+
+
+def test_a_damaged_journal_ends_a_search_in_words(tmp_path: Path) -> None:
+    needs_optuna()
+    from runner.launch.search import JOURNAL, Study
+
+    axes = (Axis("optimizer.lr", (), 1e-5, 1e-1, is_log=True), Axis("task.act", ("task.act=a", "task.act=b")))
+    found = Sweep(tmp_path, "search")
+    study = Study(found, axes, "mine", seed=0)
+    known = [study.ask(), study.ask()]
+    study.tell(known[0], 1.0)
+    file = tmp_path / JOURNAL
+    whole = file.read_bytes()
+    assert Study(found, axes, "mine", seed=0).trials(known) == known
+    lines = whole.splitlines(keepends=True)
+    damaged = [b"", *(lines[0] + line for line in lines[1:2])]
+    damaged += [
+        b"".join([*lines[:at], junk, *lines[at + 1 :]])
+        for at in range(len(lines))
+        for junk in (b"junk\n", b"[]\n", b"[" * 10000 + b"\n")
+    ]
+    for content in damaged:
+        file.write_bytes(content)
+        with pytest.raises(DataError, match="is damaged"):
+            Study(found, axes, "mine", seed=0).trials(known)
+    file.write_bytes(whole + b'{"op_code": 4, "half')  # as a crash leaves it
+    assert Study(found, axes, "mine", seed=0).trials(known) == known
+    file.write_bytes(whole.replace(b"task.act", b"task.odd"))
+    with pytest.raises(DataError, match="mine-1 is not the trial that sweep"):
+        Study(found, axes, "mine", seed=0).trials(known)
 
 
 # ---------------------------------------------------------------- wandb's agent
