@@ -29,7 +29,7 @@ from runner.engine.assemble import Parts, assemble
 from runner.engine.faults import fault_of
 from runner.engine.kinds import Gradients
 from runner.engine.loop import Position, train_updates
-from runner.engine.phantom import Block, Ledger, Phantom, in_layers
+from runner.engine.phantom import Block, Ledger, NotTraceable, Phantom, in_layers
 from runner.plan.budget import Blocks, computed_again
 from runner.plan.fits import sized, tensors_within
 from runner.plan.inventory import Inventory, read_cpu
@@ -142,7 +142,7 @@ class Forecast:
     def _measured(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
         """Return what few samples take, times as many as are asked for."""
         few = min(size, FEW)
-        why_not = f"{self._why_not}; measured with {few} samples and multiplied"
+        why_not = f"{self._why_not}; measured with {few} sample{'s' * (few > 1)} and multiplied"
         return times(self._followed(phase, few, recompute), size / few, size, why_not)
 
     def _of_parameters(self, phase: PhasePlan, size: int) -> Traced:
@@ -177,10 +177,12 @@ class Follower:
         self.kept: list[Block] = []  # activations of the newest pass
         self.trained: list[nn.Parameter] = []
         self.left: list[int] = []  # bytes of what passes made that are there after each update
+        self.batches: list[int] = []  # bytes of each
 
     def follow(self) -> Traced:
         """Return what two updates take."""
         parts, phase, ledger = self.parts, self.phase, self.ledger
+        self.phantom.refused = ""
         for kind, tensors in (("parameters", parts.bare.parameters()), ("buffers", parts.bare.buffers())):
             for tensor in tensors:
                 if tensor.device.type != "meta":  # as those of other stages are
@@ -199,7 +201,9 @@ class Follower:
             for key in order.from_update(0):
                 with _disable_current_modes():
                     item = fetcher[key]
-                map_tensors(lambda tensor: ledger.saw(tensor, "inputs"), item.batch)
+                size = self._received(item.batch)
+                if len(key.indices) == phase.batch.micro_batch_size:
+                    self.batches.append(size)
                 yield item
                 del item
 
@@ -224,7 +228,15 @@ class Follower:
                 for tensor in state_tensors(work.training.optimizer):
                     ledger.saw(tensor, "optimizer")
                 self.updated()
+            if self.phantom.refused:  # what was raised of it was caught, so another way was taken than a run takes
+                raise NotTraceable(self.phantom.refused)
             return self._told(tuple(ledger.events))
+
+    def _received(self, batch: Any) -> int:
+        """Return the bytes of a batch, which are there as inputs from now on."""
+        blocks: list[Block | None] = []
+        map_tensors(lambda tensor: blocks.append(self.ledger.saw(tensor, "inputs")), batch)
+        return sum(block.size for block in blocks if block)
 
     def updated(self) -> None:
         """An update was made; note what of its passes is still there."""
@@ -293,10 +305,7 @@ class Follower:
             num_layers = None
         others = [event for event in events if ledger.blocks[event[0]].kind != "gradients"]
         passes = [ledger.work[stage] for stage in ("forward", "backward")]
-        grown = self.left[-1] - self.left[0] if self.left else 0
-        why_not = (
-            f"the task keeps {sized(grown)} more after an update than after the one before" if grown > FEW_BYTES else ""
-        )
+        why_not = self._why_not()
         return Traced(
             phase=self.phase.name,
             micro_batch_size=self.phase.batch.micro_batch_size,
@@ -314,6 +323,18 @@ class Follower:
             why_not=why_not,
             **_of_weights(self.parts.bare, list(units.values()), self.trained),
         )
+
+    def _why_not(self) -> str:
+        """Return why other updates may take more than those that were followed; nothing where none does."""
+        grown = self.left[-1] - self.left[0] if self.left else 0
+        if grown > FEW_BYTES:
+            return f"the task keeps {sized(grown)} more after an update than after the one before"
+        least, most = min(self.batches, default=0), max(self.batches, default=0)
+        if least < most:
+            samples = self.phase.batch.micro_batch_size
+            said = f"batches of {samples} have {sized(least)} to {sized(most)}"
+            return f"{said}, and those that are larger than what was followed take more"
+        return ""
 
 
 def _of_weights(model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter]) -> dict[str, Any]:

@@ -17,7 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -129,12 +136,15 @@ class Phantom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     A tensor of data into which a fake one was written is fake from then on. While `answers` is True, a number asked of
     a fake tensor is 0, for code of ours that only looks whether it is finite; else NotTraceable is raised.
+
+    refused  the last operation that could not be followed: a task may catch what is raised of it
     """
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.answers = True
+        self.refused = ""
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._written: set[int] = set()  # storages of real tensors that were written from fake ones
 
@@ -146,9 +156,14 @@ class Phantom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             if func in _NUMBERS:
                 if not self.answers:
-                    raise NotTraceable(f"{func} asks for a number of a tensor that depends on the weights")
+                    self.refused = f"{func} asks for a number of a tensor that depends on the weights"
+                    raise NotTraceable(self.refused)
                 return _NUMBERS[func]
-            answer = self._followed(func, args, kwargs, given)
+            try:
+                answer = self._followed(func, args, kwargs, given)
+            except _NOT_FOLLOWED as error:
+                self.refused = f"{func} cannot be followed: {type(error).__name__}"
+                raise
         self._count(func, args, kwargs, given, answer)
         return answer
 
@@ -308,4 +323,10 @@ _INDEXING = {
     _aten._unsafe_index.Tensor,
     _aten._unsafe_index_put.default,
 }
+_NOT_FOLLOWED = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 _NUMBERS: dict[Any, Any] = {_aten._local_scalar_dense.default: 0, _aten.equal.default: True}

@@ -118,7 +118,7 @@ class Demand:
             tuple(sorted(kept.values(), key=lambda layer: -layer.activations)[:TOP_LAYERS]),
             sum(layer.activations for layer in widest.layers),
             is_exact=all(traced.is_exact for traced in traces),
-            why_not=next((traced.why_not for traced in traces if traced.why_not), ""),
+            why_not=next((traced.why_not for traced in reversed(traces) if traced.why_not), ""),
         )
 
     @staticmethod

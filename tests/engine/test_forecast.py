@@ -150,6 +150,21 @@ RECURRENT = (
     .replace("model(x)", "model(x)[0]")
     .replace("out[out > out.mean().item()]", "out")
 )
+CATCHING = UNTRACEABLE.replace(
+    "        return out[out > out.mean().item()].square()",
+    """        try:
+            out = out * out.mean().item()
+        except Exception:
+            pass
+        return out.square()""",
+)
+UNEVEN = UNTRACEABLE.replace("out[out > out.mean().item()]", "out").replace(
+    "    def dataset",
+    """    def collate(self, samples):
+        return (torch.ones(len(samples), 1 + int(100 * samples[0][0].abs().sum()), 8),)
+
+    def dataset""",
+)
 DATA_DEPENDENT = UNTRACEABLE.replace("out[out > out.mean().item()]", "out[x[:, 0] > x.mean().item()]")
 
 
@@ -233,6 +248,25 @@ def test_a_task_that_keeps_what_it_made_is_marked(script, tmp_path):
     (traced,) = forecast(composed(file=file, micro=16), script.HERE, [16])
     assert not traced.is_exact
     assert "keeps 16 KiB more after an update" in traced.why_not  # 2 passes of 16 x 128 numbers
+
+
+def test_a_task_that_catches_what_cannot_be_followed_is_measured(script, tmp_path):
+    file = tmp_path / "catching.py"
+    file.write_text(CATCHING)
+    configuration = composed(file=file, micro=FEW)
+    (traced,) = forecast(configuration, script.HERE, [FEW])
+    assert not traced.is_exact
+    assert "_local_scalar_dense" in traced.why_not
+    assert traced.peak.total == script.counted(configuration, [FEW])["train", FEW]
+
+
+def test_batches_of_unlike_length_are_marked(script, tmp_path):
+    """The first ones of a run are followed; a longer one may come."""
+    file = tmp_path / "uneven.py"
+    file.write_text(UNEVEN)
+    (traced,) = forecast(composed(file=file, micro=4), script.HERE, [4])
+    assert not traced.is_exact
+    assert traced.why_not.startswith("batches of 4 have ")
 
 
 def test_kernels_that_torch_takes_for_real_weights_only_are_measured(script, tmp_path):
