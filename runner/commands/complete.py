@@ -393,7 +393,11 @@ def _values_of(line: _Line, key: str, value: str) -> Iterable[str]:
     if key in GROUPS:
         return _plain(options_of(key, line.config_dir))
     if key == "run":
-        return [*([] if line.command in ("train", "both") else ["last"]), *_runs(line)]
+        if line.command == "search" or {"-m", "--multirun"} & line.flags.keys():
+            return _sweeps(line)
+        if line.command in ("train", "both"):  # the name of a trial would begin another run
+            return _runs(line, in_sweeps=False)
+        return ["last", *_runs(line)]
     if key == "resume":
         return ["auto", "fresh", *_runs(line)]
     if key in _PATH_KEYS:
@@ -436,10 +440,10 @@ def _run_names(line: _Line, *, several: bool = False) -> list[str]:
     return ["last", *_runs(line)] if several or not (line.lone or "run" in line.overrides) else []
 
 
-def _runs(line: _Line) -> list[str]:
+def _runs(line: _Line, *, in_sweeps: bool = True) -> list[str]:
     from runner.durable.directory import runs
 
-    return _plain(path.name for path in runs(line.root))
+    return _plain(path.name for path in runs(line.root, in_sweeps=in_sweeps))
 
 
 def _sweeps(line: _Line) -> list[str]:

@@ -161,6 +161,18 @@ OFFERS = {
 }
 
 
+def test_a_command_that_trains_is_offered_what_it_would_go_on_with(folder: Path) -> None:
+    """Named by `train run=`, a trial of a sweep would be begun a second time, beside the sweep."""
+    trial = folder / "outputs" / "grid" / "grid-1"
+    trial.mkdir(parents=True)
+    (trial / "run.json").write_text("{}")
+    (trial.parent / "sweep.json").write_text("{}")
+    assert offered("accel-run resume run=g") == ["run=grid-1"]
+    assert offered("accel-run train run=") == offered("accel-run both run=") == ["run=second", "run=first"]
+    for line in ("train -m seed=1,2 run=", "search optimizer.lr=log(1e-4,1e-2) run="):
+        assert offered(f"accel-run {line}") == ["run=grid"]
+
+
 @pytest.mark.parametrize("line", OFFERS)
 def test_what_is_offered(line: str, folder: Path) -> None:
     assert " ".join(offered(line)) == OFFERS[line]
