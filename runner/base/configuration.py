@@ -699,13 +699,15 @@ def _schema(
 ) -> _Schema:
     """Gather the keys of the settings, of the chosen options, of the task, its phases and its predictions."""
     keys = settings_keys(Settings)
-    functions = {}
     choices = composed["hydra_choices"]
-    for group in AXES:
-        function = _function_behind(group, str(choices[group]), composed.get(group) or {}, request.config_dir)
-        if isinstance(function, Problem):  # the keys cannot be known, and would all be problems
-            raise ConfigError([*problems, function])
-        functions[group] = function
+    found = {
+        group: _function_behind(group, str(choices[group]), composed.get(group) or {}, request.config_dir)
+        for group in AXES
+    }
+    functions = {group: function for group, function in found.items() if isinstance(function, str)}
+    if len(functions) < len(found):  # the keys cannot be known, and would all be problems
+        raise ConfigError([*problems, *(function for function in found.values() if isinstance(function, Problem))])
+    for group, function in functions.items():
         signature = function_of(group, function)
         keys.update({f"{group}.{key.name}": key for key in (signature.keys.values() if signature else ())})
     keys.update({f"task.{key.name}": key for key in task.build.values()})

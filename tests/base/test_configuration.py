@@ -368,6 +368,11 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
         {"optimizer/mine.yaml": "option: adamm\n"}, ("optimizer=mine",),
         ["optimizer/mine.yaml: must say which option it is a variant of, such as `option: sgd` | did you mean adam?"],
     ),
+    "two variants of nothing": (
+        {"optimizer/mine.yaml": "lr: 3\n", "memory/mine.yaml": ""}, ("optimizer=mine", "memory=mine"),
+        ["optimizer/mine.yaml: must say which option it is a variant of, such as `option: sgd`",
+         "memory/mine.yaml: must say which option it is a variant of, such as `option: selective`"],
+    ),
     "a list": (
         {"optimizer/mine.yaml": "- 1\n"}, ("optimizer=mine",),
         ["optimizer/mine.yaml: must be a mapping of keys to values"],
