@@ -514,3 +514,12 @@ def test_results_name_the_scripts_that_made_them() -> None:
         named = set(re.findall(r"scripts/[\w./]+", page.read_text(encoding="utf-8")))
         assert named, f"{page.name} names no script"
         assert all((ROOT / name.rstrip(".")).exists() for name in named), named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_can_be_read_as_text(page: Path) -> None:
+    """Also in a terminal: no line of a paragraph is longer than 140 columns, but for a picture with its words."""
+    lines = page.read_text().splitlines()
+    paragraphs = [token.map for token in tokens(page) if token.type == "paragraph_open" and token.map]
+    told = [(number + 1, lines[number]) for begin, end in paragraphs for number in range(begin, end)]
+    assert [(number, line) for number, line in told if len(line) > 140 and not line.startswith("![")] == []
