@@ -31,6 +31,7 @@ from runner.base.shares import lines, table
 from runner.plan.fits import Needs, Part, RankMemory, biggest, passes_of, predicted, sized
 from runner.plan.inventory import GIB, Device, Inventory, inventory_of_profile, read_cpu, take_inventory
 from runner.plan.ranks import RankDevice, gpus_of_ranks, shares_of
+from runner.plan.segments import Allocator
 from runner.plan.strategy import choose
 
 
@@ -337,6 +338,7 @@ class _Planner:
         self.problems: list[Problem] = []
         self.own_keys = dict(configuration.own_keys)
         self.device: Device | None = None
+        self.allocator = Allocator.of(self.choices["memory"].options.get("allocator"))
 
     def gpu(self) -> Device | None:
         """Choose the GPU, None for the CPU. Raises DeviceMissing for one asked for by name that is not here."""
@@ -385,6 +387,9 @@ class _Planner:
             self.problems.append(Problem(what, "parallelism=single", "say parallelism=ddp, or start one process"))
         if ranks is not None or parallelism.function == "single":
             self.ranks = self._corrected(ranks or [RankDevice.of(chosen, self.inventory)])
+            there = len(_devices_here(chosen, self.inventory))
+            if ranks is None and there > 1 and not self.configuration.asked_by_name("parallelism"):
+                self.notes.append(f"1 of {there} GPUs is used: say parallelism=auto to share updates among all of them")
             return chosen
         wanted = parallelism.options.get("world_size", "auto")
         gpus, why = gpus_of_ranks(chosen, wanted, self.inventory)
@@ -398,11 +403,11 @@ class _Planner:
     def _corrected(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:
         """Return the devices with what was measured on them, and with no more memory than this process may take."""
         options = self.choices["memory"].options
-        fraction, limit_gib = options.get("fraction"), options.get("limit_gib")
+        fractions, limit_gib = (options.get("fraction") or 1.0, self.allocator.fraction), options.get("limit_gib")
         found = []
         for rank in ranks:
             known = self.needs.corrected(rank) if self.needs else rank
-            limits = [int(fraction * rank.memory_bytes)] if fraction and rank.is_gpu else []
+            limits = [int(min(fractions) * rank.memory_bytes)] if min(fractions) < 1 and rank.is_gpu else []
             limits += [int(limit_gib * GIB)] if limit_gib else []
             if limits:
                 known = dataclasses.replace(known, free_bytes=min(*limits, rank.capacity_bytes or limits[0]))
@@ -543,6 +548,7 @@ class _Planner:
                 samples = max(1, min(share, phase.batch.micro_batch_size))
                 prediction = predicted(demand, samples, rank, part.of_rank(number))
                 is_exact = demand.is_exact and (phase.batch.stages == 1 or bool(demand.stages))
+                is_exact = is_exact and (self.allocator.is_known or not rank.is_gpu)
                 found.append(RankMemory(phase.name, number, samples, prediction, is_exact))
         return tuple(found)
 

@@ -3,7 +3,7 @@
 A model of its behavior, not its code. Source: c10/cuda/CUDACachingAllocator.cpp (round_size, get_allocation_size,
 get_free_block, should_split, free_block, release_cached_blocks, find_expandable_block) and c10/core/AllocatorConfig.h
 of torch 2.13. One stream is assumed. What it leaves out: `roundup_power2_divisions` as a list counts with its coarsest
-entry, `garbage_collection_threshold` and `backend:cudaMallocAsync` are not followed.
+entry, `garbage_collection_threshold` is not followed, and of `backend:cudaMallocAsync` nothing is known.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Allocator:
     segment     size of the segments for allocations of 1 to 10 MiB
     rounding    how much larger than asked for a block may be that is not split
     divisions   sizes are rounded up to so many steps between powers of 2; 0: to BLOCK only
+    fraction    share of the GPU's memory that the process may take
+    is_known    False for backend:cudaMallocAsync, which is the driver's and not torch's
     """
 
     expandable: bool = False
@@ -39,6 +41,8 @@ class Allocator:
     segment: int = 20 * MIB
     rounding: int = 20 * MIB
     divisions: int = 0
+    fraction: float = 1.0
+    is_known: bool = True
 
     @staticmethod
     def of(text: str | None) -> Allocator:
@@ -54,6 +58,8 @@ class Allocator:
             segment=int(said.get("large_segment_size_mb", 20)) * MIB,
             rounding=int(said.get("max_non_split_rounding_mb", 20)) * MIB,
             divisions=min((step for step in steps if step > 1), default=0),
+            fraction=float(said.get("per_process_memory_fraction", 1.0)),
+            is_known=said.get("backend") != "cudaMallocAsync",
         )
 
     def rounded(self, size: int) -> int:

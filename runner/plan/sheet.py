@@ -11,6 +11,7 @@ from runner.base.division import Batch
 from runner.plan.estimate import Peaks, Seconds, update_seconds
 from runner.plan.fits import Demand, Needs, RankMemory, biggest, passes_of, sized
 from runner.plan.plan import PhasePlan, Plan, part_of
+from runner.plan.segments import Allocator
 
 WIDTH = 80  # columns
 COLUMNS = 5  # kinds of ranks beside each other
@@ -190,6 +191,8 @@ def _assumed(plan: Plan, needs: Needs) -> list[str]:
     if plan.choices["compile"].name != "off":
         said.append(f"Traced without compile={plan.choices['compile'].name}, which mostly takes less.")
     why = [needs.why_not, *(demand.why_not for demand in needs.demands.values())]
+    if not Allocator.of(plan.choices["memory"].options.get("allocator")).is_known:
+        why.append("torch's own allocator is modelled, and not the driver's, which backend:cudaMallocAsync takes")
     is_pipeline = plan.choices["parallelism"].function == "pipeline" and plan.world_size > 1
     if is_pipeline and not all(demand.stages for demand in needs.demands.values()):
         why.append(

@@ -186,9 +186,19 @@ def test_what_others_hold_is_not_there() -> None:
     busy = dataclasses.replace(HERE, devices=(dataclasses.replace(T4, free_bytes=5 * GIB),))
     shared = plan(*words, needs=needs, on=busy).memory[0]
     half = plan(*words, "memory.fraction=0.5", needs=needs).memory[0]
+    told = plan(*words, "memory.allocator='per_process_memory_fraction:0.5'", needs=needs).memory[0]
+    assert told == half, "torch's allocator keeps to it too"
     assert (whole.prediction.capacity, shared.prediction.capacity) == (15 * GIB, 5 * GIB)
     assert half.prediction.capacity == 7.5 * GIB
     assert shared.samples < half.samples < whole.samples
+
+
+def test_of_an_allocator_that_is_not_torchs_nothing_is_said_to_fit() -> None:
+    needs = Needs({"train": demand(4, 16)})
+    made = plan("micro_batch_size=4", "memory.allocator='backend:cudaMallocAsync'", needs=needs)
+    text = " ".join(" ".join(sheet(made, needs, {})).split())
+    assert "may fit, not exact" in text
+    assert "NOT EXACT: torch's own allocator is modelled" in text
 
 
 def test_where_not_one_sample_fits_it_is_said() -> None:

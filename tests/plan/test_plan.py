@@ -319,9 +319,16 @@ def test_what_was_typed_stays_where_the_profile_gives_way() -> None:
 
 def test_a_profile_of_another_gpu_says_so() -> None:
     assert plan("hardware=t4", on=machine(T4)).notes == ()
-    assert plan("hardware=pair_11gb_8gb", on=machine(*PAIR)).notes == ()
+    assert plan("hardware=pair_11gb_8gb", "parallelism=single", on=machine(*PAIR)).notes == ()
     (note,) = plan("hardware=t4", on=machine(A100)).notes
     assert note.startswith("profile t4 describes Tesla T4; this is NVIDIA A100-SXM4-80GB")
+
+
+def test_a_gpu_that_nobody_said_to_leave_idle_is_told() -> None:
+    (note,) = plan("hardware=pair_11gb_8gb", on=machine(*PAIR)).notes
+    assert note.startswith("1 of 2 GPUs is used: say parallelism=auto")
+    assert not any("is used" in note for note in plan("parallelism=auto", on=machine(*PAIR)).notes)
+    assert plan("hardware=t4", on=machine(T4)).notes == ()
 
 
 def test_the_profile_of_the_cpu_leaves_the_gpu_alone_unless_it_is_asked_for() -> None:
