@@ -51,9 +51,11 @@ OWN = {"suite": "ladder", "budget_s": "300", "folder": "benchmarks", "prefix": "
 
 def run(words: list[str]) -> int:
     """Measure and print."""
+    from runner.measure.results import Results
     from runner.measure.suite import screen
 
     suite, wanted, as_json = _wanted(words)
+    Results(wanted.folder, wanted.prefix).check()  # before anything is measured
     report = suite.run(wanted)
     if as_json:
         print(json.dumps(dict(report.data), indent=2), flush=True)

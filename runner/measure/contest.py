@@ -18,7 +18,7 @@ from runner.base.stopwatch import PARTS
 from runner.durable.files import atomic_write, make_directory
 from runner.launch.apart import apart
 from runner.measure.advise import of_one_rank, planned
-from runner.measure.results import Results, finite, hardware
+from runner.measure.results import finite, hardware
 from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Wanted
 from runner.measure.trial import LEAST_ROUNDS, Arena, Asked, Cell, Limits, Measured, Trials, as_json
@@ -84,7 +84,6 @@ def place_of(wanted: Wanted) -> Iterator[Place]:
     Raises ConfigError for a word that no suite of cells knows.
     """
     refuse_words(wanted)
-    Results(wanted.folder, wanted.prefix)  # a prefix that cannot be is said before anything is measured
     plan, inventory = apart(planned, compose(wanted.request))
     request, cores, notes = of_one_rank(wanted.request, plan, inventory)
     with Arena(request, cores) as arena:

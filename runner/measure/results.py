@@ -24,6 +24,7 @@ from typing import Any
 
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem, RunInUse, StorageError
 from runner.base.words import shortened
+from runner.doctor.storage import nearest
 from runner.durable import files
 from runner.plan.environment import environment
 from runner.plan.inventory import take_inventory
@@ -51,6 +52,13 @@ class Results:
     def file(self, name: str) -> Path:
         """Return the file of that name in the folder, with the prefix before it."""
         return self.folder / f"{self.prefix}{name}"
+
+    def check(self) -> None:
+        """Raise ConfigError where nothing can be written, as far as can be seen: what is measured would be lost."""
+        there = nearest(self.folder)
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            what = f"must be a folder in which you may write, but {there} is none"
+            raise ConfigError(Problem(what, f"folder={self.folder}", "choose another folder="))
 
     def columns(self) -> dict[str, list[float]]:
         """Return technique -> milliseconds of its steps, in the order of the CSV.

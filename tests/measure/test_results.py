@@ -16,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.base.errors import ConfigError, DataError, Exit, InputMissing, RunInUse, StorageError
+from runner.commands.benchmark import run as benchmark
 from runner.durable import files
 from runner.durable.system import System
 from runner.measure import results as module
 from runner.measure.results import Results, is_name
+from runner.measure.suites import machine
 
 COLUMNS = {"baseline": [12.5, 12.25, 12.0], "bf16": [7.0, 6.125]}
 FACTS = {name: {"median_ms": column[0]} for name, column in COLUMNS.items()}
@@ -201,6 +203,18 @@ def test_clean_removes_what_was_written_here_and_nothing_else(results: Results) 
 def test_clean_makes_no_folder(tmp_path: Path) -> None:
     assert Results(tmp_path / "none").clean() == []
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("word", ["folder=taken", "prefix=a/b"])
+def test_where_results_cannot_lie_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    monkeypatch.setattr(machine, "apart", lambda *_: pytest.fail("it was begun"))
+
+    with pytest.raises(ConfigError, match=word.partition("=")[0]):
+        benchmark(["suite=machine", "disk", word])
 
 
 @pytest.mark.parametrize("prefix", ["../", "a/b", "/", "sub/"])

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,6 +175,32 @@ def test_an_array_of_the_triad_is_four_times_the_cache(asked: Asked, monkeypatch
     monkeypatch.setattr(machine, "_cache_bytes", lambda device: 10 * machine.MIB)
 
     assert machine._triad(asked.inventory.cpu.device).size == 40 * machine.MIB
+
+
+def test_the_last_caches_of_all_cores_count_each_once(asked: Asked, tmp_path: Path) -> None:
+    """Two cores of which each has a last cache of its own, and two that share one: 3 x 32 MiB."""
+    kinds = {"index0": ("1", "48K", "{core}"), "index2": ("3", "32M", "{shared}")}
+    for core, shared in {0: "0", 1: "1", 2: "2-3", 3: "2-3"}.items():
+        for name, values in kinds.items():
+            index = tmp_path / f"sys/devices/system/cpu/cpu{core}/cache" / name
+            index.mkdir(parents=True)
+            for file, value in zip(("level", "size", "shared_cpu_list"), values, strict=True):
+                (index / file).write_text(value.format(core=core, shared=shared) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "affinity", lambda: {0, 1, 2, 3})
+        assert machine._cache_bytes(torch.device("cpu"), tmp_path) == 96 * machine.MIB
+        patch.setattr(machine, "affinity", lambda: {2})
+        assert machine._cache_bytes(torch.device("cpu"), tmp_path) == 32 * machine.MIB
+    assert machine._cache_bytes(torch.device("cpu"), tmp_path / "none") == 0
+
+
+def test_a_file_that_would_fill_the_disk_is_not_written(asked: Asked, tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+
+    found = machine._disk(dataclasses.replace(asked, disk_bytes=free), 60.0)
+
+    assert "more than half" in found.skipped["disk"]
+    assert (found.rates, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_the_disk_is_written_and_read_and_nothing_is_left(asked: Asked, tmp_path: Path) -> None:
@@ -398,6 +425,9 @@ def test_all_of_it_is_measured_drawn_and_kept(tmp_path: Path) -> None:
     assert update["flops"] == 2 * (2 * 16 * 8 * 8), "of one linear layer, whose input needs no gradient"
     assert math.isfinite(update["seconds"])
     assert update["roofs"].keys() >= {"fp32"}
+    assert kept["suite"] == "machine"
+    assert kept["date"].endswith("UTC")
+    assert kept["hardware"]["inventory"]["torch_version"]
     assert any(line.startswith("not measured here") for line in screen(report))
 
 

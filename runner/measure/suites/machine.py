@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import random
 import secrets
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.configuration import Configuration, Request, compose, facts_of_profiles, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, MissingPackage, Problem
+from runner.base.host import ROOT, affinity
 from runner.base.picture import png
 from runner.base.schema import did_you_mean
 from runner.base.words import first_line
@@ -31,6 +32,7 @@ from runner.doctor.findings import Context
 from runner.doctor.storage import nearest
 from runner.durable import files
 from runner.launch.apart import apart
+from runner.measure.contest import kept
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.trial import RESTLESS, Arena, Cell, Limits, Measured
 from runner.plan.inventory import Device, Inventory, take_inventory
@@ -73,15 +75,11 @@ def run(wanted: Wanted) -> Report:
         except AccelRunError as error:  # what was measured of the machine stands without it
             found.skipped["roofline"] = first_line(str(error.problems[0]))
     data = {
-        "inventory": json.loads(inventory.to_json()),
         "threads": found.threads,
         "rates": [_as_json(rate) for rate in found.rates],
         "update": update or None,
-        "skipped": found.skipped,
-        "notes": found.notes,
     }
-    files.atomic_write(wanted.file("machine.json"), json.dumps(data, indent=2))
-    return Report(headline, tables, found.notes, found.skipped, data, [wanted.file("machine.json"), *written])
+    return kept(wanted, "machine", Report(headline, tables, found.notes, found.skipped, data, written))
 
 
 @dataclass(frozen=True)
@@ -328,18 +326,23 @@ def _of_gpu(device: Device) -> Iterator[Turn]:
     yield _triad(device)
 
 
-def _cache_bytes(device: torch.device) -> int:
-    """Return the size of the last cache before the memory; 0 where nobody tells."""
+def _cache_bytes(device: torch.device, root: Path = ROOT) -> int:
+    """Return the size of the last caches before the memory, of all cores of ours together; 0 where nobody tells."""
     import torch
 
     if device.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
-    units, sizes = {"K": 2**10, "M": 2**20, "G": 2**30}, [0]
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text(encoding="ascii").strip()
-        if text[:-1].isdigit() and text[-1] in units:
-            sizes.append(int(text[:-1]) * units[text[-1]])
-    return max(sizes)
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    found: dict[tuple[int, str], int] = {}  # level, and the cores that share it -> bytes
+    for core in affinity():
+        for index in (root / f"sys/devices/system/cpu/cpu{core}/cache").glob("index*"):
+            level, text, shared = (
+                (index / name).read_text(encoding="ascii").strip() for name in ("level", "size", "shared_cpu_list")
+            )
+            if text[:-1].isdigit() and text[-1] in units:
+                found[int(level), shared] = int(text[:-1]) * units[text[-1]]
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last)
 
 
 # ---------------------------------------------------------------- disk
@@ -347,26 +350,31 @@ def _cache_bytes(device: torch.device) -> int:
 
 def _disk(asked: Asked, seconds: float) -> Found:
     folder = nearest(asked.root)
+    free = shutil.disk_usage(folder).free
+    if asked.disk_bytes > free / 2:  # others write there too
+        much = f"a file of {asked.disk_bytes // MIB:,} MiB would take more than half of the {free // MIB:,} MiB"
+        return Found(skipped={"disk": f"{much} that are free in {folder}; say disk_mib={OPTIONS['disk_mib']}"})
     with _trial_folder(folder) as trial:
-        data = os.urandom(MIB) * (asked.disk_bytes // MIB)  # nothing that a file system could make smaller
-        file = trial / "data"
+        file, data = trial / "data", [os.urandom(MIB)] * (asked.disk_bytes // MIB)  # no file system makes it smaller
+        block = bytearray(MIB)
 
         def written_s() -> float:
             if file.exists():
                 files.remove(file)
             began = time.perf_counter()
-            files.write_new(file, [data])
+            files.write_new(file, data)
             files.fsync_directory(trial)
             return time.perf_counter() - began
 
         def read_s() -> float:
             if not file.exists():
                 written_s()
-            with file.open("rb") as opened:
+            with file.open("rb", buffering=0) as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            began = time.perf_counter()
-            files.read(file)
-            return time.perf_counter() - began
+                began = time.perf_counter()
+                while opened.readinto(block):
+                    pass
+                return time.perf_counter() - began
 
         turns = [
             Turn("disk", str(folder), name, asked.disk_bytes, float(asked.disk_bytes), once)

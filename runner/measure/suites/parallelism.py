@@ -20,7 +20,6 @@ from runner.launch.apart import apart
 from runner.measure.advise import planned
 from runner.measure.contest import ROUNDS, kept, refuse_words, some_of, whole_numbers
 from runner.measure.ranks import Standing, ms_per_update, opened
-from runner.measure.results import Results
 from runner.measure.statistics import Ratio, paired
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.trial import LEAST_ROUNDS, QUIET, ROOM, UNTRIED
@@ -43,7 +42,6 @@ def run(wanted: Wanted) -> Report:
     names = some_of(wanted.options, "forms", FORMS)
     ranks, updates = (whole_numbers(wanted.options, key, least)[0] for key, least in (("ranks", 2), ("updates", 1)))
     slow = _factor(wanted.options["slow"])
-    Results(wanted.folder, wanted.prefix)  # a prefix that cannot be is said before anything is measured
     configuration = compose(wanted.request)
     plan, inventory = apart(planned, configuration)
     cores = inventory.cpu.logical_cores
