@@ -334,7 +334,7 @@ def look(ask: Asked, opened: Measured, plan: Plan) -> tuple[Evidence, dict[str, 
     )
     probe = ask({"do": "probe"})
     evidence = dataclasses.replace(evidence, has_begin_update=probe["has_begin_update"])
-    return evidence, {**probe, "trained_layers": there["trained_layers"]}
+    return evidence, {**probe, **{key: there[key] for key in ("trained_layers", "has_batch_norm")}}
 
 
 def _times(updates: int, period: int | None) -> int | None:

@@ -28,6 +28,7 @@ import safetensors.torch  # noqa: F401 - what a run imports on its way is import
 import torch
 import torch._dynamo
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
@@ -43,7 +44,7 @@ from runner.engine.session import open_run
 from runner.engine.train import Phase, TrainingRun
 from runner.measure.contention import Contention
 from runner.measure.counting import counted
-from runner.measure.probe import probe
+from runner.measure.probe import batch_of, probe
 from runner.measure.sketch import sketch
 from runner.observe.memory import host_peak_gib
 from runner.observe.nvml import Gpu, Nvml, open_nvml, slowed_by
@@ -171,8 +172,8 @@ class Clock:
 
     def behind_others(self) -> Callable[[], float]:
         """Return what tells the seconds since now in which this thread stood in line for a core behind others."""
-        before = self.contention.look()
-        return lambda: self.contention.behind_others_s(before, self.contention.look())
+        before = self.contention.look(begins=True)
+        return lambda: self.contention.behind_others_s(before, self.contention.look(begins=False))
 
 
 class DeviceClock(Clock):
@@ -218,7 +219,7 @@ class Cell:
         """Do what the order says; return what came of it, or the error in words."""
         orders: Mapping[str, Callable[..., Answer]] = {
             "begin": self.begin, "make": self.make, "report": self.report, "probe": self.probe, "count": self.count,
-            "predict": self.predict, "fit": self.fit,
+            "predict": self.predict, "fit": self.fit, "batch": self.batch,
         }  # fmt: skip
         given = {key: value for key, value in order.items() if key != "do"}
         try:
@@ -275,6 +276,7 @@ class Cell:
             "threads": torch.get_num_threads(),
             "parameters": sum(weight.numel() for weight in weights),
             "trainable": sum(weight.numel() for weight in weights if weight.requires_grad),
+            "has_batch_norm": any(isinstance(module, _BatchNorm) for module in parts.bare.modules()),
             "trained_layers": len({name.rpartition(".")[0] for name in self.phase.work.learned}),
             "free_gib": torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else None,
         }
@@ -366,6 +368,10 @@ class Cell:
                 self.run.parts.world.synchronize()
                 seconds[planned.name] = time.perf_counter() - began
         return {"seconds": seconds}
+
+    def batch(self) -> Answer:
+        """Tell the shape of what the model gets, and of how many terms its loss is the sum."""
+        return batch_of(self.phase)
 
     def count(self) -> Answer:
         """Tell what the next update is made of: floating-point operations and bytes."""

@@ -45,14 +45,19 @@ class Contention:
         # A group that has used up what it is granted waits too, for nobody but itself.
         self._counts = grant is None or grant.amount >= len(self._cores)
 
-    def look(self) -> Look | None:
-        """Return the seconds so far; None where they tell nothing."""
+    def look(self, *, begins: bool) -> Look | None:
+        """Return the seconds so far; None where they tell nothing.
+
+        begins  a block follows; else one is over. What this thread waited is read next to the block: to look at all
+                processes takes milliseconds, and what it waits meanwhile is not the block's
+        """
         if not self._counts:
             return None
-        busy = 0.0
+        waited, busy = _waited_s(), 0.0
         for core, times in enumerate(psutil.cpu_times(percpu=True)):
             busy += times.user + times.nice + times.system if core in self._cores else 0.0
-        return Look(_waited_s(), busy, _family_s(), time.thread_time())
+        ours, own = _family_s(), time.thread_time()
+        return Look(_waited_s() if begins else waited, busy, ours, own)
 
     @staticmethod
     def behind_others_s(before: Look | None, after: Look | None) -> float:

@@ -21,7 +21,7 @@ from runner.measure.advise import of_one_rank, planned
 from runner.measure.results import finite, hardware
 from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Wanted
-from runner.measure.trial import LEAST_ROUNDS, Arena, Asked, Cell, Limits, Measured, Trials, as_json
+from runner.measure.trial import LEAST_ROUNDS, Arena, Asked, Cell, Limits, Measured, Trials, as_json, enough
 from runner.plan.inventory import Inventory
 from runner.plan.plan import PhasePlan, Plan
 
@@ -90,6 +90,14 @@ def place_of(wanted: Wanted) -> Iterator[Place]:
         yield Place(arena, plan, inventory, notes)
 
 
+def measured_in(place: Place, cells: Sequence[Cell], wanted: Wanted, share: float) -> Trials:
+    """Return the cells measured in turns in this share of the budget; a note says which one would do if it does not."""
+    trials = place.arena.measure(cells, limits_of(share * wanted.budget_s), wanted.say)
+    if trials.needs_s:
+        trials.notes.append(f"there was no time to try every setting; {enough(trials.needs_s / share, trials)}")
+    return trials
+
+
 def limits_of(budget_s: float) -> Limits:
     """Return how long and how finely a suite measures."""
     return Limits(budget_s=budget_s, rounds=ROUNDS, block_s=BLOCK_S)
@@ -107,6 +115,12 @@ class Contest:
     best: Measured | None
     gain: Ratio | None
 
+    def as_good_as_any(self, what: str) -> str:
+        """Return the sentence for where no other cell is better than what there is."""
+        others = [cell for cell in self.trials.cells[1:] if self.trials.ratio(cell) and not cell.is_untried]
+        said = f"no clear change: {what} is as good as any that was measured"
+        return said if others else f"nothing was compared with {what}"
+
 
 def contest(
     place: Place,
@@ -120,7 +134,7 @@ def contest(
     too is no clear change.
     """
     until = time.monotonic() + wanted.budget_s
-    trials = place.arena.measure(cells, limits_of(SHARE_OF_FIRST * wanted.budget_s), wanted.say)
+    trials = measured_in(place, cells, wanted, SHARE_OF_FIRST)
     best = max(
         (cell for cell in trials.cells[1:] if is_faster(trials, cell) and may_win(cell)),
         key=lambda cell: _middle(trials.ratio(cell)),

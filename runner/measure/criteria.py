@@ -74,9 +74,14 @@ def rule_of_thumb(rows: list[Criterion]) -> str:
 
 
 def _of_input(shape: object) -> tuple[float | None, float | None]:
-    """Return channels and the shorter side of pictures (B, C, H, W) or volumes; nothing for what is no picture."""
+    """Return channels and the shorter side of pictures (B, C, H, W) or volumes; nothing for what is no picture.
+
+    Channels come last where that alone makes all sides alike, as in cubes (B, H, W, C).
+    """
     if not isinstance(shape, (list, tuple)) or len(shape) < 4:
         return None, None
+    if len(set(shape[1:-1])) == 1 < len(set(shape[2:])):
+        return float(shape[-1]), float(shape[1])
     return float(shape[1]), float(min(shape[2:]))
 
 

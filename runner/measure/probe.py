@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.axes.dataloader import Fetcher
@@ -43,11 +42,10 @@ def probe(run: TrainingRun, phase: Phase, updates: Iterator[int]) -> Answer:
     found: Answer = {
         "source": str(source),
         "has_begin_update": type(run.parts.task).begin_update is not Task.begin_update,
-        "has_batch_norm": any(isinstance(module, _BatchNorm) for module in run.parts.bare.modules()),
     }
     found |= _samples(phase.loader.fetcher, source)
     found |= _shapes(phase)
-    found |= _batch(phase)
+    found |= batch_of(phase)
     if run.plan.choices["compile"].name == "off":  # a compiled model and a dispatch mode do not go together
         found["waits"] = _waits(run, phase, updates)
     return found
@@ -124,7 +122,7 @@ def _shapes_of(batch: Any, *, floating: bool = False) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in tensors if tensor.is_floating_point() or not floating]
 
 
-def _batch(phase: Phase) -> Answer:
+def batch_of(phase: Phase) -> Answer:
     """Return the shape of what the model gets, and of how many terms its loss is the sum."""
     given = next(phase.feed).batch
     shapes = _shapes_of(given, floating=True)

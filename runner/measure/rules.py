@@ -271,8 +271,8 @@ def tiny_passes(facts: Facts) -> Finding | None:
     """An update is cut into more passes than the memory asks for."""
     micro, passes = facts.evidence.micro_batch_size, facts.evidence.accumulation_steps
     whole = facts.evidence.global_batch_size
-    if not micro or not passes or passes < 2 or not whole:
-        return None
+    if not micro or not passes or passes < 2 or not whole or facts.probe.get("has_batch_norm"):
+        return None  # batch norms take their statistics from a pass: another size computes something else
     share_of_rank = min(whole, micro * passes)
     sizes = [size for size in (2 * micro, 4 * micro, 8 * micro, share_of_rank) if size <= share_of_rank]
     peak, total = facts.evidence.device_peak_gib, facts.evidence.device_total_gib
@@ -308,7 +308,8 @@ def allocator_retries(facts: Facts) -> Finding | None:
         return None
     scattered = facts.evidence.fragmentation
     beside = "" if scattered is None else f"; {scattered:.0%} of what is reserved lies in pieces that cannot be used"
-    smaller = [Candidate((f"micro_batch_size={micro // 2}",))] if micro and micro % 2 == 0 else []
+    may_be_less = micro and micro % 2 == 0 and not facts.probe.get("has_batch_norm")
+    smaller = [Candidate((f"micro_batch_size={micro // 2}",))] if micro and may_be_less else []
     return Finding(
         "allocator retries",
         f"torch's allocator gave everything back and asked the driver again {retries} times{beside}",

@@ -47,11 +47,15 @@ QUIET = (
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting to be measured: overrides of the configuration, and of the environment of its process."""
+    """A setting to be measured: overrides of the configuration, and of the environment of its process.
+
+    against  the name of the cell that it is compared with; empty: the first one
+    """
 
     name: str
     overrides: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    against: str = ""
 
 
 @dataclass(frozen=True)
@@ -217,9 +221,13 @@ class Trials:
         """Return the cell of that name."""
         return next(cell for cell in self.cells if cell.cell.name == name)
 
+    def against(self, cell: Measured) -> Measured:
+        """Return what a cell is compared with: the baseline, if it names no other."""
+        return self.of(cell.cell.against) if cell.cell.against else self.baseline
+
     def ratio(self, cell: Measured, against: Measured | None = None) -> Ratio | None:
-        """Return how many times as fast a cell is as the baseline; None where the two had no round in common."""
-        against = against or self.baseline
+        """Return how many times as fast a cell is as what it is compared with; None: they had no round in common."""
+        against = against or self.against(cell)
         rounds = sorted(cell.blocks_ms.keys() & against.blocks_ms.keys())
         if not rounds:
             return None
@@ -231,13 +239,14 @@ class Trials:
         return seconds if math.isfinite(seconds) else None
 
     def numerics(self, cell: Measured) -> Numerics | None:
-        """Return how far its first updates are from the baseline's; None where they are not known."""
-        ours, theirs = self.baseline.report, cell.report
+        """Return how far its first updates are from those it is compared with; None where they are not known."""
+        against = self.against(cell)
+        ours, theirs = against.report, cell.report
         if not (ours.get("losses") and theirs.get("losses")):
             return None
         num = min(len(ours["losses"]), len(theirs["losses"]))
         norms = [report["grad_norms"][0] if report.get("grad_norms") else 0.0 for report in (ours, theirs)]
-        used, before = cell.opened["values"], self.baseline.opened["values"]
+        used, before = cell.opened["values"], against.opened["values"]
         changed = [key for key in TOLERANCES if used.get(key) != before.get(key)]
         moved = _apart(ours.get("moved"), theirs.get("moved"))
         draws = bool(ours.get("draws") or theirs.get("draws"))
@@ -733,7 +742,8 @@ def _updates_of_a_block(process: _Process, measured: Measured, limits: Limits, l
     seconds = process.make(1, limits.start_s)
     num = 1
     while seconds < limits.block_s / 2 and num < LONGEST_BLOCK:
-        num = min(LONGEST_BLOCK, max(2 * num, int(num * limits.block_s / max(seconds, 1e-6) / 2)))
+        growth = min(MOST_GROWTH, limits.block_s / max(seconds, 1e-6) / 2)  # one reading may be far off
+        num = min(LONGEST_BLOCK, max(2 * num, int(num * growth)))
         seconds = process.make(num, limits.start_s)
     update_s = seconds / num
     least = limits.least if limits.least * update_s <= longest_s else 1
@@ -796,11 +806,20 @@ def _kept_busy(load: CpuLoad | GrantedCpuLoad) -> float:
 
 
 def _leave_out(trials: Trials) -> None:
-    """Mark the cells of which enough is known: their interval is narrow, or they are clearly slower."""
+    """Mark the cells of which enough is known: their interval is narrow, or they are clearly slower.
+
+    One that others name as what they are compared with goes with the last of them.
+    """
     for cell in trials.cells[1:]:
         ratio = trials.ratio(cell)
-        if ratio is not None and not cell.why_not:
+        if trials.against(cell).why_not:
+            cell.is_out = True
+        elif ratio is not None and not cell.why_not:
             cell.is_out = ratio.is_narrow or ratio.high < CLEARLY_SLOWER
+    for cell in trials.cells[1:]:
+        others = [each for each in trials.cells if each.cell.against == cell.cell.name]
+        if others:
+            cell.is_out = all(each.is_out or each.why_not for each in others)
 
 
 def _reason(error: AccelRunError) -> str:
@@ -883,6 +902,7 @@ LEAST_ROUNDS = 3  # fewer say nothing of their spread
 SLACK = 1.2  # of what blocks will take, by what updates before them took
 WARM_UPDATES = 64
 LONGEST_BLOCK = 20_000
+MOST_GROWTH = 32  # times as many updates as before are made next, to find out how many a block has
 LONGER = 4  # times as long a block may become to be a whole number of evaluations, rows or saves, in any case
 AHEAD = 4  # times as many updates as can be read ahead, of a block: what is left of the head start is a fifth at most
 ANSWER_S = 60.0

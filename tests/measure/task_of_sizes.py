@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from runner import Prediction, Task
 
 
-def build(*, pass_ms: float = 0.0, sample_ms: float = 0.0, read_ms: float = 0.0, most: int = 1000) -> Task:
-    return Sized(pass_ms, sample_ms, read_ms, most)
+def build(
+    *, pass_ms: float = 0.0, sample_ms: float = 0.0, read_ms: float = 0.0, most: int = 1000, norm: bool = False
+) -> Task:
+    return Sized(pass_ms, sample_ms, read_ms, most, norm)
 
 
 class Rows:
@@ -33,9 +35,9 @@ class Rows:
 class Sized(Task):
     item = "row"
 
-    def __init__(self, pass_ms: float, sample_ms: float, read_ms: float, most: int) -> None:
+    def __init__(self, pass_ms: float, sample_ms: float, read_ms: float, most: int, norm: bool) -> None:
         self.pass_ms, self.sample_ms, self.read_ms, self.most = pass_ms, sample_ms, read_ms, most
-        self.model = nn.Linear(8, 8)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) if norm else nn.Linear(8, 8)
 
     def dataset(self, split: str) -> Any:
         if split == "infer":

@@ -219,6 +219,16 @@ def test_a_later_beginning_is_paid_by_what_updates_gain() -> None:
 # ---------------------------------------------------------------- the table of criteria
 
 
+@pytest.mark.parametrize(
+    ("shape", "channels", "side"),
+    [([4, 200, 64, 64], 200, 64), ([4, 64, 64, 24], 24, 64), ([2, 3, 32, 48], 3, 32), ([2, 9, 9, 9, 4], 4, 9)],
+)
+def test_channels_are_found_before_the_sides_and_behind_them(shape: list[int], channels: int, side: int) -> None:
+    rows = {row.name: row.value for row in criteria(Facts(Evidence(), {}, CPU, probe={"input_shape": shape}))}
+
+    assert (rows["channels"], rows["pixels of a side"]) == (channels, side)
+
+
 def test_criteria_say_what_the_thresholds_say_and_nothing_of_what_is_unknown() -> None:
     small = Facts(
         Evidence(num_samples=80, global_batch_size=4, epochs=20.0),

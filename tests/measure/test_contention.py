@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,8 +37,34 @@ def test_what_others_held_up_is_told_from_what_was_ones_own(after: Look, behind_
 
 def test_who_is_granted_less_than_the_cores_waits_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contention, "cpu_grant", lambda: Grant(0.5, Path("/")))
-    assert Contention().look() is None
+    assert Contention().look(begins=True) is None
     assert Contention.behind_others_s(None, None) == 0.0
+
+
+@pytest.mark.parametrize("block_s", [0.0, 0.25])
+def test_what_is_waited_while_it_looks_around_is_not_the_blocks(
+    monkeypatch: pytest.MonkeyPatch, block_s: float
+) -> None:
+    """Each look waits for 5 ms; others are at work all the time."""
+    waited, busy = [0.0], itertools.count(1.0)
+
+    def looks_around() -> float:
+        waited[0] += 0.005
+        return 0.0
+
+    monkeypatch.setattr(contention, "cpu_grant", lambda: None)
+    monkeypatch.setattr(contention, "affinity", lambda: {0})
+    monkeypatch.setattr(contention, "_waited_s", lambda: waited[0])
+    monkeypatch.setattr(contention, "_family_s", looks_around)
+    cores = SimpleNamespace(cpu_times=lambda **_: [SimpleNamespace(user=next(busy), nice=0.0, system=0.0)])
+    monkeypatch.setattr(contention, "psutil", cores)
+    monkeypatch.setattr(contention, "time", SimpleNamespace(thread_time=lambda: 0.0))
+
+    told = Contention()
+    before = told.look(begins=True)
+    waited[0] += block_s
+
+    assert told.behind_others_s(before, told.look(begins=False)) == pytest.approx(block_s)
 
 
 @contextmanager
@@ -66,11 +94,11 @@ def test_what_is_left_is_the_time_of_the_work_itself() -> None:
     try:
         with other_job(core):
             told = Contention()
-            look, began, own = told.look(), time.perf_counter(), time.thread_time()
+            look, began, own = told.look(begins=True), time.perf_counter(), time.thread_time()
             while time.thread_time() - own < 0.5:
                 sum(range(1000))
             seconds, work_s = time.perf_counter() - began, time.thread_time() - own
-            behind_s = told.behind_others_s(look, told.look())
+            behind_s = told.behind_others_s(look, told.look(begins=False))
     finally:
         os.sched_setaffinity(0, before)
     assert seconds > 1.3 * work_s, "the other job held nothing up"

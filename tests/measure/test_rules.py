@@ -318,3 +318,12 @@ def test_the_likeliest_number_of_readers_is_tried_before_the_extremes(cores: int
     )  # fmt: skip
 
     assert findings(given)[0].candidates[0].name == f"dataloader.num_workers={first}"
+
+
+def test_with_batch_norms_no_other_size_of_a_pass_is_proposed() -> None:
+    small = facts(micro_batch_size=2, accumulation_steps=32, num_alloc_retries=7, probe={"has_batch_norm": True})
+
+    words = {word for finding in findings(small) for each in finding.candidates for word in each.overrides}
+
+    assert "memory.allocator=expandable_segments:True" in words
+    assert not any(word.startswith("micro_batch_size=") for word in words)

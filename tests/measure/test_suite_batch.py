@@ -58,6 +58,16 @@ def test_settings_that_do_not_fit_are_measured_from_the_first_size_that_does(tmp
 
 
 @pytest.mark.usefixtures("few_rounds")
+def test_with_batch_norms_no_size_is_recommended(tmp_path: Path) -> None:
+    """Their statistics are those of a pass: another size computes something else, however fast."""
+    found = report(tmp_path, "micro_batch_size=4", "task.pass_ms=6", "task.norm=true", micro="8")
+
+    assert float(str(rows(found)[16, 4]["samples/s"])) < float(str(rows(found)[16, 8]["samples/s"]))
+    assert found.data["recommended_micro_batch_size"] == 4
+    assert any("batch norms" in note for note in found.notes)
+
+
+@pytest.mark.usefixtures("few_rounds")
 def test_another_training_is_measured_and_not_recommended(tmp_path: Path) -> None:
     """Twice the samples in an update, of which each takes the same: twice as many samples per second."""
     found = report(tmp_path, "task.pass_ms=8", **{"global": "16,32", "micro": "16,32"})

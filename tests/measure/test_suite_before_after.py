@@ -67,6 +67,8 @@ def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Pat
     assert found.headline.startswith("no clear change")
     assert rows(found)["time per epoch, s"]["sure"] == "no clear change"
     assert rows(found)["biggest batch, samples"]["before"] is None
+    assert "none was tried" in found.skipped["biggest batch, before"]
+    assert not any("biggest batch" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

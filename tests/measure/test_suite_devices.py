@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.measure.suites.devices import Blocks, crossing, run
+from runner.measure.contest import limits_of
+from runner.measure.suites.devices import Blocks, _blocks, _devices, crossing, run
+from runner.measure.trial import Cell, Measured, Trials
+from runner.plan.inventory import Cpu, Device, Inventory
 from tests.measure.suites import asked
 
 NAMES = ("cpu", "cuda:0")
 SETTINGS = ("task.num_cubes=32", "task.channels=4")
 
 
-def planted(fixed_s: float, per_sample_s: float, noise: float, seed: int = 0) -> Blocks:
-    """Return nine blocks of a device at each of five batches."""
+def planted(
+    fixed_s: float, per_sample_s: float, noise: float, seed: int = 0, batches: Sequence[int] = (2, 4, 8, 16, 32)
+) -> Blocks:
+    """Return nine blocks of a device at each of the batches."""
     rng = np.random.default_rng(seed)
     return {
         batch: [(fixed_s + per_sample_s * batch) * float(np.exp(noise * rng.standard_normal())) for _ in range(9)]
-        for batch in (2, 4, 8, 16, 32)
+        for batch in batches
     }
 
 
@@ -68,12 +75,48 @@ def test_one_point_is_no_line() -> None:
     assert crossing(NAMES, {2: [1.0]}, planted(1.0, 1.0, 0.0), "samples") is None
 
 
+def test_two_points_tell_nothing_of_how_well_a_line_fits() -> None:
+    found = crossing(
+        NAMES, planted(1e-3, 4e-4, 0.0, batches=(2, 16)), planted(5e-3, 2e-4, 0.0, batches=(2, 16)), "samples"
+    )
+
+    assert found is not None
+    assert all(map(math.isnan, found.residuals))
+
+
+def test_devices_that_were_not_measured_at_the_same_points_have_no_crossing() -> None:
+    assert (
+        crossing(NAMES, planted(1.0, 1.0, 0.0, batches=(2, 4)), planted(1.0, 1.0, 0.0, batches=(4, 8)), "samples")
+        is None
+    )
+
+
+def test_a_point_of_too_few_blocks_is_none() -> None:
+    """Of one block or two nobody knows the spread, and the bootstrap would be sure of them."""
+    least, _ = limits_of(1.0).rounds
+    cells = [
+        Measured(Cell(f"cpu, batch {batch}, side 8"), dict.fromkeys(range(num), 5.0))
+        for batch, num in ((2, least), (4, least - 1))
+    ]
+
+    assert _blocks(Trials(cells, "interleaved"), "cpu", [(2, 8), (4, 8)], 0) == {2: [0.005] * least}
+
+
+def test_a_gpu_by_two_names_is_one_device() -> None:
+    gpu = Device("cuda", 0, "a GPU", "GPU-0", 2**30, capability=(8, 0))
+    here = Inventory((gpu,), Cpu("a CPU", 1, 2, 2**30))
+
+    assert list(_devices("cpu,cuda", here)) == ["cpu", "cuda:0"]
+    with pytest.raises(ConfigError, match="two different devices"):
+        _devices("cuda,cuda:0", here)
+
+
 @pytest.mark.alone
 @pytest.mark.usefixtures("few_rounds")
 def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
     found = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="64,16"))
 
-    table, fits = found.tables
+    table, fits, rules = found.tables
     assert [row[:2] for row in table.rows] == [
         ("statistics, small", 16), ("statistics, large", 64), ("gradients, small", 16), ("gradients, large", 64),
     ]  # fmt: skip
@@ -84,6 +127,10 @@ def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
     assert [row[:2] for row in fits.rows] == [
         ("batch", "cpu:1"), ("batch", "cpu:2"), ("size", "cpu:1"), ("size", "cpu:2"),
     ]  # fmt: skip
+    told = {row[0]: row[2:] for row in rules.rows}
+    assert told["channels"] == [4, "CPU", 4, "CPU"]
+    assert told["pixels of a side"] == [16, "CPU", 64, "CPU"]
+    assert told["samples per update"] == [2, "CPU", 2, "CPU"]
     assert found.headline.startswith("cpu:2 against cpu:1: ")
     assert set(json.loads(found.files[0].read_text())["crossings"]) == {"batch", "size"}
     assert not found.skipped
@@ -98,6 +145,8 @@ def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
         ("cpu", "two different devices"),
         ("cpu,cpu", "two different devices"),
         ("cpu,", "nothing is no device"),
+        ("cpu:1,cpu:99999", "cpu:99999 is no device of this machine"),
+        (f"cpu:1,cpu:{'9' * 5000}", "is no device of this machine"),
     ],
 )
 def test_a_device_that_is_not_here_is_refused(tmp_path: Path, text: str, words: str) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from runner.base.errors import ConfigError
+from runner.measure.contest import measured_in
 from runner.measure.suite import Report
 from runner.measure.suites.loader import Reader, run, why_not
+from runner.measure.trial import Cell, Measured, Trials
 from tests.measure.suites import asked
 
 TASK = Path(__file__).parent / "task_of_sizes.py"
@@ -57,6 +60,22 @@ def test_a_loader_that_changes_nothing_is_no_clear_change(tmp_path: Path) -> Non
     assert found.data["recommended"] == []
     (table,) = found.tables
     assert {row[0] for row in table.rows} == {"as it is", "thread, prefetch 2, cache none"}
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_where_nothing_was_compared_nothing_is_called_good(tmp_path: Path) -> None:
+    found = report(tmp_path, workers="0", prefetch="2", cache="none")
+
+    assert found.headline.startswith("nothing was compared with the loader as it is; ")
+
+
+def test_a_budget_that_was_too_short_is_said_with_one_that_is_not(tmp_path: Path) -> None:
+    short = Trials([Measured(Cell("as it is"))], "interleaved", needs_s=35.0)
+    place = SimpleNamespace(arena=SimpleNamespace(measure=lambda *_: short))
+
+    found = measured_in(place, [], asked("loader", tmp_path, TASK), 0.5)  # type: ignore[arg-type]
+
+    assert found.notes == ["there was no time to try every setting; about budget_s=70 tries all"]
 
 
 def test_workers_cannot_read_what_lies_on_the_device() -> None:

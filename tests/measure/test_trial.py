@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +28,8 @@ from runner.measure.trial import (
     Measured,
     Trials,
     _disturbances,
+    _leave_out,
+    _updates_of_a_block,
     as_json,
 )
 
@@ -344,3 +346,46 @@ def test_a_cell_of_one_rank_has_its_share_of_the_cores_and_no_more() -> None:
         with made.alone(workers, LIMITS) as (ask, _):
             process = psutil.Process(ask.__self__._pid)  # type: ignore[attr-defined]
             assert [len(each.cpu_affinity()) for each in (process, *process.children())] == [1, 1]
+
+
+def blocks(name: str, ms: Sequence[float], against: str = "") -> Measured:
+    return Measured(Cell(name, against=against), dict(enumerate(ms)))
+
+
+def test_cells_that_are_compared_with_each_other_play_until_that_is_known() -> None:
+    """A size that takes ten times as long as the first one is clearly slower, and says nothing of its own rival."""
+    noisy, even = [80.0, 120.0] * 4, [100.0] * 8
+    first, rival, second, other = (
+        blocks("small a", [10.0] * 8),
+        blocks("small b", [10.0] * 8, "small a"),
+        blocks("large a", even),
+        blocks("large b", noisy, "large a"),
+    )
+    trials = Trials([first, rival, second, other], "interleaved")
+
+    _leave_out(trials)
+    assert [cell.is_out for cell in trials.cells] == [False, True, False, False]
+    assert trials.ratio(other) == trials.ratio(other, second)
+
+    other.blocks_ms = dict(enumerate(even))
+    _leave_out(trials)
+    assert [cell.is_out for cell in trials.cells] == [False, True, True, True]
+
+    other.is_out, second.why_not = False, "the memory is used up"
+    _leave_out(trials)
+    assert other.is_out
+
+
+def test_one_reading_of_nothing_makes_no_block_of_minutes() -> None:
+    """On a busy machine all of a short update may have been spent in line: as if it had taken no time."""
+    made: list[int] = []
+
+    def make(updates: int, _: float) -> float:
+        made.append(updates)
+        return 0.0 if len(made) == 1 else 0.003 * updates
+
+    measured = Measured(Cell("as it is"), opened={"periods": {}, "readers": 0})
+    num = _updates_of_a_block(SimpleNamespace(make=make), measured, Limits(block_s=0.4), 1.0)  # type: ignore[arg-type]
+
+    assert num == round(0.4 / 0.003)
+    assert max(made) <= 2 * num

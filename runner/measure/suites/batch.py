@@ -46,7 +46,9 @@ def _measured(place: Place, cells: list[Cell], wanted: Wanted, skipped: dict[str
     own = _samples(None, place)
     while True:
         try:
-            return contest(place, cells, wanted, lambda cell: _samples(cell) == own)
+            return contest(
+                place, cells, wanted, lambda cell: _samples(cell) == own and not cell.opened["has_batch_norm"]
+            )
         except AccelRunError as error:
             if error.exit_code not in (Exit.GPU_MEMORY, Exit.HOST_MEMORY) or len(cells) == 1:
                 raise
@@ -103,10 +105,12 @@ def _report(place: Place, found: Contest, skipped: dict[str, str]) -> Report:
     notes = [*place.notes, *trials.notes]
     if any(_samples(cell) != _samples(trials.baseline) for cell in trials.cells if cell.opened):
         notes.append("another number of samples per update is another training: its gain counts samples, not progress")
+    if trials.baseline.opened["has_batch_norm"]:
+        notes.append("batch norms take their statistics from a pass: another size computes something else")
     now, best = int(trials.baseline.opened["micro_batch_size"]), found.best
     recommended = now if best is None else int(best.opened["micro_batch_size"])
     if best is None:
-        headline = f"no clear change: micro_batch_size={now} is as good as any that was measured"
+        headline = found.as_good_as_any(f"micro_batch_size={now}")
     else:
         headline = f"micro_batch_size={recommended} makes the same updates faster than {now}: {found.gain}"
     if AS_IT_IS in skipped:

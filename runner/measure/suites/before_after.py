@@ -20,6 +20,7 @@ from runner.measure.contest import (
     is_faster,
     kept,
     limits_of,
+    measured_in,
     peak_gib,
     place_of,
     skipped_of,
@@ -31,7 +32,7 @@ from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.trial import LEAST_ROUNDS, Cell, Measured, Trials
 from runner.observe.nvml import Gpu, Nvml, everything, open_nvml
 
-# biggest: largest batch that is tried, in samples; 0: none is
+# biggest: largest batch that is tried, in samples of one pass; 0: none is
 OPTIONS: dict[str, str] = {"biggest": "4096"}
 
 
@@ -43,7 +44,7 @@ def run(wanted: Wanted) -> Report:
     biggest = whole_numbers(wanted.options, "biggest", 0)[0]
     with place_of(wanted) as place:
         cells = [Cell(BEFORE, plain(compose(wanted.request))), Cell(AFTER)]
-        trials = place.arena.measure(cells, limits_of(0.5 * wanted.budget_s), wanted.say)
+        trials = measured_in(place, cells, wanted, 0.5)
         share_s = SHARE_OF_INFERENCE * wanted.budget_s
         order = {"do": "predict", "least_s": share_s / (2 * len(cells) * LEAST_ROUNDS)}
         inferred = in_turns(place, cells, wanted, lambda _: order, share_s)
@@ -88,6 +89,8 @@ def _biggest(place: Place, cell: Cell, wanted: Wanted, most: int) -> Biggest:
     size, found, peaks = max(place.phase.batch.shares), None, list[float]()
     until = time.monotonic() + SHARE_OF_BIGGEST * wanted.budget_s
     for _ in count():
+        if size > most and found is None:
+            return Biggest(None, f"biggest={most} is less than the {size} samples of an update: none was tried")
         if size > most:
             return Biggest(found, f"no more than {most} samples were tried", is_all=True)
         if found is not None and time.monotonic() > until:
@@ -176,8 +179,11 @@ def _report(
     skipped |= {f"inference, {name}": told for name, told in inferred.items() if isinstance(told, str)}
     if rows[3][1] is None and "inference" not in " ".join(skipped):
         skipped["inference"] = "the task does not predict"
-    notes = [*place.notes, *trials.notes, *(f"biggest batch {name}: {each.why}" for name, each in biggest.items())]
-    notes.append("biggest batch and memory are readings of one process each; doublings of the batch are tried")
+    tried = {name: each for name, each in biggest.items() if each.size is not None}
+    skipped |= {f"biggest batch, {name}": each.why for name, each in biggest.items() if name not in tried}
+    notes = [*place.notes, *trials.notes, *(f"biggest batch {name}: {each.why}" for name, each in tried.items())]
+    notes.append("memory is a reading of one process each")
+    notes += ["so is the biggest batch, of which doublings are tried"] if tried else []
     if after.why_not and not after.blocks_ms:
         headline = f"what the runner chooses could not be measured: {after.why_not}"
     elif is_faster(trials, after):

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
 from runner.base.configuration import merge_overrides
-from runner.base.errors import ConfigError, Problem
+from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.speed import Line, fit
+from runner.engine.evidence import Evidence
 from runner.measure.contest import (
     Answers,
     Place,
     in_turns,
     kept,
     limits_of,
+    measured_in,
     place_of,
     skipped_of,
     some_of,
+    verdict_of,
     whole_numbers,
 )
+from runner.measure.criteria import Criterion, criteria
+from runner.measure.facts import Facts
 from runner.measure.statistics import CONFIDENCE, Ratio, paired
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.trial import Cell, Trials
@@ -58,17 +64,25 @@ def run(wanted: Wanted) -> Report:
         points = [(batch, sides[0]) for batch in batches] if "batch" in kinds else []
         points += [(batches[0], side) for side in sides] if "size" in kinds else []
         points = list(dict.fromkeys([(batches[0], sides[0]), *points, (batches[0], sides[-1])]))
-        cells = [_cell(device, words, *point) for point in points for device, words in devices.items()]
-        trials = place.arena.measure(cells, limits_of(0.65 * wanted.budget_s), wanted.say)
+        first, second = devices
+        cells = [cell for point in points for cell in (
+            _cell(first, devices[first], *point),
+            dataclasses.replace(_cell(second, devices[second], *point), against=_name(first, *point)),
+        )]  # fmt: skip
+        trials = measured_in(place, cells, wanted, SHARE_OF_UPDATES)
         ends = list(dict.fromkeys((sides[0], sides[-1])))
         fits = {
             side: in_turns(
                 place,
                 [_cell(device, words, batches[0], side) for device, words in devices.items()],
-                wanted, lambda _: {"do": "fit"}, 0.35 * wanted.budget_s / len(ends),
+                wanted, lambda _: {"do": "fit"}, (1 - SHARE_OF_UPDATES) * wanted.budget_s / len(ends),
             )
             for side in ends
         }  # fmt: skip
+        rules = {
+            side: _criteria(place, [_cell(device, words, batches[0], side) for device, words in devices.items()])
+            for side in ends
+        }
     lines: dict[str, dict[str, Blocks]] = {}
     if "batch" in kinds:
         of_batch = [(batch, sides[0]) for batch in batches]
@@ -76,7 +90,9 @@ def run(wanted: Wanted) -> Report:
     if "size" in kinds:
         of_size = [(batches[0], side) for side in sides]
         lines["size"] = {device: _blocks(trials, device, of_size, 1) for device in devices}
-    return kept(wanted, "devices", _report(place, list(devices), trials, fits, lines, batches[0]), trials)
+    report = _report(place, list(devices), trials, fits, lines, batches[0])
+    report = dataclasses.replace(report, tables=[*report.tables, _rules(rules)])
+    return kept(wanted, "devices", report, trials)
 
 
 # ---------------------------------------------------------------- what is measured
@@ -91,7 +107,8 @@ def _devices(text: str, inventory: Inventory) -> dict[str, Overrides]:
             raise ConfigError(Problem(what, "devices=auto", "say devices=cpu:1,cpu:2"))
         names = ["cpu", gpus[0]] if gpus else ["cpu:1", f"cpu:{cores}"]
     else:
-        names = [word.strip() for word in text.strip("[]").split(",")]
+        first = next((gpu for gpu in gpus if gpu.startswith("cuda")), "cuda")
+        names = [first if word.strip() == "cuda" else word.strip() for word in text.strip("[]").split(",")]
     if len(set(names)) != 2 or len(names) != 2:
         raise ConfigError(Problem("must be two different devices", f"devices={text}", "say devices=cpu:1,cpu:2"))
     return {name: _words_of(name, gpus, text) for name in names}
@@ -99,11 +116,12 @@ def _devices(text: str, inventory: Inventory) -> dict[str, Overrides]:
 
 def _words_of(name: str, gpus: Sequence[str], text: str) -> Overrides:
     kind, has_number, number = name.partition(":")
-    if kind == "cpu" and (not has_number or (number.isascii() and number.isdigit() and int(number) > 0)):
+    is_count = number.isascii() and number.isdigit() and 0 < int(number[:DIGITS]) <= MOST_THREADS
+    if kind == "cpu" and (not has_number or is_count):
         return ("device=cpu", *([f"backend.threads={number}"] if has_number else []))
-    if name in gpus or (name == "cuda" and any(gpu.startswith("cuda") for gpu in gpus)):
+    if name in gpus:
         return (f"device={name}",)
-    here = ", ".join(["cpu", "cpu:THREADS", *gpus])
+    here = ", ".join(["cpu", f"cpu:THREADS (at most {MOST_THREADS})", *gpus])
     what = f"{name or 'nothing'} is no device of this machine, which has {here}"
     fix = did_you_mean(name, ["cpu", "cuda", *gpus]) or "say devices=cpu:1,cpu:2"
     raise ConfigError(Problem(what, f"devices={text}", fix))
@@ -119,11 +137,14 @@ def _name(device: str, batch: int, side: int) -> str:
 
 
 def _blocks(trials: Trials, device: str, points: Sequence[tuple[int, int]], which: int) -> Blocks:
-    """Return seconds per update of each point: by samples, or by pixels of a sample."""
-    found = {}
+    """Return seconds per update of each point: by samples, or by pixels of a sample.
+
+    A point of which there was no time for the fewest blocks is none: what they say of their spread is too little.
+    """
+    found, (least, _) = {}, limits_of(1.0).rounds
     for point in points:
         cell = trials.of(_name(device, *point))
-        if cell.blocks_ms and not cell.why_not:
+        if len(cell.blocks_ms) >= least and not cell.why_not:
             found[point[0] if which == 0 else point[1] ** 2] = [each / 1e3 for each in cell.blocks_ms.values()]
     return found
 
@@ -150,23 +171,24 @@ class Crossing:
 
 
 def crossing(names: Sequence[str], first: Blocks, second: Blocks, unit: str) -> Crossing | None:
-    """Return where the fitted lines of two devices cross; None where fewer than two points of a device are known.
+    """Return where the fitted lines of two devices cross; None where fewer than two points are known of both.
 
     The interval is that of the bootstrap over the blocks of each point. Where more than a twentieth of the lines that
     could be do not cross inside what was measured, or where a line does not fit, there is no crossing to speak of.
     """
-    if min(len(first), len(second)) < 2:
+    measured = sorted(first.keys() & second.keys())
+    if len(measured) < 2:
         return None
     lines = (_line(first), _line(second))
     residuals = (_residual(lines[0], first), _residual(lines[1], second))
-    measured = sorted(first.keys() & second.keys())
     low, high = measured[0], measured[-1]
     rng = np.random.default_rng(0)
     drawn = [_meeting(_line(_drawn(first, rng)), _line(_drawn(second, rng))) for _ in range(RESAMPLES)]
     inside = [at for at in drawn if at is not None and low <= at <= high]
     at = _meeting(*lines)
-    if max(residuals) > FITS:
-        said = f"no clear change: a straight line does not fit ({max(residuals):.0%} off)"
+    off = [residual for residual in residuals if residual > FITS]
+    if off:
+        said = f"no clear change: a straight line does not fit ({max(off):.0%} off)"
         return Crossing(None, None, None, lines, residuals, said)
     if at is None or not low <= at <= high or len(inside) < CONFIDENCE * RESAMPLES:
         ahead = {lines[0].seconds(x) < lines[1].seconds(x) for x in (low, high)}
@@ -185,6 +207,8 @@ def _line(blocks: Blocks) -> Line:
 
 
 def _residual(line: Line, blocks: Blocks) -> float:
+    if len(blocks) < 3:  # a line goes through two points whatever they are
+        return float("nan")
     off = [line.seconds(x) / median(seconds) - 1 for x, seconds in blocks.items()]
     return float(np.sqrt(np.mean(np.square(off))))
 
@@ -221,11 +245,12 @@ def _report(
         skipped |= {f"statistics, {key}": why for key, why in fits[side].items() if isinstance(why, str)}
     for side, size in sizes.items():
         one, two = (trials.of(_name(device, batch, side)) for device in devices)
-        ratio = trials.ratio(two, one)
+        ratio = trials.ratio(two)
         name = f"gradients, {size}"
         verdicts[name] = "not measured" if ratio is None else ratio.verdict
         times = tuple(None if not cell.blocks_ms else cell.median_ms for cell in (one, two))
-        rows.append((name, side, *times, "" if ratio is None else str(ratio), verdicts[name]))
+        sure = "not measured" if ratio is None else verdict_of(trials, two, ratio)
+        rows.append((name, side, *times, "" if ratio is None else str(ratio), sure))
     columns = ("phase", "side, pixels", f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
     tables = [Table(f"{second} against {first}: a pass of statistics, an update of gradients", columns, rows)]
     found = {
@@ -267,6 +292,35 @@ def _fit_rows(by: str, found: Crossing | None, devices: Sequence[str]) -> list[t
     ]
 
 
+def _criteria(place: Place, cells: Sequence[Cell]) -> list[Criterion]:
+    """Return the thresholds that people go by with the values of the first cell that can be opened; none: no such."""
+    for cell in cells:
+        with suppress(AccelRunError), place.arena.alone(cell, limits_of(1.0)) as (ask, measured):
+            told, there = ask({"do": "batch"}), measured.opened
+            seen = Evidence(
+                num_samples=there["num_samples"],
+                global_batch_size=there["global_batch_size"],
+                num_parameters=there["parameters"],
+                epochs=there["epochs"],
+            )
+            probe = {**told, "trained_layers": there["trained_layers"]}
+            return criteria(Facts(seen, {}, place.inventory.cpu, probe=probe))
+    return []
+
+
+def _rules(found: Mapping[int, Sequence[Criterion]]) -> Table:
+    """Return the table of the thresholds: a column of values and one of verdicts for the small and the large cubes."""
+    columns, rows = ["rule of thumb", ""], dict[str, list[Value]]()
+    for size, criteria_of in zip(("small", "large"), found.values(), strict=False):
+        columns += [size, f"{size} says"]
+        for row in criteria_of:
+            told = rows.setdefault(row.name, [row.name, row.rule or "-"])
+            told += [row.value, row.verdict if row.rule else "-"]
+    width = len(columns)
+    return Table("GPU or CPU? What people go by; what was measured counts", columns,
+                 [row for row in rows.values() if len(row) == width])  # fmt: skip
+
+
 def _headline(devices: Sequence[str], verdicts: Mapping[str, str], found: Mapping[str, Crossing | None]) -> str:
     first, second = devices
     of = {
@@ -282,4 +336,6 @@ TASK = "hyperspectral"
 UNITS = {"batch": "samples an update", "size": "pixels a sample"}
 FIT_COLUMNS = ("by", "device", "a, ms", "c, us", "per", "residual, %")
 RESAMPLES = 200
+SHARE_OF_UPDATES = 0.65  # of the budget; the rest is for passes of statistics
+MOST_THREADS, DIGITS = 1024, 9  # of a device; more digits than these are more threads in any case
 FITS = 0.2  # root mean square of the relative residuals above which the times are no line

@@ -143,9 +143,9 @@ def _report(place: Place, found: Contest, readers: Mapping[str, Reader], skipped
     )  # fmt: skip
     rows = [_row(found, cell, readers[cell.cell.name]) for cell in measured]
     now = waits(trials.baseline)
-    waited = "" if now is None else f", of which {100 * now:.0f} % waits for data"
+    waited = "" if now is None else f"; {100 * now:.0f} % of an update waits for data"
     if best is None:
-        headline = f"no clear change: the loader as it is is as good as any that was measured{waited}"
+        headline = f"{found.as_good_as_any('the loader as it is')}{waited}"
     else:
         left = waits(best)
         after = (
