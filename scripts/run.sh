@@ -99,6 +99,7 @@ for word in "$@"; do
     fi
 done
 [[ $mode != report ]] || extras+=(plots)
+[[ $mode != search ]] || extras+=(search)
 
 set_up --quiet "${extras[@]}"
 exec "$venv/bin/accel-run" "$mode" "$@"

@@ -2,7 +2,7 @@
 # Make the environment that the other scripts run in; when it is already right, do nothing, in a few milliseconds.
 #
 #   scripts/setup.sh [--quiet] [EXTRA...]      EXTRA: dev, tasks (or one of them: cape, hyperspectral,
-#                                               tractodiff), plots, 8bit, bpe, onnx, slurm, tensorboard
+#                                               tractodiff), plots, search, 8bit, bpe, onnx, slurm, tensorboard
 #   source scripts/setup.sh; set_up [--quiet] [EXTRA...]
 #
 # Gives $root (the checkout) and $venv (the environment). Extras that were installed before stay. Two at once wait for

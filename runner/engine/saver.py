@@ -97,7 +97,7 @@ class Saver:
                 self._warn_once(
                     "disk",
                     f"saves come faster than the disk writes: at checkpoint {snapshot.update} training waited"
-                    f" {waited:.1f} s for the one before; {_SLOWER}",
+                    f" {waited:.1f} s for the one before; {self.policy.advice}",
                 )
         return held
 
@@ -111,7 +111,7 @@ class Saver:
         self._warn_once(
             "disk",
             f"saves come faster than the disk writes: one is due, but the one before has taken {busy_s:.1f} s"
-            f" until now; the next waits for it; {_SLOWER}",
+            f" until now; the next waits for it; {self.policy.advice}",
         )
         return False
 
@@ -191,4 +191,3 @@ class Saver:
 
 _WORTH_A_WORD_S = 1.0  # less is nothing to somebody who waits
 _WAIT_S = 0.1  # what training may wait for the disk before a word is said
-_SLOWER = "say checkpoint.every=auto, or save less often"

@@ -96,7 +96,19 @@ class SavePolicy:
             )
         return ""
 
+    @property
+    def advice(self) -> str:
+        """Return what to do where saves come faster than the disk writes."""
+        if not self.is_auto:
+            return "say checkpoint.every=auto, or save less often"
+        if self.best is not None:
+            return "the best are saved at once: say evaluate.every=N to find them less often, or checkpoint.best=null"
+        return "say output_root=DIR with a faster disk"
+
     def __str__(self) -> str:
+        return self._pace() + (f"; besides, at once where {self.best} is best" if self.best is not None else "")
+
+    def _pace(self) -> str:
         if self.is_auto:
             return (
                 f"so often that it costs under {COST:.0%} of the time, at most {AT_RISK_S / 60:.0f} min of work at risk"

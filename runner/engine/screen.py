@@ -272,7 +272,8 @@ def _policy(plan: Plan) -> SavePolicy:
 def _toll(toll: Toll, total_s: float) -> str:
     """Return what the saves on the way cost."""
     share = (toll.held_s + toll.slowed_s) / total_s
-    text = f"{toll.num_saves} saves on the way held training for {toll.held_s:.2f} s, {share:.2%} of the time"
+    saves = f"{toll.num_saves} save{'s' * (toll.num_saves > 1)} on the way"
+    text = f"{saves} held training for {toll.held_s:.2f} s, {share:.2%} of the time"
     if toll.last is None:
         return text
     size, seconds = toll.last.nbytes / 1e6, toll.last.write_s

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,9 +151,16 @@ def test_run_installs_what_the_data_of_the_task_lies_in(checkout: Checkout) -> N
     assert checkout.calls() == []
 
 
-def test_run_installs_what_draws_charts_for_a_report(checkout: Checkout) -> None:
-    assert checkout.run("run.sh", "report", "last").returncode == 0
-    assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[plots]"]
+@pytest.mark.parametrize(("mode", "extra"), [("report", "plots"), ("search", "search")])
+def test_run_installs_what_a_command_cannot_do_without(checkout: Checkout, mode: str, extra: str) -> None:
+    assert checkout.run("run.sh", mode).returncode == 0
+    assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[{extra}]"]
+
+
+def test_the_help_of_setup_names_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    head = (ROOT / "scripts" / "setup.sh").read_text().partition("\nset -")[0]
+    assert set(extras) <= set(re.findall(r"[a-z0-9]+", head))
 
 
 def test_an_unknown_extra_is_refused_before_anything_is_installed(checkout: Checkout) -> None:
