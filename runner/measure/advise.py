@@ -228,7 +228,7 @@ def advise(request: Request, run: Known, budget_s: float, say: Say) -> Advice:
     configuration = compose(request)
     plan, inventory = apart(planned, configuration)
     request, cores, notes = of_one_rank(request, plan, inventory)
-    limits = Limits(budget_s=budget_s, phase=run.phase)
+    limits = Limits(budget_s=budget_s, phase=run.phase, first_evaluation=True)
     with Arena(request, cores) as arena:
         say("measures the training as it is")
         with arena.alone(Cell("as it is"), dataclasses.replace(limits, evaluates=True)) as (ask, opened):

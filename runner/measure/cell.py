@@ -38,6 +38,7 @@ from runner.base.schema import did_you_mean
 from runner.base.stopwatch import between
 from runner.base.task import Progress, Task
 from runner.base.words import words_of
+from runner.engine.evaluate import Sizes, evaluate
 from runner.engine.infer import timed_predictions
 from runner.engine.loop import StepInfo
 from runner.engine.session import open_run
@@ -219,7 +220,7 @@ class Cell:
         """Do what the order says; return what came of it, or the error in words."""
         orders: Mapping[str, Callable[..., Answer]] = {
             "begin": self.begin, "make": self.make, "report": self.report, "probe": self.probe, "count": self.count,
-            "predict": self.predict, "fit": self.fit, "batch": self.batch,
+            "predict": self.predict, "fit": self.fit, "batch": self.batch, "evaluate": self.evaluate,
         }  # fmt: skip
         given = {key: value for key, value in order.items() if key != "do"}
         try:
@@ -368,6 +369,22 @@ class Cell:
                 self.run.parts.world.synchronize()
                 seconds[planned.name] = time.perf_counter() - began
         return {"seconds": seconds}
+
+    def evaluate(self) -> Answer:
+        """Tell how many seconds longer the first evaluation takes than a later one, for the sizes that batches have."""
+        phase, parts, took = self.phase, self.run.parts, list[float]()
+        if phase.held_out is None:
+            return {"more_s": 0.0}
+        size, samples = phase.scarcity.sizes.asked, phase.held_out_samples
+        for _ in range(2):
+            began = time.perf_counter()
+            evaluate(
+                parts.task, parts.model, phase.held_out, parts.prefetch, parts.precision, parts.parallel,
+                samples[: size + len(samples) % size], Sizes(size), self.run.plan.settings.seed,
+            )  # fmt: skip
+            parts.world.synchronize()
+            took.append(time.perf_counter() - began)
+        return {"more_s": max(0.0, took[0] - took[1])}
 
     def batch(self) -> Answer:
         """Tell the shape of what the model gets, and of how many terms its loss is the sum."""

@@ -69,6 +69,8 @@ class Limits:
     start_s       that a cell may take to its first update
     together      False: one after the other in each round, never two of them alive
     evaluates     evaluations on the way are made, and belong to what is measured
+    first_evaluation  what the first evaluation of a compiled model takes longer than later ones, for it is compiled
+                  anew without gradients, belongs to its beginning
     phase         whose updates are measured; None: the first that trains
     """
 
@@ -79,6 +81,7 @@ class Limits:
     start_s: float = 300.0
     together: bool = True
     evaluates: bool = False
+    first_evaluation: bool = False
     phase: str | None = None
     seed: int = 0
 
@@ -95,6 +98,7 @@ class Measured:
     block_j         joules per update, by round, where the device counts them
     slowed          what held the device's clocks down -> in how many blocks
     start_s         seconds from nothing to a built run; first_update_s and warm_up_s come after them
+    evaluation_s    that its first evaluation takes longer than later ones, where that was looked at
     taken_s         that its start took the last time, until it could make its first block or was ended
     updates         of a block: about the same time for every cell, so that short ones are timed as well as long ones
     unpaid          updates before each block whose data may have become ready while the cell was stopped: not timed
@@ -114,6 +118,7 @@ class Measured:
     taken_s: float = 0.0
     first_update_s: float = 0.0
     warm_up_s: float = 0.0
+    evaluation_s: float = 0.0
     warm_up_updates: int = 0
     updates: int = 0
     unpaid: int = 0
@@ -148,7 +153,7 @@ class Measured:
     @property
     def opening_s(self) -> float:
         """Return the seconds before updates take what they take from then on; NaN where that is not known."""
-        return self.start_up_s - self.warm_up_updates * self.median_ms / 1e3
+        return self.start_up_s + self.evaluation_s - self.warm_up_updates * self.median_ms / 1e3
 
     @property
     def is_untried(self) -> bool:
@@ -393,6 +398,8 @@ class Arena:
             if not measured.start_s:  # what is opened again finds what it has compiled
                 measured.start_s, measured.first_update_s = start_s, first_update_s
                 measured.warm_up_s, measured.warm_up_updates = self.clock() - began, made
+                if self.limits.first_evaluation and measured.opened["values"]["compile"] != "off":
+                    measured.evaluation_s = process.ask({"do": "evaluate"}, self.limits.start_s)["more_s"]
             ahead = measured.opened["ahead"]
             measured.unpaid = ahead + 1 if ahead else 0
             measured.updates = measured.updates or _updates_of_a_block(process, measured, self.limits, self.block_s)

@@ -223,7 +223,7 @@ class _Hunt:
             rung_s = share * (until - self.clock())
             self.say(f"{axis.name}: {len(playing)} to try, for at most {rung_s:.0f} s")
             turns = PROVING if is_last else (rounds, rounds)
-            limits = Limits(rung_s, turns, start_s=rung_s, together=not axis.alone)
+            limits = Limits(rung_s, turns, start_s=rung_s, together=not axis.alone, first_evaluation=True)
             cells = [Cell(AS_IT_IS, self.words)]
             cells += [Cell(each.name, merge_overrides(self.words, each.overrides)) for each in playing]
             try:
@@ -246,7 +246,8 @@ class _Hunt:
         """Return what was adopted against the settings as they are, in rounds that chose nothing."""
         self.say(f"measures what was found against the settings as they are, for at most {seconds:.0f} s")
         found = Candidate(self.words)
-        limits = Limits(seconds, PROVING, start_s=max(seconds, self.least_s), together=not self.fills, seed=1)
+        start_s = max(seconds, self.least_s)
+        limits = Limits(seconds, PROVING, start_s=start_s, together=not self.fills, first_evaluation=True, seed=1)
         try:
             trials = self.measure([Cell(AS_IT_IS), Cell(found.name, found.overrides)], limits)
         except AccelRunError as error:

@@ -13,9 +13,15 @@ from runner import Prediction, Task
 
 
 def build(
-    *, pass_ms: float = 0.0, sample_ms: float = 0.0, read_ms: float = 0.0, most: int = 1000, norm: bool = False
+    *,
+    pass_ms: float = 0.0,
+    sample_ms: float = 0.0,
+    read_ms: float = 0.0,
+    most: int = 1000,
+    norm: bool = False,
+    first_ms: float = 0.0,
 ) -> Task:
-    return Sized(pass_ms, sample_ms, read_ms, most, norm)
+    return Sized(pass_ms, sample_ms, read_ms, most, norm, first_ms)
 
 
 class Rows:
@@ -35,8 +41,11 @@ class Rows:
 class Sized(Task):
     item = "row"
 
-    def __init__(self, pass_ms: float, sample_ms: float, read_ms: float, most: int, norm: bool) -> None:
+    def __init__(
+        self, pass_ms: float, sample_ms: float, read_ms: float, most: int, norm: bool, first_ms: float
+    ) -> None:
         self.pass_ms, self.sample_ms, self.read_ms, self.most = pass_ms, sample_ms, read_ms, most
+        self.first_ms, self.evaluated = first_ms, list[int]()
         self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) if norm else nn.Linear(8, 8)
 
     def dataset(self, split: str) -> Any:
@@ -49,6 +58,11 @@ class Sized(Task):
             raise torch.OutOfMemoryError("Tried to allocate more than there is")
         time.sleep((self.pass_ms + self.sample_ms * len(batch)) / 1000)
         return (model(batch) - batch).square().sum(), len(batch)
+
+    def evaluate(self, model: nn.Module, batch: Tensor) -> dict[str, tuple[Tensor, int]]:
+        time.sleep(0.0 if len(batch) in self.evaluated else self.first_ms / 1000)
+        self.evaluated.append(len(batch))
+        return {"loss": self.loss(model, batch)}
 
     def predict(self, model: nn.Module, generator: torch.Generator, *, rows: int = 4) -> Iterator[Prediction]:  # type: ignore[override]
         for number in range(rows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -20,11 +21,12 @@ from runner.commands.tune import run, screen
 from runner.engine.evidence import Evidence
 from runner.measure import tune as tuning
 from runner.measure.advise import Tried
+from runner.measure.cell import Cell as Live
 from runner.measure.facts import Facts
 from runner.measure.hardware_profile import write_profile
 from runner.measure.rules import Candidate
 from runner.measure.statistics import Ratio
-from runner.measure.trial import UNTRIED, Cell, Limits, Measured, Trials
+from runner.measure.trial import UNTRIED, Arena, Cell, Limits, Measured, Trials
 from runner.measure.tune import (
     AS_IT_IS,
     AXES,
@@ -607,3 +609,49 @@ def test_time_that_passes_between_two_looks_at_the_clock_takes_no_candidate_away
     )  # fmt: skip
 
     assert found.words == ("a=1",)
+
+
+# ---------------------------------------------------------------- what it takes to begin
+
+
+def test_the_first_evaluation_is_looked_at_in_every_trial() -> None:
+    arena, seen = FakeArena(speeds(a_1=0.5)), list[Limits]()
+
+    def measure(cells: Sequence[Cell], limits: Limits) -> Trials:
+        seen.append(limits)
+        return arena.measure(cells, limits)
+
+    found = search([axis("a", "1")], measure, 600.0, arena.opening_s, lambda _: None, arena.clock)
+
+    assert found.words == ("a=1",)
+    assert len(seen) == 2
+    assert all(limits.first_evaluation for limits in seen)
+
+
+def test_a_model_that_is_compiled_again_for_evaluations_begins_later_by_that() -> None:
+    settings_ = ("updates=100", "global_batch_size=24", "device=cpu", "backend.threads=1")
+    limits = Limits(budget_s=60, rounds=(1, 1), block_s=0.02, first_evaluation=True)
+    with Arena(Request(settings_, Path(__file__).parent / "task_of_sizes.py")) as arena:
+        words = ("compile=default", "compile.backend=eager", "task.first_ms=50")
+        found = arena.measure([Cell(AS_IT_IS), Cell("compiled", words)], limits, lambda _: None)
+
+    before, compiled = found.cells
+    assert (before.evaluation_s, compiled.why_not) == (0.0, "")
+    assert compiled.evaluation_s > 0.05
+    assert compiled.opening_s > compiled.start_s + compiled.evaluation_s
+
+
+def test_every_size_of_a_batch_that_is_evaluated_is_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 samples in batches of 24: the last one has 16. What is new takes 50 ms."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # the cell sets it
+    words = [f"output_root={tmp_path}", "device=cpu", "global_batch_size=24", "tracker=none", "monitor=off"]
+    words.append("task.first_ms=50")
+    with ExitStack() as stack:
+        cell = Live(stack)
+        task = str(Path(__file__).parent / "task_of_sizes.py")
+        cell.begin(words, task, None, str(tmp_path / "compiled"), None, evaluates=False)
+        more_s = cell.evaluate()["more_s"]
+        sizes = cell.run.parts.task.evaluated  # type: ignore[attr-defined]
+
+    assert sizes == [24, 16] * 2
+    assert more_s > 0.05
