@@ -32,6 +32,7 @@ def changes_of(
     found: list[Change] = []
     untried: list[Words] = []
     failed: set[Words] = set()
+    impossible: set[Words] = set()
     began = time.process_time()
     longest = 0.0
     for words in single:
@@ -42,15 +43,19 @@ def changes_of(
         if before + longest - began > MOST_S and not is_free(words):
             untried.append(words)
             continue
-        if change := trial.of(words):
-            found.append(change)
-        else:
-            failed.add(words)
+        try:
+            if change := trial.of(words):
+                found.append(change)
+            else:
+                failed.add(words)
+        except AccelRunError:  # as without the package that it needs
+            impossible.add(words)
         longest = max(longest, time.process_time() - before)
     if not found:
-        together = tuple(word for words in single for word in words if not word.startswith("parallelism="))
+        possible = [words for words in single if words not in impossible]
+        together = tuple(word for words in possible for word in words if not word.startswith("parallelism="))
         together = tuple(word for word in together if (word,) != BUDGET or CHECKPOINT not in single)
-        found = [change for change in [trial.of(together) if trial.may_help(together) else None] if change]
+        found = trial.of_most(together)
     return sorted(found, key=lambda change: (change.factor or 1.0, change.bytes)), untried
 
 
@@ -66,7 +71,6 @@ def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) 
     gpus = [device for device in inventory.usable if device.kind == "cuda"]
     if len(gpus) > 1 and plan.choices["parallelism"].function in ("single", "ddp"):
         yield ("parallelism=fsdp",)
-        yield ("parallelism=pipeline",)
     used = [gpu for gpu in gpus if gpu.torch_name in {rank.device for rank in plan.ranks}]
     if plan.choices["precision"].name in ("fp32", "tf32") and used:
         if all(gpu.native_bf16 for gpu in used):
@@ -79,6 +83,8 @@ def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) 
         yield CHECKPOINT
     if plan.choices["optimizer"].function in ("adamw", "adam"):
         yield ("optimizer=adamw8bit",)
+    if len(gpus) > 1 and plan.choices["parallelism"].function in ("single", "ddp"):
+        yield ("parallelism=pipeline",)  # a trace for each rank
     if keeps and "budget" in known:
         yield BUDGET
 
@@ -101,18 +107,27 @@ class _Trial:
         """Tell whether it is worth a trace."""
         return bool(words) and all(may_fit(each.prediction, words) for each in self.plan.memory)
 
+    def of_most(self, words: Words) -> list[Change]:
+        """Return what the run would take with these settings, without the last ones where these cannot be."""
+        while self.may_help(words):
+            try:
+                return [change for change in [self.of(words)] if change]
+            except AccelRunError:
+                words = words[:-1]
+        return []
+
     def of(self, words: Words) -> Change | None:
-        """Return what the run would take with these settings; None where it cannot be, or would not fit either."""
+        """Return what the run would take with these settings; None where it would not fit either.
+
+        Raises AccelRunError where it cannot be.
+        """
         request = self.configuration.request
-        try:
-            changed = compose(dataclasses.replace(request, overrides=merge_overrides(request.overrides, words)))
-            needs = self.needs if is_free(words) else needs_of(changed, self.inventory)
+        changed = compose(dataclasses.replace(request, overrides=merge_overrides(request.overrides, words)))
+        needs = self.needs if is_free(words) else needs_of(changed, self.inventory)
+        plan = make_plan(changed, self.inventory, needs=needs)
+        if is_free(words) and not is_traced(plan, needs):
+            needs = needs_of(changed, self.inventory)
             plan = make_plan(changed, self.inventory, needs=needs)
-            if is_free(words) and not is_traced(plan, needs):
-                needs = needs_of(changed, self.inventory)
-                plan = make_plan(changed, self.inventory, needs=needs)
-        except AccelRunError:
-            return None
         is_rough = not all(each.is_exact for each in self.plan.memory)  # which the answer says anyway
         if not plan.memory or not all(each.prediction.fits and (each.is_exact or is_rough) for each in plan.memory):
             return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from runner.base.errors import ConfigError, Problem
 from runner.engine import changes
 from runner.engine import needs as engine_needs
 from runner.plan.fits import GIB, Needs
@@ -75,3 +76,23 @@ def test_where_a_run_does_not_fit_the_passes_that_would_are_followed_too() -> No
     asked, more = (engine_needs._wanted(composed(*WORDS), HERE, needs, beyond=beyond) for beyond in (False, True))
     assert asked == {64}
     assert more == {64, plan(*WORDS, "micro_batch_size=auto", needs=needs).batch.micro_batch_size}
+
+
+def test_what_cannot_be_asked_for_here_does_not_keep_the_others_from_being_tried_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without bitsandbytes there are no 8-bit states; smaller passes and checkpoints are enough without them."""
+    large = Needs({"train": demand(1, 64, model_gib=14.6)})
+
+    def needs_of(configuration: Any, *_: Any) -> Needs:
+        choices = configuration.choices
+        if choices["optimizer"].function == "adamw8bit":
+            raise ConfigError(Problem("bitsandbytes is not installed"))
+        is_small = configuration.settings.micro_batch_size == "auto" and choices["memory"].function == "checkpoint"
+        return Needs({"train": demand(1, 64, model_gib=12.0, sample_gib=0.05)}) if is_small else large
+
+    monkeypatch.setattr(changes, "needs_of", needs_of)
+    found, _ = changes.changes_of(composed(*WORDS), HERE, plan(*WORDS, needs=large), large, {})
+    (change,) = found
+    assert "memory=checkpoint" in change.words
+    assert "optimizer=adamw8bit" not in change.words
