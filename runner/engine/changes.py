@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from runner.base.configuration import Configuration, compose, merge_overrides, options_of
+from runner.base.configuration import Configuration, compose, function_of, merge_overrides, options_of
 from runner.base.errors import AccelRunError
+from runner.base.schema import defaults
 from runner.engine.needs import is_traced, needs_of
 from runner.plan.estimate import Peaks
 from runner.plan.fits import Needs, may_fit
@@ -107,6 +108,16 @@ class _Trial:
         """Tell whether it is worth a trace."""
         return bool(words) and all(may_fit(each.prediction, words) for each in self.plan.memory)
 
+    def kept(self, words: Words) -> Words:
+        """Return what the user has set of groups that get another option, such as memory.fraction, where it has it."""
+        known = {
+            f"{group}.{key}"
+            for group, _, name in (word.partition("=") for word in words)
+            if group in self.plan.choices and (signature := function_of(group, name))
+            for key in defaults(signature.keys)
+        }
+        return tuple(word for word in self.configuration.request.overrides if word.partition("=")[0] in known)
+
     def of_most(self, words: Words) -> list[Change]:
         """Return what the run would take with these settings, without the last ones where these cannot be."""
         while self.may_help(words):
@@ -122,7 +133,8 @@ class _Trial:
         Raises AccelRunError where it cannot be.
         """
         request = self.configuration.request
-        changed = compose(dataclasses.replace(request, overrides=merge_overrides(request.overrides, words)))
+        overrides = (*merge_overrides(request.overrides, words), *self.kept(words))
+        changed = compose(dataclasses.replace(request, overrides=overrides))
         needs = self.needs if is_free(words) else needs_of(changed, self.inventory)
         plan = make_plan(changed, self.inventory, needs=needs)
         if is_free(words) and not is_traced(plan, needs):

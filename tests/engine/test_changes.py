@@ -96,3 +96,15 @@ def test_what_cannot_be_asked_for_here_does_not_keep_the_others_from_being_tried
     (change,) = found
     assert "memory=checkpoint" in change.words
     assert "optimizer=adamw8bit" not in change.words
+
+
+def test_limits_of_the_user_hold_for_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """memory=checkpoint is another option of the group that memory.fraction belongs to."""
+    asked: list[Any] = []
+    monkeypatch.setattr(changes, "needs_of", lambda *given: asked.append(given[0]) or needs)
+    words, needs = (*WORDS, "memory.fraction=0.5", "optimizer.lr=0.01"), Needs({"train": demand(1, 64)})
+    changes.changes_of(composed(*words), HERE, plan(*words, needs=needs), needs, {})
+    tried = [(each.choices["memory"].options["fraction"], each.choices["optimizer"].options["lr"]) for each in asked]
+    assert tried
+    assert set(tried) == {(0.5, 0.01)}
+    assert "checkpoint" in {each.choices["memory"].function for each in asked}
