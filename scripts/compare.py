@@ -104,6 +104,8 @@ def main(arguments: Sequence[str]) -> int:
         one, other = parsed.one, parsed.other
         if not parsed.commits:
             return _shown(read(RunDirectory.find(OUTPUTS, one)), read(RunDirectory.find(OUTPUTS, other)))
+        for commit in (one, other):  # before one of them trains
+            _must_be_there(commit)
         with private_folder() as folder:
             runs = [_trained(commit, folder / side, words) for side, commit in (("a", one), ("b", other))]
             return _shown(*(read(run, f"commit {commit}") for run, commit in zip(runs, (one, other), strict=True)))
@@ -239,11 +241,15 @@ def _trained(commit: str, folder: Path, words: Sequence[str]) -> RunDirectory:
     return RunDirectory.find(outputs, "compared")
 
 
+def _must_be_there(commit: str) -> None:
+    """Raise InputMissing where there is no such commit."""
+    if _git("rev-parse", "--quiet", "--verify", "--end-of-options", f"{commit}^{{commit}}").returncode:
+        raise InputMissing(f"there is no commit {commit} in {ROOT}", fix="see git log")
+
+
 @contextmanager
 def _checked_out(commit: str, folder: Path) -> Iterator[None]:
     """The folder holds the files of that commit, until the end of the block."""
-    if _git("rev-parse", "--quiet", "--verify", "--end-of-options", f"{commit}^{{commit}}").returncode:
-        raise InputMissing(f"there is no commit {commit} in {ROOT}", fix="see git log")
     made = _git("worktree", "add", "--detach", str(folder), commit)
     if made.returncode:
         raise InputMissing(f"commit {commit} cannot be checked out: {made.stderr.strip()}", fix="see git worktree list")

@@ -141,7 +141,9 @@ def test_bad_input_is_one_sentence_and_its_exit_code(
     run("empty", [])
 
     assert compare.main(words) == code
-    assert said in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert said in told
+    assert "trains at" not in told, "what cannot be compared is not trained first"
 
 
 # ---------------------------------------------------------------- commits

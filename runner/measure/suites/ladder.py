@@ -427,7 +427,8 @@ def _asked(wanted: Wanted) -> Asked:
             continue
         numbers[key] = int(text) if text.isdecimal() and len(text) < 10 else 0
         if numbers[key] < 1:
-            problems.append(Problem("must be a whole number above 0", f"{key}={text}", f"say {key}=50"))
+            fix = f"say {key}={OPTIONS[key] or 64}"
+            problems.append(Problem("must be a whole number above 0", f"{key}={text}", fix))
     words = [word for word in wanted.words if word != "all"]
     if problems:
         raise ConfigError(problems)
