@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 
 from runner import __version__
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imports make objects that stay: collecting garbage among them is a quarter of torch's 2.5 s. Whoever goes on
         # for long enables it again (engine/train.py, engine/infer.py).
         gc.disable()
-    with _leaving_at_ctrl_c(for_good=argv is None):
+    with _leaving_when_asked(for_good=argv is None):
         try:
             code = _dispatch(words)
         except AccelRunError as error:
@@ -123,25 +124,32 @@ def _unknown(words: Sequence[str]) -> AccelRunError:
 
 
 @contextmanager
-def _leaving_at_ctrl_c(*, for_good: bool) -> Iterator[None]:
-    """Ctrl-C ends the program at once, also in the middle of an import, where an exception may be lost or printed.
+def _leaving_when_asked(*, for_good: bool) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP end the program at once with 130, also in an import, where an exception may be lost.
 
-    A run that has something to save takes the signal over; a shell that starts us in the background ignores it.
+    A run that has something to save takes the signals over; a shell that starts us in the background ignores the first.
     for_good  nothing of Python comes back, so that the interpreter, which takes its time to end, does so quietly too
     """
-    previous = signal.getsignal(signal.SIGINT)
-    if previous is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, _leave)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    previous = {number: signal.getsignal(number) for number in usual}
+    taken = [number for number, handler in usual.items() if previous[number] is handler]
+    if threading.current_thread() is not threading.main_thread():
+        taken = []
+    leave = partial(_leave, os.getpid())
+    for number in taken:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if for_good else previous)
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL if for_good else previous[number])
 
 
-def _leave(*_: object) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # should the lines below block on a full pipe, a second one ends it
+def _leave(asked: int, number: int, _: object) -> None:
+    """Leave with 130; a child that was forked meanwhile ends by the signal, as whoever sent it expects."""
+    signal.signal(number, signal.SIG_DFL)  # should the lines below block on a full pipe, a second one ends it
+    if number != signal.SIGINT and os.getpid() != asked:
+        os.kill(os.getpid(), number)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # it may have come in the middle of a print
             stream.flush()

@@ -33,6 +33,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/distributed/parcel.py", "*", "getattr"): "dtypes that a rank of ours sent",
     ("runner/distributed/sharded.py", "*", "getattr"): "a literal of the option communicate",
     ("runner/engine/numeric.py", "_opened", "getattr"): "fields that a dataclass itself lists",
+    ("runner/observe/events.py", "__getattr__", "getattr"): "what code asks of standard output, from that itself",
     ("runner/axes/backend.py", "*", "setattr"): "two switches of cuDNN that the lines spell out, put back at the end",
     ("runner/engine/numeric.py", "_mark", "setattr"): "two fields of a call that its callers spell out",
     ("runner/durable/tensors.py", "_fresh", "getattr"): "two names of advice that the loop spells out",

@@ -138,7 +138,8 @@ def columns_of(stream: IO[str] | None = None) -> int:
     """Return the columns of the stream, standard output where none is named; 0 where it is no terminal."""
     stream = sys.stdout if stream is None else stream
     try:
-        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+        # no stream at all: it was closed by who started us
+        return os.get_terminal_size(stream.fileno()).columns if stream is not None and stream.isatty() else 0
     except (OSError, ValueError):
         return 0
 

@@ -16,7 +16,7 @@ from runner.base.choice import make
 from runner.base.configuration import Request
 from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, TaskFault
 from runner.base.phases import INFERENCE
-from runner.observe.events import Console
+from runner.observe.events import Console, outlasting_readers
 from runner.observe.memory import host_peak_gib, restart_host_peak
 from runner.observe.monitor import MONITORS, gpus_of
 
@@ -42,6 +42,7 @@ def infer(request: Request) -> Exit:
     from runner.engine.watchdog import PREDICTION, watched
 
     with ExitStack() as stack:
+        stack.enter_context(outlasting_readers())
         trained = open_trained(request, console, stack)
         directory, plan, parts = trained.directory, trained.plan, trained.parts
         if parts.world.device.type == "cuda":

@@ -317,7 +317,7 @@ class _Asked:
         self.bell, self._rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous_bell = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP):
-            if number not in (signal.SIGTSTP, signal.SIGHUP) or signal.getsignal(number) == signal.SIG_DFL:
+            if number not in (signal.SIGTSTP, signal.SIGHUP) or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -26,7 +26,7 @@ from runner.engine.passes import num_restarts
 from runner.engine.session import Ended, Job, name_of, record_failure, take_part
 from runner.launch.apart import apart, needs_apart
 from runner.launch.launcher import launched
-from runner.observe.events import Console
+from runner.observe.events import Console, outlasting_readers
 from runner.observe.trackers import must_be_installed
 from runner.plan.fits import Needs
 from runner.plan.inventory import Inventory, take_inventory
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from runner.launch.local import Ending
 
 
+@outlasting_readers()
 def train(request: Request, *, then_infer: bool = False) -> tuple[Exit, Job | None]:
     """Run the phases that the request asks for, `infer` among them or with `then_infer`.
 
