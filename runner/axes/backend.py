@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
-from runner.base.values import PositiveInt
+from runner.base.values import Threads
 
 
-def default(num_local_ranks: int, *, threads: Literal["auto"] | PositiveInt = "auto") -> AbstractContextManager[None]:
+def default(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
     """Hold torch's own choices: no kernel search, nondeterministic kernels allowed.
 
     threads  CPU threads of one rank; auto: torch's own number, divided among the ranks on this machine
@@ -20,7 +20,7 @@ def default(num_local_ranks: int, *, threads: Literal["auto"] | PositiveInt = "a
     return _switches(num_local_ranks, threads)
 
 
-def fast(num_local_ranks: int, *, threads: Literal["auto"] | PositiveInt = "auto") -> AbstractContextManager[None]:
+def fast(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
     """Let cuDNN try its convolution kernels on each new input shape and keep the fastest.
 
     Pays where shapes repeat; every new shape costs a search. Numbers may differ from run to run in the last bits.
@@ -35,7 +35,7 @@ def deterministic(
     num_local_ranks: int,
     *,
     warn_only: bool = False,
-    threads: Literal["auto"] | PositiveInt = "auto",
+    threads: Literal["auto"] | Threads = "auto",
 ) -> AbstractContextManager[None]:
     """Use deterministic kernels only, so that two runs on one machine are equal bit for bit.
 

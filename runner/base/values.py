@@ -28,6 +28,7 @@ __all__ = [
     "Positive",
     "PositiveInt",
     "Range",
+    "Threads",
 ]
 
 
@@ -68,6 +69,8 @@ Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0,
 Count = Annotated[int, Range("a whole number of at least 0", low=0)]
 Interval = Annotated[float, Range("a number of seconds from 0.01 to 3600", low=0.01, high=3600.0)]
 PositiveInt = Annotated[int, Range("a whole number of at least 1", low=1)]
+MOST_THREADS = 1024  # systems refuse some thousands, and torch then crashes
+Threads = Annotated[int, Range(f"a whole number from 1 to {MOST_THREADS}", low=1, high=MOST_THREADS)]
 DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N or mps", r"auto|cpu|cuda(:\d+)?|mps")]
 # A place reaches scripts line by line, and terminals: nothing that ends a line, steers or cannot be seen is part of it.
 Place = Annotated[

@@ -14,6 +14,7 @@ from runner.base.configuration import merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.speed import Line, fit
+from runner.base.values import MOST_THREADS
 from runner.engine.evidence import Evidence
 from runner.measure.contest import (
     Answers,
@@ -337,5 +338,5 @@ UNITS = {"batch": "samples an update", "size": "pixels a sample"}
 FIT_COLUMNS = ("by", "device", "a, ms", "c, us", "per", "residual, %")
 RESAMPLES = 200
 SHARE_OF_UPDATES = 0.65  # of the budget; the rest is for passes of statistics
-MOST_THREADS, DIGITS = 1024, 9  # of a device; more digits than these are more threads in any case
+DIGITS = 9  # more than these are more threads than any device has
 FITS = 0.2  # root mean square of the relative residuals above which the times are no line
