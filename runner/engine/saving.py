@@ -106,9 +106,6 @@ class SavePolicy:
         return "say output_root=DIR with a faster disk"
 
     def __str__(self) -> str:
-        return self._pace() + (f"; besides, at once where {self.best} is best" if self.best is not None else "")
-
-    def _pace(self) -> str:
         if self.is_auto:
             return (
                 f"so often that it costs under {COST:.0%} of the time, at most {AT_RISK_S / 60:.0f} min of work at risk"

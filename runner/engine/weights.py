@@ -132,7 +132,7 @@ def convert(source: Path, target: Path, key: str | None) -> Imported:
         problems = [f"its tensors would take {written / 2**30:,.1f} GiB, which the file's size does not explain"]
     if problems:
         what = f"cannot be kept as safetensors: {'; '.join(problems[:_NUM_SHOWN])}"
-        fix = "name the mapping that holds only the model's weights: key=NAME" if not key else ""
+        fix = "save it as plain tensors where it was made"
         raise DataError(what, where=str(source), fix=fix)
     try:
         size, _ = files.write_new(target, pieces(tensors))

@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "nothing in it": (lambda path: path.write_bytes(b"") and None, 65, f"is not a file of torch.save, or damaged: EOFError{AGAIN}"),
     "no tensors": (save({"a": {"b": 1}}), 78, "holds no tensors by name\n           say which entry with key=NAME; there are a\n"),
     "a list": (save([1, 2]), 65, "must hold a mapping of names to tensors, but holds list\n           have it saved as torch.save(model.state_dict(), file)\n"),
-    "sparse": (save({"w": torch.eye(3).to_sparse()}), 65, "cannot be kept as safetensors: w: it is torch.sparse_coo and torch.float32\n"),
+    "sparse": (save({"w": torch.eye(3).to_sparse()}), 65, "cannot be kept as safetensors: w: it is torch.sparse_coo and torch.float32\n           save it as plain tensors where it was made\n"),
 }  # fmt: skip
 
 
