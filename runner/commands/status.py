@@ -9,7 +9,7 @@ from typing import Any
 from runner.base.secret import fit_to_show
 from runner.base.words import columns_of, for_terminal
 from runner.commands.arguments import read_of_a_run
-from runner.durable.files import TEMPORARY, read_object, read_rows
+from runner.durable.files import TEMPORARY, mapped, read_object, read_rows
 
 HELP = """usage: accel-run status [last|NAME|DIR] [output_root=DIR]
 
@@ -97,7 +97,7 @@ def _phases(directory: Any) -> None:
     plan = read_object(directory.plan)
     reached: dict[str, dict[str, Any]] = {}
     losses: dict[str, dict[str, float]] = {}
-    ended = _mapping(read_object(directory.run_json).get("phases"))
+    ended = mapped(read_object(directory.run_json).get("phases"))
     for row in read_rows(directory.metrics):
         phase = str(row.get("phase"))
         reached[phase] = row
@@ -109,7 +109,7 @@ def _phases(directory: Any) -> None:
     for phase, row in reached.items():
         total = totals.get(phase) or plan.get("updates") or "?"
         shown = "  ".join(f"{name} {value:.4g}" for name, value in losses[phase].items())
-        early = ", finished" if _mapping(ended.get(phase)).get("finished") and row.get("update") != total else ""
+        early = ", finished" if mapped(ended.get(phase)).get("finished") and row.get("update") != total else ""
         _print(f"  phase       {phase}: update {row.get('update')} of {total}{early}   {shown}")
     if not reached:
         _print("  phase       no update reported yet")
@@ -134,7 +134,3 @@ def _checkpoints(directory: Any) -> None:
         else:
             is_begun = path.name.startswith(TEMPORARY)
             _print(f"  {lead:<11} {path.name}: {'half written, swept by the next start' if is_begun else 'put aside'}")
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

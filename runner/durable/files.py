@@ -207,7 +207,17 @@ def read_object(path: Path) -> dict[str, Any]:
         content = json.loads(read(path, at_most=_OBJECT_BYTES))
     except (StorageError, ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return mapped(content)
+
+
+def mapped(value: object) -> dict[str, Any]:
+    """Return an object of a file that a stranger may have written, an empty one where it is something else."""
+    return value if isinstance(value, dict) else {}
+
+
+def listed(value: object) -> list[Any]:
+    """Return a list of such a file likewise."""
+    return value if isinstance(value, list) else []
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

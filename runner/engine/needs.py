@@ -51,7 +51,9 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
             tracer.trace(_sizes(plan))
 
             def wanted() -> set[int]:
-                return _wanted(configuration, inventory, Needs(tracer.demands(), known), beyond=beyond)
+                needs = Needs(tracer.demands(), known)
+                planned = make_plan(configuration, inventory, needs=needs)
+                return _wanted(planned, configuration, inventory, needs, beyond=beyond)
 
             if beyond or not wanted() <= tracer.done:
                 tracer.trace({1})
@@ -126,8 +128,10 @@ def _of_pipeline(
             if (is_free or beyond) and not _fits(make_plan(configuration, inventory, needs=found(layout))):
                 trace({1})
             for _ in range(MOST_ROUNDS):
-                size = max(_sizes(make_plan(configuration, inventory, needs=found(layout))))
-                if not trace(_wanted(configuration, inventory, found(layout), beyond=beyond)):
+                needs = found(layout)
+                planned = make_plan(configuration, inventory, needs=needs)
+                size = max(_sizes(planned))
+                if not trace(_wanted(planned, configuration, inventory, needs, beyond=beyond)):
                     break
         except ConfigError:
             raise
@@ -165,9 +169,8 @@ class _Tracer:
         return {phase: Demand.of(traces, self.allocator) for phase, traces in self.traces.items()}
 
 
-def _wanted(configuration: Configuration, inventory: Inventory, needs: Needs, *, beyond: bool) -> set[int]:
+def _wanted(plan: Plan, configuration: Configuration, inventory: Inventory, needs: Needs, *, beyond: bool) -> set[int]:
     """Return the passes that are planned; where they do not fit and more is asked for, those that would too."""
-    plan = make_plan(configuration, inventory, needs=needs)
     if not beyond or _fits(plan):
         return _sizes(plan)
     return _sizes(plan) | _sizes(make_plan(_free(configuration), inventory, needs=needs))

@@ -20,7 +20,7 @@ from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
 from runner.base.words import aligned, is_number, shortened
 from runner.durable.directory import SWEEP, RunDirectory, is_name
-from runner.durable.files import read_object, read_rows
+from runner.durable.files import listed, mapped, read_object, read_rows
 from runner.durable.standing import standing
 
 TABLE = "results.csv"
@@ -125,9 +125,9 @@ class Sweep:
     def read(cls, folder: Path) -> Sweep:
         """Return what the folder's sweep.json tells; what is missing or damaged there is as if nobody had said it."""
         found = read_object(folder / SWEEP)
-        goal = _mapped(found.get("goal"))
+        goal = mapped(found.get("goal"))
         trials, codes = [], {}
-        for row in _listed(found.get("trials")):
+        for row in listed(found.get("trials")):
             match row:
                 case {"number": int(number), "name": str(name), "words": list(words)} if is_name(name):
                     trials.append(Trial(number, name, tuple(map(str, words))))
@@ -137,14 +137,14 @@ class Sweep:
             folder,
             "search" if found.get("kind") == "search" else "sweep",
             str(found.get("task") or ""),
-            tuple(map(str, _listed(found.get("fixed")))),
+            tuple(map(str, listed(found.get("fixed")))),
             found.get("task_file"),
             found.get("config_dir"),
             str(found.get("launcher") or "local"),
             str(found.get("command") or ""),
             Goal(str(goal.get("metric") or "val/loss"), "max" if goal.get("best_is") == "max" else "min"),
             str(found.get("together") or ""),
-            {str(key): str(value) for key, value in _mapped(found.get("space")).items()},
+            {str(key): str(value) for key, value in mapped(found.get("space")).items()},
             trials,
             codes,
             found,
@@ -181,23 +181,21 @@ class Sweep:
     def _read(self, trial: Trial) -> Result:
         folder = self.folder / trial.name
         record, code = read_object(folder / "run.json"), self.codes.get(trial.number)
-        if not set(trial.words) <= set(map(str, _listed(record.get("overrides")) or trial.words)):
+        if not set(trial.words) <= set(map(str, listed(record.get("overrides")) or trial.words)):
             record = {}
         state = _state(standing(record).word if record else "", code, self.launcher)
         metric = self.goal.metric
         values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl") if is_number(row.get(metric))]
-        metrics = {
-            str(name): float(value) for name, value in _mapped(record.get("metrics")).items() if is_number(value)
-        }
+        metrics = {str(name): float(value) for name, value in mapped(record.get("metrics")).items() if is_number(value)}
         last = metrics.get(metric, values[-1] if values else None)
-        spent: list[Any] = [_mapped(phase).get("seconds") for phase in _mapped(record.get("phases")).values()]
+        spent: list[Any] = [mapped(phase).get("seconds") for phase in mapped(record.get("phases")).values()]
         return Result(
             trial,
             state,
             code if code is not None else standing(record).exit_code,
             last,
             self.goal.best([*values, *([] if last is None else [last])]),
-            sum(seconds for seconds in spent if is_number(seconds)) or _seconds_of(_mapped(record.get("evidence"))),
+            sum(seconds for seconds in spent if is_number(seconds)) or _seconds_of(mapped(record.get("evidence"))),
             metrics,
         )
 
@@ -320,16 +318,6 @@ def _seconds_of(evidence: Mapping[str, Any]) -> float | None:
     """Return how long the last process of a run took that was not through."""
     seconds: Any = evidence.get("seconds")
     return float(seconds) if is_number(seconds) else None
-
-
-def _listed(value: object) -> list[Any]:
-    """Return a list of a file that a stranger may have written, an empty one where it is something else."""
-    return value if isinstance(value, list) else []
-
-
-def _mapped(value: object) -> dict[str, Any]:
-    """Return an object of such a file likewise."""
-    return value if isinstance(value, dict) else {}
 
 
 def _json(value: float | None) -> float | None:

@@ -250,16 +250,6 @@ def test_a_task_that_keeps_what_it_made_is_marked(script, tmp_path):
     assert "keeps 16 KiB more after an update" in traced.why_not  # 2 passes of 16 x 128 numbers
 
 
-def test_a_task_that_catches_what_cannot_be_followed_is_measured(script, tmp_path):
-    file = tmp_path / "catching.py"
-    file.write_text(CATCHING)
-    configuration = composed(file=file, micro=FEW)
-    (traced,) = forecast(configuration, script.HERE, [FEW])
-    assert not traced.is_exact
-    assert "_local_scalar_dense" in traced.why_not
-    assert traced.peak.total == script.counted(configuration, [FEW])["train", FEW]
-
-
 def test_batches_of_unlike_length_are_marked(script, tmp_path):
     """The first ones of a run are followed; a longer one may come."""
     file = tmp_path / "uneven.py"
@@ -269,13 +259,20 @@ def test_batches_of_unlike_length_are_marked(script, tmp_path):
     assert traced.why_not.startswith("batches of 4 have ")
 
 
-def test_kernels_that_torch_takes_for_real_weights_only_are_measured(script, tmp_path):
-    file = tmp_path / "recurrent.py"
-    file.write_text(RECURRENT)
+@pytest.mark.parametrize(
+    ("name", "task", "why_not"),
+    [
+        ("catching", CATCHING, "_local_scalar_dense"),  # what cannot be followed
+        ("recurrent", RECURRENT, "an LSTM takes another kernel"),  # that torch takes for real weights only
+    ],
+)
+def test_what_a_run_would_do_otherwise_is_measured(script, tmp_path, name, task, why_not):
+    file = tmp_path / f"{name}.py"
+    file.write_text(task)
     configuration = composed(file=file, micro=FEW)
     (traced,) = forecast(configuration, script.HERE, [FEW])
     assert not traced.is_exact
-    assert "an LSTM takes another kernel" in traced.why_not
+    assert why_not in traced.why_not
     assert traced.peak.total == script.counted(configuration, [FEW])["train", FEW]
 
 
