@@ -111,7 +111,7 @@ def _unknown(words: Sequence[str]) -> AccelRunError:
 
     word = words[0]
     known = fix_of_command([readable(each, MAX_SHOWN) for each in words[:6]], proper_word, options_of_groups())
-    close = difflib.get_close_matches(word.lower(), COMMANDS, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word.lower(), [name for name in COMMANDS if COMMANDS[name][1]], n=1, cutoff=0.6)
     if not known and close:
         known = f"did you mean accel-run {close[0]}?"
     fix = known or f"commands: {', '.join(name for name, (_, summary) in COMMANDS.items() if summary)}"

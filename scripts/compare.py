@@ -112,6 +112,9 @@ def main(arguments: Sequence[str]) -> int:
     except AccelRunError as error:
         print(as_told(error), file=sys.stderr)
         return int(error.exit_code)
+    except KeyboardInterrupt:
+        print("stopped; nothing was compared", file=sys.stderr)
+        return int(Exit.INTERRUPTED)
 
 
 def read(run: RunDirectory, name: str = "") -> Rows:

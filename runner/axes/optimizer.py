@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from runner.base.choice import make
 from runner.base.errors import ConfigError, IncompatibleResume, Problem
 from runner.base.schema import did_you_mean
 from runner.base.values import Factor, NonNegative, Positive
@@ -154,6 +155,13 @@ def adamw8bit(
             f"pip install {chosen[0]}, or say optimizer=adamw",
         )
     )
+
+
+def must_be_installed(function: str, options: Mapping[str, Any], device: torch.device) -> None:
+    """Raise ConfigError where an optimizer needs a library that is not here; one that needs none is not looked at."""
+    if "library" in options:
+        weight = nn.Parameter(torch.ones(1, device=device))
+        make(OPTIMIZERS, function, [("weight", weight)], **{**options, "lr_scales": {}})
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> float:

@@ -256,9 +256,9 @@ def word_of(key: str, text: str) -> str:
 
 def _require_paths(request: Request) -> None:
     if request.task_file and not request.task_file.is_file():
-        raise InputMissing(
-            f"{request.task_file} does not exist", where="--task", fix=f"make it: accel-run new {request.task_file}"
-        )
+        file = request.task_file.with_suffix(".py")
+        fix = f"say --task {file}" if file.is_file() else f"make it: accel-run new {file}"
+        raise InputMissing(f"{request.task_file} does not exist", where="--task", fix=fix)
     if request.config_dir and not request.config_dir.is_dir():
         raise InputMissing(
             f"{request.config_dir} is not a folder", where="--config-dir", fix="name the folder that holds your files"
@@ -300,7 +300,7 @@ def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], li
             continue
         if override.is_sweep_override() and not sweeps:
             is_open = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
-            means = "find the best of them with accel-run search" if is_open else "run them all with -m"
+            means = "find the best of them with accel-run search" if is_open else "run them all with accel-run train -m"
             problems.append(Problem("is a sweep over several values", word, f"{means}, or quote it: '{_quoted(word)}'"))
             continue
         parsed.append(override)
@@ -324,6 +324,9 @@ def _readable_word(word: str) -> str:
     """Return what to say instead of a word that cannot be read."""
     if items := re.fullmatch(r"([\w.]+)=\(([\w.,+-]*)\)", word):  # a tuple of Python
         return f"say {items[1]}=[{items[2]}]"
+    if between := re.fullmatch(r"[+]{0,2}([\w.]+)=(\w*log\w*|uniform)\((.*)\)", word):
+        kind = "interval" if between[2] == "uniform" else "log"
+        return f"accel-run search '{between[1]}={kind}({between[3]})' finds the best between two numbers"
     return f"quote it: '{_quoted(word)}'"
 
 
@@ -350,7 +353,10 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
             if not has_value and rest and "=" not in rest[0] and not rest[0].startswith("-"):
                 value = rest.pop(0)
                 word = f"{word} {value}"
-            problems.append(Problem("unknown option; settings are written key=value", word, proper(key, value)))
+            what, fix = "unknown option; settings are written key=value", proper(key, value)
+            if key in ("m", "multirun"):
+                what, fix = "unknown option here", "accel-run train -m runs each of several values; search needs no -m"
+            problems.append(Problem(what, word, fix))
         elif rest and rest[0] == "=":
             value = rest[1] if len(rest) > 1 else ""
             del rest[:2]

@@ -64,7 +64,7 @@ _SAY: Mapping[str, str] = {
     "checkpoint.keep={}": "save_total_limit save_top_k",
     "evaluate.every={}": "eval_every eval_steps eval_interval val_every val_check_interval check_val_every_n_epoch",
     "log_every={}": "log_interval logging_steps log_every_n_steps print_freq log_freq",
-    "early_stopping.patience={}": "patience early_stopping_patience",
+    "early_stopping.patience={}": "patience early_stopping_patience early_stopping",
     _RESUME: "resume_from resume_from_checkpoint ckpt_path ckpt checkpoint_path load_checkpoint",
     "weights={} (safetensors; of a .pt: accel-run import)": "pretrained init_from load_from weights_path load_weights",
     "memory=checkpoint": "gradient_checkpointing activation_checkpointing checkpoint_activations grad_checkpoint",
@@ -144,6 +144,8 @@ FOREIGN_COMMANDS: Mapping[str, str] = {word: say for say, words in _COMMANDS.ite
 def fix_of_key(key: str, value: str = "") -> str:
     """Return what to say instead of a key of another tool, with its value; nothing where it is unknown."""
     said = FOREIGN_KEYS.get(key.lower().replace("-", "_"))
+    if said and said.startswith("weights=") and value.lower() in ("true", "yes", "1"):
+        value = "FILE"
     return _say(said.replace("{}", value or "...")) if said else ""
 
 
@@ -151,6 +153,8 @@ def fix_of_option(group: str, option: str) -> str:
     """Return what to say instead of an option as another tool calls it; nothing where it is unknown."""
     if group == "dataloader" and option.isdigit():
         return f"say dataloader.num_workers={option}"
+    if group == "checkpoint" and re.search(r"[./]", option):
+        return f"say {_RESUME}; to begin with its weights: weights={option} (of a .pt: accel-run import)"
     for name, others in FOREIGN_OPTIONS.get(group, {}).items():
         if option.lower() in others.split():
             return f"say {group}={name}"

@@ -19,6 +19,7 @@ from runner.base.places import PACKAGE, shipped
 from runner.base.schema import Key, Signature, read_functions, settings_keys
 from runner.base.settings import Settings
 from runner.base.values import Matches
+from runner.durable.files import listed
 
 HELP = """usage: accel-run complete -- WORDS...
 
@@ -93,12 +94,12 @@ class _Line:
     def task_file(self) -> Path | None:
         """The file of --task; for a run that exists, the one it was trained with."""
         recorded = self._record.get("task_file")
-        return self._path("--task") or (Path(recorded) if recorded else None)
+        return self._path("--task") or (Path(recorded) if recorded and isinstance(recorded, str) else None)
 
     @cached_property
     def chosen(self) -> Mapping[str, str]:
         """Group -> option: the defaults list, then the task and the profile, then the line."""
-        recorded = (word.partition("=") for word in self._record.get("overrides", ()))
+        recorded = (str(word).partition("=") for word in listed(self._record.get("overrides")))
         given = {key.lstrip("+"): value for key, _, value in recorded} | self.overrides
         found = dict(_DEFAULT.findall(_yaml("config", self.config_dir)))
         for group in ("task", "hardware"):

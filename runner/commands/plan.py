@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from functools import cache
 from typing import TYPE_CHECKING
 
-from runner.base.configuration import compose, facts_of_profiles
+from runner.base.configuration import compose, facts_of_profiles, merge_overrides
 from runner.base.errors import ConfigError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
@@ -13,7 +14,7 @@ from runner.base.words import for_terminal
 from runner.commands.arguments import SETTINGS_HELP, read, teller
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from runner.base.configuration import Configuration
     from runner.plan.fits import Needs
@@ -42,7 +43,7 @@ examples
 
 def run(words: list[str]) -> int:
     """Print the plan."""
-    from runner.plan.plan import inventory_for, make_plan, rank_table
+    from runner.plan.plan import LISTED, inventory_for, make_plan, rank_table
 
     probes = PROBE in words
     rest = [word for word in words if word != PROBE]
@@ -57,17 +58,20 @@ def run(words: list[str]) -> int:
         print(for_terminal(fit_to_show("\n".join(lines))), end="\n\n", flush=True)
     inventory, whose = inventory_for(configuration)
     make_plan(configuration, inventory)  # what cannot be is said at once, before torch is loaded to trace it
-    needs = _needs(configuration, inventory)
+    tell = teller("plan")
+    long = cache(lambda: tell("follows the model on tensors without content: a large one takes up to a minute"))
+    needs = _needs(configuration, inventory, long)
     plan = make_plan(configuration, inventory, needs=needs)
+    memory, changes = _memory(configuration, inventory, plan, needs, long)
     print(f"plan for {whose}: {plan.device_name}")
     parts = [
         "\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch),
         "\n".join(rank_table(plan)) if plan.world_size > 1 else "",
-        "\n".join(needs.layout),
-        "\n".join(_memory(configuration, inventory, plan, needs)),
+        "\n".join(needs.layout) if plan.batch.stages > 1 else "",
+        "\n".join(memory),
         table([(key, shown(value), plan.reason(key)) for key, value in plan.values().items()])
-        + "".join(f"\nnote: {note}" for note in plan.notes),
-        f"next: {command(configuration)}",
+        + "".join(f"\nnote: {note.removesuffix(LISTED)}" for note in plan.notes),
+        f"next: {command(configuration, changes[0].words if changes else ())}",
     ]
     print(for_terminal(fit_to_show("\n\n".join(filter(None, parts)))))
     return 0
@@ -80,37 +84,34 @@ def _means_probe(word: str) -> bool:
     return key == flag or bool(is_near)
 
 
-def _needs(configuration: Configuration, inventory: Inventory) -> Needs:
+def _needs(configuration: Configuration, inventory: Inventory, long: Callable[[], object]) -> Needs:
     """Return what the run takes, traced in a process of its own."""
     from runner.launch.apart import needs_apart
 
-    return needs_apart(configuration, inventory, beyond=True)
+    return needs_apart(configuration, inventory, beyond=True, long=long)
 
 
-def _memory(configuration: Configuration, inventory: Inventory, plan: Plan, needs: Needs) -> list[str]:
-    from runner.plan.estimate import peaks_of
-    from runner.plan.sheet import sheet
+def _memory(
+    configuration: Configuration, inventory: Inventory, plan: Plan, needs: Needs, long: Callable[[], object]
+) -> tuple[list[str], Sequence[Change]]:
+    """Return the lines about memory and time, and what would fit where the plan does not."""
+    from runner.plan.sheet import peaks_of_ranks, sheet
 
     profiles = [configuration.hardware, *facts_of_profiles(configuration.request.config_dir).values()]
-    peaks = {}
-    for name in {rank.name for rank in plan.ranks}:
-        correction = needs.corrections.get(name)
-        rates = correction.flops_per_s if correction else {}
-        peaks[name] = peaks_of(name, plan.choices["precision"].name, profiles, rates)
     changes: Sequence[Change] = ()
     untried: Sequence[tuple[str, ...]] = ()
     if not all(each.prediction.fits for each in plan.memory):
         from runner.engine.changes import changes_of
         from runner.launch.apart import apart
 
-        changes, untried = apart(changes_of, configuration, inventory, plan, needs, peaks)
-    return sheet(plan, needs, peaks, changes, untried)
+        changes, untried = apart(changes_of, configuration, inventory, plan, needs, profiles, long=long)
+    return sheet(plan, needs, peaks_of_ranks(plan, needs, profiles), changes, untried), changes
 
 
-def command(configuration: Configuration) -> str:
-    """Return the command that trains as planned."""
+def command(configuration: Configuration, changes: Sequence[str] = ()) -> str:
+    """Return the command that trains as planned, with these changes."""
     request = configuration.request
-    words = [word for word in request.overrides if not word.startswith("--")]
+    words = [word for word in merge_overrides(request.overrides, changes) if not word.startswith("--")]
     if request.task_file:
         words += ["--task", str(request.task_file)]
     if request.config_dir:

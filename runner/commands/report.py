@@ -51,6 +51,9 @@ def run(words: list[str]) -> int:
     benchmarks = as_path(own["benchmarks"]) if own["benchmarks"] else None
     if benchmarks is not None and not benchmarks.is_dir():
         raise InputMissing("there is no such folder", where=f"benchmarks={own['benchmarks']}", fix="leave it out")
+    if benchmarks is not None and not (benchmarks / "results.csv").is_file():
+        what = "has no results.csv, which accel-run benchmark writes"
+        raise InputMissing(what, where=f"benchmarks={own['benchmarks']}", fix="name the folder that has it")
     out = as_path(own["out"]) if own["out"] else _usual_place(directories)
     _refuse_place(out)
     from runner.report.comparison import comparison_of

@@ -50,7 +50,8 @@ def run(words: list[str]) -> int:
         print(for_terminal(fit_to_show("\n".join(screen(tuned)))), flush=True)
     written, refused = None, None
     try:
-        written = write_profile(profile_of(tuned), request, name)
+        if tuned.found.has_tried:  # else a profile of that name may know more
+            written = write_profile(profile_of(tuned), request, name)
     except AccelRunError as error:
         refused = error
     if is_json:
@@ -86,11 +87,13 @@ def screen(tuned: Tuned) -> list[str]:
         lines.append(f"in fresh rounds against the settings as they are: {found.proof.reason}")
         lines.append("the profile holds none of it")
     else:
-        lines.append("found: nothing; no setting that was tried is clearly faster, and the profile holds none")
-    others = [each for each in found.tried if each not in found.adopted]
+        what = "no setting that was tried is clearly faster, and the profile holds none"
+        lines.append(f"found: nothing; {what if found.has_tried else 'there was no time to try a setting'}")
+    others = {f"{each.rule}: {each.candidate.name}": each for each in found.tried if each not in found.adopted}
+    untried = {name: each.reason.removeprefix("not tried: ") for name, each in others.items() if each.is_untried}
     for title, rows in (
-        ("tried, and not taken", {f"{each.rule}: {each.candidate.name}": each.reason for each in others}),
-        ("not tried", found.left),
+        ("tried, and not taken", {name: each.reason for name, each in others.items() if not each.is_untried}),
+        ("not tried", {**untried, **found.left}),
     ):
         if rows:
             width = max(map(len, rows))

@@ -123,7 +123,8 @@ class RunDirectory:
             inner = [path.name for path in runs(sweep)]
             fix = f"name one of its runs, newest first: {shortened(inner, _NUM_OFFERED)}; " if inner else ""
             fix += "the command that began it goes on with all of it"
-            raise InputMissing(f"{run} is a sweep of {len(inner)} runs", where=f"run={run}", fix=fix)
+            runs_of_it = f"{len(inner)} run{'s' * (len(inner) != 1)} so far"
+            raise InputMissing(f"{run} is a sweep, of {runs_of_it}", where=f"run={run}", fix=fix)
         if _is_folder(Path(run).expanduser()):
             what = f"the folder {run} is no run: it has none of {', '.join(_SIGNS_OF_A_RUN)}"
         raise InputMissing(what, where=f"run={run}", fix=_offer(run, known))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from runner.base.birth import birth_of
 from runner.durable.directory import is_name
 
-Word = Literal["finished", "running", "preempted", "interrupted", "failed", "killed", "unknown"]
+Word = Literal["finished", "running", "submitted", "preempted", "interrupted", "failed", "killed", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def standing(record: Mapping[str, Any]) -> Standing:
     known: dict[str, tuple[Word, str]] = {
         "running": ("running", "running"),
         "done": ("finished", "done"),
+        "submitted": ("submitted", "handed to a scheduler; its trials tell how they stand"),
         "preempted": ("preempted", f"saved and stopped; {_going_on(record)} goes on"),
         "interrupted": ("interrupted", "stopped before its first checkpoint; the same command begins at update 0"),
         "failed": ("failed", f"failed (exit {code})"),

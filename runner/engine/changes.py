@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from runner.base.configuration import Configuration, compose, function_of, merge_overrides, options_of
 from runner.base.errors import AccelRunError
 from runner.base.schema import defaults
 from runner.engine.needs import is_traced, needs_of
-from runner.plan.estimate import Peaks
 from runner.plan.fits import Needs, may_fit
 from runner.plan.inventory import Inventory
 from runner.plan.plan import Plan, make_plan
-from runner.plan.sheet import Change, may_be_asked, seconds_of
+from runner.plan.sheet import Change, may_be_asked, peaks_of_ranks, seconds_of
 
 Words = tuple[str, ...]
 MOST_S = 5.0  # seconds of one core; what would go beyond, by the longest before it, is not traced
 
 
 def changes_of(
-    configuration: Configuration, inventory: Inventory, plan: Plan, needs: Needs, peaks: Mapping[str, Peaks]
+    configuration: Configuration,
+    inventory: Inventory,
+    plan: Plan,
+    needs: Needs,
+    profiles: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Change], list[Words]]:
     """Return what would make the run fit, the fastest first, and what there was no time to try.
 
     Each setting alone, and where none is enough all together. Belongs into a process of its own, as needs_of does.
+
+    profiles  facts of hardware profiles, by which times are estimated
     """
-    trial = _Trial(configuration, inventory, plan, needs, peaks, _seconds(plan, needs, peaks))
+    trial = _Trial(configuration, inventory, plan, needs, profiles, _seconds(plan, needs, profiles))
     single = list(_candidates(configuration, inventory, plan))
     found: list[Change] = []
     untried: list[Words] = []
@@ -57,7 +63,7 @@ def changes_of(
         together = tuple(word for words in possible for word in words if not word.startswith("parallelism="))
         together = tuple(word for word in together if (word,) != BUDGET or CHECKPOINT not in single)
         found = trial.of_most(together)
-    return sorted(found, key=lambda change: (change.factor or 1.0, change.bytes)), untried
+    return sorted(found, key=lambda change: (change.factor is None, change.factor or 0.0, change.bytes)), untried
 
 
 def is_free(words: Words) -> bool:
@@ -101,7 +107,7 @@ class _Trial:
     inventory: Inventory
     plan: Plan
     needs: Needs
-    peaks: Mapping[str, Peaks]
+    profiles: Sequence[Mapping[str, Any]]
     before: float | None
 
     def may_help(self, words: Words) -> bool:
@@ -144,7 +150,7 @@ class _Trial:
         if not plan.memory or not all(each.prediction.fits and (each.is_exact or is_rough) for each in plan.memory):
             return None
         most = max(each.prediction.total for each in plan.memory)
-        seconds = _seconds(plan, needs, self.peaks)
+        seconds = _seconds(plan, needs, self.profiles)
         factor = seconds / self.before if seconds and self.before else None
         return Change(_resolved(words, plan), most, factor)
 
@@ -157,8 +163,9 @@ def _resolved(words: Words, plan: Plan) -> Words:
     return tuple(size if word == "micro_batch_size=auto" and is_one else word for word in words)
 
 
-def _seconds(plan: Plan, needs: Needs, peaks: Mapping[str, Peaks]) -> float | None:
+def _seconds(plan: Plan, needs: Needs, profiles: Sequence[Mapping[str, Any]]) -> float | None:
     """Return about how long an update of every phase takes together; None where that is not known."""
+    peaks = peaks_of_ranks(plan, needs, profiles)
     found = [
         seconds_of(plan, phase, needs.demands[phase.name], peaks)
         for phase in plan.selected

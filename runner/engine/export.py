@@ -102,10 +102,11 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
     if not made:
         raise ConfigError(refused)
     _leave_parity(trained, made)
+    shown = trained.directory.shown / folder.name
     for name, parity in made.items():
         verdict = "equal but for rounding" if parity.holds else "DIFFERENT"
         console.info(
-            f"{name:<12} {folder / parity.file}  {parity.bytes / 2**20:.1f} MiB  {verdict}"
+            f"{name:<12} {shown / parity.file}  {parity.bytes / 2**20:.1f} MiB  {verdict}"
             f" (largest difference {parity.largest_difference:.1e})"
         )
     wrong = [name for name, parity in made.items() if not parity.holds]
@@ -184,7 +185,8 @@ def _onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
     """Write an ONNX graph; it is compared as onnxruntime runs it."""
     require("onnxscript", "onnx")
     runtime = require("onnxruntime", "onnx")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells of packages that nobody asked for
+    for name in ("torch.onnx", "onnx_ir", "onnxscript"):  # they tell of packages and passes that nobody asked for
+        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(_traced(model, inputs), inputs, dynamo=True, verbose=False, external_data=False)

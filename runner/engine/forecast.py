@@ -67,8 +67,8 @@ class Forecast:
         is_gpu = plan.device.startswith("cuda")
         self.autocast: Callable[[], AbstractContextManager[Any]] = AsCuda if is_gpu else nullcontext
         self.plan = on_the_host(plan)
-        self.limit = _limit(plan)
-        self.has_buckets = configuration.choices["parallelism"].function == "ddp"
+        self.limit = _limit(of_ranks)
+        self.has_buckets = of_ranks.choices["parallelism"].function == "ddp" and of_ranks.world_size > 1
         self.phases = [phase for phase in self.plan.selected if phase.kind == "train"]
         self._stack = ExitStack()
         self._parts: Parts | None = None

@@ -20,7 +20,7 @@ from runner.durable.directory import RunDirectory
 from runner.engine.evidence import Evidence
 from runner.engine.saving import CHECKPOINTS, SavePolicy, Toll
 from runner.observe import limits
-from runner.observe.events import Console, Events
+from runner.observe.events import Console, Events, level_said
 from runner.observe.memory import allocator_notes
 from runner.observe.notices import Notice
 from runner.observe.progress import Progress, make_progress
@@ -43,12 +43,14 @@ class Screen:
     def __init__(self, directory: RunDirectory, *, speaks: bool = True, machine: str = "") -> None:
         self.directory = directory
         self.speaks = speaks
-        self.console = Console(directory.console, speaks=speaks)
+        self._level = level_said()
+        self.console = Console(directory.console, level=self._level, speaks=speaks)
         of_machine = directory.path / f"events-{machine}.jsonl" if machine else None
         self.events = Events(directory.events if speaks else of_machine)
         self._of_machine = Console(level="warning") if machine and not speaks else self.console
         self.progress = Progress()
         self.first_update_is_due = True
+        self._has_several = False  # phases, of which each is named where its bar is drawn
         self._due = self.progress.due
         self._ascii = prints_only_ascii(sys.stdout)
 
@@ -94,8 +96,12 @@ class Screen:
             f"{phase}: {total - done} updates of {total} to make ({order.num_samples:,} samples, {epochs:.2g} epochs,"
             f" {order.global_batch_size} an update)"
         )
-        self.progress = make_progress(sys.stdout) if self.speaks else Progress()
-        self.console.speak_through(self.progress.note)
+        is_terse = self._level not in ("debug", "info")
+        draws = self.speaks and (sys.stdout.isatty() or not is_terse)
+        self.progress = make_progress(sys.stdout if draws else None)
+        if is_terse and self._has_several:
+            self.progress.note(phase)
+        self.console.speak_through(self.progress.note if draws else None)
         self.progress.start(total, done)
         self._due = self.progress.due
 
@@ -136,6 +142,7 @@ class Screen:
 
     def report_start(self, plan: Plan, parts: Parts, inventory: Inventory, start: Loaded | None) -> None:
         """Say what the run is made of, before the first update."""
+        self._has_several = len(plan.selected) > 1
         weights = list(parts.bare.parameters())
         versions = {
             "torch": torch.__version__, "CUDA": inventory.cuda_version, "cuDNN": inventory.cudnn_version,

@@ -49,30 +49,33 @@ class Room:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What a process of its own has found out: the devices, the cores, and why nothing is known, if so."""
+    """What a process of its own has found out.
+
+    why_not  why nothing is known of devices and cores, if so
+    several  the parallelism of trials that take several devices each, "" where none does
+    """
 
     rooms: tuple[Room, ...] = ()
     cores: int = 1
     why_not: str = ""
+    several: str = ""
 
 
 def packed(configurations: Sequence[Configuration], together: int | Literal["auto"]) -> Packing:
     """Return the places for trials at once. Raises ConfigError where several cannot run beside each other."""
     if together == 1:
         return Packing()
-    several = {each.choices["parallelism"].name for each in configurations} - {"single"}
-    if several:
-        name = sorted(several)[0]
-        if together == "auto":
-            return Packing(why=f"together=auto: one at a time, for parallelism={name} takes all devices")
-        what = "must be 1 where each trial takes several devices"
-        raise ConfigError(Problem(what, f"together={together}", f"say together=1, or leave out parallelism={name}"))
     if together == "auto" and len({each.settings.device for each in configurations}) > 1:
         return Packing(why="together=auto: one at a time, for the trials are on different devices; say together=N")
     try:
         seen = apart(_foresee, _different(configurations), together == "auto")
     except BrokenProcessPool:
         seen = Foreseen(why_not="the process that traced the model died")
+    if seen.several and together == "auto":
+        return Packing(why=f"together=auto: one at a time, for parallelism={seen.several} takes all devices")
+    if seen.several:
+        what = f"must be 1 where each trial takes several devices, as with parallelism={seen.several}"
+        raise ConfigError(Problem(what, f"together={together}", "say together=1, or parallelism=single"))
     return _packing(seen, together, len(configurations))
 
 
@@ -131,7 +134,10 @@ def _foresee(configurations: Sequence[Configuration], traces: bool) -> Foreseen:
     inventory = take_inventory()
     cores = inventory.cpu.logical_cores
     gpus = [device for device in inventory.usable if device.kind == "cuda"]
-    plan = make_plan(configurations[0], inventory)
+    plans = [make_plan(configuration, inventory) for configuration in configurations]
+    if several := {each.choices["parallelism"].name for each in plans} - {"single"}:
+        return Foreseen(cores=cores, several=min(several))
+    plan = plans[0]
     on_gpu = bool(gpus) and plan.ranks[0].is_gpu
     is_free = {each.settings.device for each in configurations} <= {"auto", "cuda"}
     names = {gpu.uuid: gpu.name for gpu in gpus if gpu.uuid} if on_gpu and is_free and len(gpus) > 1 else {"": ""}

@@ -46,10 +46,13 @@ class Pool:
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 let those under way save and stop; a second one ends them, a third kills them.
     A trial whose sweep was killed is asked to save, too. Only the main thread may open it.
+
+    environment  what trials have besides that of the sweep, where nobody has set it
     """
 
-    def __init__(self, slots: Sequence[Slot] = ALONE) -> None:
+    def __init__(self, slots: Sequence[Slot] = ALONE, environment: Mapping[str, str] | None = None) -> None:
         self.num_asked = 0
+        self._environment = dict(environment or {})
         self._free = list(slots)
         self._is_alone = len(slots) == 1
         self._running: list[_Running] = []
@@ -86,6 +89,7 @@ class Pool:
         """The trial is a process now. Alone it has the terminal, else each of its lines says whose it is."""
         slot = self._free.pop(0)
         kept = {key: value for key, value in os.environ.items() if key not in _OF_ONE_RUN}
+        kept |= {key: value for key, value in self._environment.items() if not kept.get(key)}
         line = [sys.executable, "-P", "-c", _MAIN, str(os.getpid()), *words]
         told: dict[str, Any] = {} if self._is_alone else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(

@@ -26,7 +26,7 @@ from runner.engine.passes import num_restarts
 from runner.engine.session import Ended, Job, name_of, record_failure, take_part
 from runner.launch.apart import apart, needs_apart
 from runner.launch.launcher import launched
-from runner.observe.events import Console, outlasting_readers
+from runner.observe.events import Console, level_said, outlasting_readers
 from runner.observe.trackers import must_be_installed
 from runner.plan.fits import Needs
 from runner.plan.inventory import Inventory, take_inventory
@@ -58,6 +58,7 @@ def train(request: Request, *, then_infer: bool = False) -> tuple[Exit, Job | No
 
 def _train(request: Request, member: Member | None, *, then_infer: bool) -> tuple[Exit, Job | None]:
     configuration = compose(request)
+    level_said()  # a slip there is answered before there is a folder
     wanted = configuration.settings.phases
     predicts = then_infer or INFERENCE in (wanted or ())
     launcher = configuration.choices["launcher"].name

@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,14 +18,15 @@ from runner.base.sweeps import Axis, composed, expand_sweep
 from runner.base.words import columns_of, shortened
 from runner.durable import files
 from runner.durable.directory import SWEEP, RunDirectory, check_name, default_name
+from runner.durable.standing import standing
 from runner.engine.again import words_of
 from runner.launch.apart import apart
 from runner.launch.packing import Packing, packed
 from runner.launch.pool import Pool
-from runner.launch.trials import STOPPED, Goal, Result, Sweep, Trial, summary, table, winner
-from runner.observe.events import Console
+from runner.launch.trials import STOPPED, Goal, Result, Sweep, Trial, summary, table, told, winner, without_metric
+from runner.observe.events import SAYS, Console
 from runner.plan.inventory import take_inventory
-from runner.plan.plan import make_plan
+from runner.plan.plan import Plan, make_plan
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class opened:  # noqa: N801 - used as a function
 
 def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing, configuration: Configuration) -> int:
     """Run what the source asks for, write down how each trial ended, and print the table; return the exit code."""
-    say = Console().info  # goes on when nobody reads any more, as in `| head`
+    console = Console()  # goes on when nobody reads any more, as in `| head`
+    say = console.info
     found.together = packing.why
     if packing.why:
         say(packing.why)
@@ -137,10 +139,13 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
         )
         pool.start(trial, words_of(replace(configuration.request, overrides=words)))
 
-    with Pool(packing.slots) as pool:
+    # What a trial says of itself besides is in its console.log; a launcher says where its job is, and that is all.
+    with Pool(packing.slots, TERSE if found.launcher == "local" else None) as pool:
         while True:
             while pool.has_room and (trial := source.next()) is not None:
                 say(f"[{trial.number}/{source.total}] {trial.label}")
+                if found.launcher == "local":
+                    _wait_for(trial, found, pool, say)
                 if found.begin(trial) or found.kind == "search":
                     found.save(directory, "running")  # whoever goes on after a kill must know of this start
                 start(trial)
@@ -161,12 +166,17 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
             if code in STOPPED:
                 pool.stop()
             found.save(directory, "running")
-            source.ended(found.result(trial))
+            result = found.result(trial)
+            say(f"[{trial.number}/{source.total}] {trial.name}  {told(result, found.goal)}")
+            if found.kind == "sweep" and result.state == "done" and result.last is None and result.metrics:
+                console.warn_once(without_metric([result], found.goal))
+            source.ended(result)
         is_stopped = pool.is_stopped
     results = found.results()
     say("\n".join(["", *table(results, found.goal, columns_of()), "", summary(results, found.goal)]))
+    is_submitted = any(each.state == "submitted" for each in results)
     is_cut = is_stopped and (len(results) < source.total or any(each.state in OPEN for each in results))
-    found.save(directory, "preempted" if is_cut else "done")
+    found.save(directory, "preempted" if is_cut else "submitted" if is_submitted else "done")
     if is_cut:
         say(f"stopped; the same command with run={directory.name} goes on")
         return int(Exit.INTERRUPTED if Exit.INTERRUPTED in found.codes.values() else Exit.PREEMPTED)
@@ -175,6 +185,19 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
         return int(Exit.DONE)
     code = next((code for each in results if (code := _code_of(each))), 0)
     return code or int(Exit.NUMERIC if found.kind == "search" and results else Exit.DONE)
+
+
+def _wait_for(trial: Trial, found: Sweep, pool: Pool, say: Callable[[str], None]) -> None:
+    """What a killed sweep had begun is still being saved: nobody could go on with it before that is done."""
+    until, is_said = time.monotonic() + _PATIENCE_S, False
+    while not pool.is_stopped and time.monotonic() < until:
+        record = files.read_object(found.folder / trial.name / "run.json")
+        if standing(record).word != "running":
+            return
+        if not is_said:
+            say(f"waits for {trial.name}, for at most {_PATIENCE_S:.0f} s: process {record.get('pid')} still saves it")
+        is_said = True
+        time.sleep(0.2)
 
 
 def must_be_plannable(configurations: Sequence[Configuration]) -> None:
@@ -209,6 +232,11 @@ def _enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None
     before = {frozenset((*found.record.get("fixed", ()), *trial.words)): trial for trial in found.trials}
     asked = {frozenset((*found.fixed, *words)): words for words in choices}
     lost = [trial.label for whole, trial in before.items() if whole not in asked]
+    if lost and {trial.words for trial in found.trials} <= set(choices):
+        old, new = set(found.record.get("fixed", ())), set(found.fixed)
+        was, now = (" ".join(sorted(words)) or "nothing" for words in (old - new, new - old))
+        what = f"{was} was said for all trials when it began, and {now} is now"
+        raise IncompatibleResume(what, where=f"run={name}", fix="give the same settings, or take another run=NAME")
     if lost:
         fix = "give the same settings, to whose lists values may be added, or take another run=NAME"
         raise IncompatibleResume(
@@ -258,10 +286,23 @@ def _plan_all(configurations: Sequence[Configuration]) -> list[AccelRunError]:
     errors: list[AccelRunError] = []
     for configuration in configurations:
         try:
-            make_plan(configuration, inventory)
+            plan = make_plan(configuration, inventory)
+            if configuration.choices["launcher"].name == "local":  # elsewhere there may be others
+                _packages_must_be_installed(plan)
         except AccelRunError as error:
             errors.append(error)
     return errors
+
+
+def _packages_must_be_installed(plan: Plan) -> None:
+    import torch
+
+    from runner.axes.optimizer import must_be_installed as library_must_be_installed
+    from runner.observe.trackers import must_be_installed
+
+    must_be_installed(plan.choices["tracker"].function)
+    for phase in plan.selected:
+        library_must_be_installed(phase.optimizer.function, phase.optimizer.options, torch.device(plan.device))
 
 
 def _varied(combinations: Sequence[tuple[str, ...]]) -> set[str]:
@@ -286,5 +327,6 @@ def _code_of(result: Result) -> int:
 
 
 OPEN = ("waiting", "running", "stopped")  # the same command goes on with these
+TERSE = {SAYS: "warning"}
 _PLACE = ("run", "output_root")
 _PATIENCE_S = 60.0

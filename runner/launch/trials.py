@@ -255,13 +255,25 @@ def summary(results: Sequence[Result], goal: Goal) -> str:
     best = winner(results, goal)
     if best is not None:
         return f"{counted(results)}; {goal}: {best.value:.5g}, {best.trial.label}"
+    why = without_metric(results, goal) or f"no trial is through with a finite {goal.metric}"
+    return f"{counted(results)}; {why}"
+
+
+def without_metric(results: Sequence[Result], goal: Goal) -> str:
+    """Return a sentence where trials have metrics and the one that they are compared by is not among them, else ""."""
     known = list(dict.fromkeys(name for each in results for name in each.metrics))
-    if known and goal.metric not in known:
-        near = did_you_mean(goal.metric, known)
-        return f"{counted(results)}; no trial has {goal.metric}, but {shortened(known, 8)}" + (
-            f"; {near}" if near else ""
-        )
-    return f"{counted(results)}; no trial is through with a finite {goal.metric}"
+    if not known or goal.metric in known:
+        return ""
+    near = did_you_mean(goal.metric, known)
+    return f"no trial has {goal.metric}, but {shortened(known, 8)}" + (f"; {near}" if near else "")
+
+
+def told(result: Result, goal: Goal) -> str:
+    """Return in a line how a trial has ended: its state, what it has reached, how long it took."""
+    words = [_state_of(result)]
+    words += [f"{goal.metric} {result.last:.5g}"] if result.last is not None else []
+    words += [f"{result.seconds:.1f} s"] if result.seconds is not None else []
+    return "  ".join(words)
 
 
 def rows_of(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list[str]]]:
@@ -271,8 +283,7 @@ def rows_of(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list
     head = ["trial", *keys, "state", goal.metric, "lowest" if goal.best_is == "min" else "highest", "seconds", ""]
     rows = []
     for each in results:
-        failed = f" ({each.exit_code})" if each.state == "failed" and each.exit_code is not None else ""
-        cells = [each.trial.name, *(_short(each.trial.settings.get(key, "-")) for key in keys), each.state + failed]
+        cells = [each.trial.name, *(_short(each.trial.settings.get(key, "-")) for key in keys), _state_of(each)]
         cells += [_number(each.last, ".5g"), _number(each.best, ".5g"), _number(each.seconds, ".1f")]
         rows.append([*cells, BEST if each is best else ""])
     return head, rows
@@ -312,6 +323,11 @@ def _state(word: str, code: int | None, launcher: str) -> State:
     if word:
         return "stopped"
     return "submitted" if code == 0 and launcher != "local" else "waiting"
+
+
+def _state_of(result: Result) -> str:
+    is_known = result.state == "failed" and result.exit_code is not None
+    return f"{result.state} ({result.exit_code})" if is_known else result.state
 
 
 def _seconds_of(evidence: Mapping[str, Any]) -> float | None:

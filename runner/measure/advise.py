@@ -18,6 +18,7 @@ from runner.measure.hardware_profile import Profile
 from runner.measure.rules import Candidate, Finding, findings
 from runner.measure.statistics import Ratio
 from runner.measure.trial import (
+    NO_TIME,
     UNTRIED,
     Arena,
     Asked,
@@ -54,6 +55,11 @@ class Tried:
     later_s: float | None = None
     pays_at: int | None = None
     updates: int | None = None
+
+    @property
+    def is_untried(self) -> bool:
+        """True where the time, and nothing else, kept it from being compared."""
+        return self.ratio is None and self.why_not.startswith((UNTRIED, NO_TIME))
 
     @property
     def is_faster(self) -> bool:

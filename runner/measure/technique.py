@@ -12,6 +12,7 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.guarded_yaml import read_guarded
 from runner.base.places import shipped
 from runner.base.schema import did_you_mean
+from runner.measure.results import is_name
 
 BASELINE = "baseline"
 FOLDER = Path("benchmark") / "technique"  # in conf/, and in the user's folder of configuration
@@ -125,6 +126,9 @@ def _read(file: Path, root: Path) -> Technique:
     """Return the technique of a file. Raises ConfigError where it holds something else."""
     import yaml  # type: ignore[import-untyped]
 
+    if file.stem in TAKEN or not is_name(file.stem):
+        what = "cannot be the name of a technique: it means something else, or cannot be typed"
+        raise ConfigError(Problem(what, str(file), "give the file another name"))
     content = yaml.safe_load(read_guarded(file, root))
     keys = "overrides: a list of key=value words, and needs: a mapping of group to option"
     if not isinstance(content, dict) or not content.keys() <= {"overrides", "needs"} or "overrides" not in content:
@@ -137,5 +141,6 @@ def _read(file: Path, root: Path) -> Technique:
     return Technique(file.stem, tuple(words), needs)
 
 
+TAKEN = ("step", "best", "all", "init", "reset", "clean", "plots")  # a column, a cell, and words of the command line
 # The order of ours in the ladder: formats, layout, compilation, kernels. Others come after them, by name.
 ORDER = (BASELINE, "tf32", "bf16", "fp16", "channels_last", "compile", "flash", "fused", "8bit")

@@ -75,6 +75,11 @@ class Found:
     needs_s: float = 0.0
 
     @property
+    def has_tried(self) -> bool:
+        """True where a setting was measured, and was not left for lack of time."""
+        return any(not each.is_untried for each in self.tried) or not self.tried
+
+    @property
     def words(self) -> Words:
         """The settings that are clearly faster than those as they are; none where the proof failed."""
         return self.proof.candidate.overrides if self.proof is not None and self.proof.is_advised else ()
@@ -163,19 +168,31 @@ def search(
 ) -> Found:
     """Return the best settings of the axes, proven against the settings as they are.
 
+    What an axis leaves of its share goes to those after it; what all leave, to candidates for which no time was left.
+
     opening_s  seconds that a process takes until its updates take what they take from then on
     """
     hunt = _Hunt(measure, clock, say, opening_s)
-    deadline = clock() + budget_s
-    until = deadline - max(PROOF_SHARE * budget_s, hunt.least_s)
-    for number, axis in enumerate(axes):
-        offer = axis.offer(hunt.words)
-        hunt.left |= offer.left
-        if offer.candidates:
-            left_s = until - clock()
-            share_s = left_s * axis.weight / sum(other.weight for other in axes[number:])
-            needs_s = MARGIN * hunt.needs_s(len(offer.candidates))
-            hunt.halve(axis, offer.candidates, min(left_s, max(share_s, needs_s)))
+    deadline, is_first, missed = clock() + budget_s, True, set[str]()
+    while is_first or (hunt.missed and hunt.missed != missed):
+        # The proof of nothing needs no time, but what is found late is proven too.
+        kept_s = PROOF_SHARE * budget_s if is_first or hunt.adopted else 2 * hunt.least_s
+        until = deadline - max(kept_s, hunt.least_s)
+        if not is_first and until - clock() < hunt.least_s:
+            break
+        missed, hunt.lacks_s = hunt.missed, 0.0
+        behind = {each.rule for each in hunt.tried if each.is_untried}
+        walk = [axis for axis in axes if is_first or axis.name in behind]
+        for number, axis in enumerate(walk):
+            offer = axis.offer(hunt.words)
+            hunt.left |= offer.left
+            candidates = [each for each in offer.candidates if is_first or each.name in missed]
+            if candidates:
+                left_s = until - clock()
+                share_s = left_s * axis.weight / sum(other.weight for other in walk[number:])
+                needs_s = MARGIN * hunt.needs_s(len(candidates))
+                hunt.halve(axis, candidates, min(left_s, max(share_s, needs_s)))
+        is_first = False
     weights = sum(axis.weight for axis in axes)
     all_s = max(MORE * budget_s, hunt.lacks_s * weights / (1 - PROOF_SHARE)) if hunt.lacks_s else 0.0
     proof = hunt.prove(max(deadline - clock(), hunt.least_s)) if hunt.adopted else None
@@ -194,6 +211,11 @@ class _Hunt:
         self.notes: list[str] = []
         self.lacks_s = 0.0  # most seconds that an axis of weight 1 would have needed; 0 where none lacked time
         self.fills = False  # what was adopted may fill the memory
+
+    @property
+    def missed(self) -> set[str]:
+        """Names of the candidates that were not tried because no time was left for them."""
+        return {each.candidate.name for each in self.tried if each.is_untried}
 
     @property
     def least_s(self) -> float:
@@ -240,7 +262,7 @@ class _Hunt:
             hopes = [each for each in playing if _may_be_better(seen[each.name])]
             hopes.sort(key=lambda each: -seen[each.name].gain)
             playing, rounds = hopes[: max(1, len(playing) // 2)], 2 * rounds
-        self.tried += seen.values()
+        self.tried = [each for each in self.tried if each.candidate.name not in seen] + list(seen.values())
 
     def prove(self, seconds: float) -> Tried:
         """Return what was adopted against the settings as they are, in rounds that chose nothing."""
@@ -522,7 +544,10 @@ def profile_of(tuned: Tuned) -> Profile:
         lines += [f"{each.candidate.name}: {each.told}, {_rounds(each)}" for each in found.adopted]
     else:
         lines.append(f"No setting: {found.proof.candidate.name} failed in fresh rounds, {found.proof.reason}")
-    lines += [f"Tried: {each.candidate.name}: {each.reason}" for each in found.tried if each not in found.adopted]
+    others = [each for each in found.tried if each not in found.adopted]
+    lines += [f"Tried: {each.candidate.name}: {each.reason}" for each in others if not each.is_untried]
+    untried = [each for each in others if each.is_untried]
+    lines += [f"Not tried: {each.candidate.name}: {each.reason.removeprefix('not tried: ')}" for each in untried]
     return Profile(found.words, f"tuned for {tuned.task}", "tune", tuple(" ".join(line.split()) for line in lines))
 
 

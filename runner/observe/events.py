@@ -11,12 +11,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
+from runner.base.errors import ConfigError, Problem
 from runner.base.pinned import beside
 from runner.base.secret import fit_to_show
 from runner.base.words import for_terminal
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
+SAYS = "ACCEL_RUN_SAYS"
+
+
+def level_said() -> Level:
+    """Return from which level on a training speaks on the terminal, by $ACCEL_RUN_SAYS; info where that is not set.
+
+    Raises ConfigError for a word that is no level.
+    """
+    said = os.environ.get(SAYS, "").lower() or "info"
+    for level in LEVELS:
+        if level == said:
+            return level
+    what = f"must be one of {', '.join(LEVELS)}, but is {said}"
+    raise ConfigError(Problem(what, SAYS, f"export {SAYS}=info, which is also what holds without it"))
 
 
 @contextlib.contextmanager

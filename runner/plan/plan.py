@@ -362,6 +362,10 @@ class _Planner:
         """Put a strategy in the place of `auto`."""
         if self.choices["parallelism"].function != "auto":
             return
+        named = self.configuration.settings.device
+        if ranks is None and named.startswith("cuda:"):
+            self.choose("parallelism", "single", f"auto: device={named} names one")
+            return
         there = self._corrected(ranks or _devices_here(chosen, self.inventory))
         if self.needs is None or len(there) == 1:
             name = "single" if len(there) == 1 else "ddp"
@@ -371,10 +375,8 @@ class _Planner:
         settings = self.configuration.settings
         micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
         strategy = choose(self.needs, there, settings.global_batch_size, micro)
-        if isinstance(strategy, Problem):
-            self.problems.append(strategy)
-            self.choose("parallelism", "single", "auto")
-            return
+        if not strategy.fits:
+            self.notes.append(f"parallelism={strategy.reason}{LISTED}")
         self.choose("parallelism", strategy.name, strategy.reason)
         for key, value in strategy.options.items():
             self.set("parallelism", key, value, strategy.reason)
@@ -433,7 +435,10 @@ class _Planner:
         return f"{words} ({'; '.join(seen)})" if seen else ""
 
     def fit_profile(self, gpu: Device | None) -> None:
-        """Where the profile's GPU is not here, say so; on a CPU put back the default of each group it selected."""
+        """Where the profile's GPU is not here, say so; on a CPU put back the default of each group it selected.
+
+        But for auto, which suits what is here.
+        """
         profile = self.configuration.profile
         described = [item for item in self.configuration.hardware.get("devices") or () if item.get("kind") != "cpu"]
         names = [str(item.get("name", "?")) for item in described]
@@ -447,7 +452,7 @@ class _Planner:
             return
         replaced = []
         for group, choice in self.configuration.choices.items():
-            if self.configuration.sources.get(group) == f"profile {profile}":
+            if self.configuration.sources.get(group) == f"profile {profile}" and choice.name != "auto":
                 self.choose(
                     group, shipped_options()[group], f"default: profile {profile} says {choice.name}, for its GPU"
                 )
@@ -532,7 +537,10 @@ class _Planner:
         ]
         if found:
             chosen = max(found, key=len)
-            self.set("memory", "recompute", list(chosen), f"auto: {len(chosen)} blocks free what the device lacks")
+            self.set("memory", "recompute", list(chosen), "auto")
+            fits = all(each.prediction.fits for each in self.memory(phases))
+            what = "free what the device lacks" if fits else "are computed again, and it still lacks memory"
+            self.set("memory", "recompute", list(chosen), f"auto: {len(chosen)} blocks {what}")
 
     def memory(self, phases: Sequence[PhasePlan]) -> tuple[RankMemory, ...]:
         """Return what is predicted for every rank in every phase that was traced."""
@@ -629,11 +637,12 @@ class _Planner:
             rank, demand = min(self.ranks, key=lambda rank: rank.capacity_bytes), needs.worst(1)
             least = predicted(demand, 1, rank, part)
             text = f"a pass of one sample is predicted to take {sized(least.total)}"
-            note = f"{text}, but {rank.device} has {sized(least.capacity)}: accel-run plan lists what would fit"
+            note = f"{text}, but {rank.device} has {sized(least.capacity)}{LISTED}"
             self.notes += [note] if note not in self.notes else []
         return passes_of(largest, held)
 
 
+LISTED = ": accel-run plan lists what would fit"
 PASSES_PER_STAGE = 4  # micro-batches for each stage of a pipeline: with 2 stages 1 / 9 of the time is idle
 
 

@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from runner.base.division import Batch
-from runner.plan.estimate import Peaks, Seconds, update_seconds
+from runner.plan.estimate import Peaks, Seconds, peaks_of, update_seconds
 from runner.plan.fits import Demand, Needs, RankMemory, biggest, passes_of, sized
 from runner.plan.plan import PhasePlan, Plan, part_of
 from runner.plan.segments import Allocator
@@ -29,6 +30,13 @@ class Change:
     def __str__(self) -> str:
         time = "unknown" if self.factor is None else f"x {self.factor:.2f}"
         return f"{sized(self.bytes):>9}  {time:>7}  {' '.join(self.words)}"
+
+
+def peaks_of_ranks(plan: Plan, needs: Needs, profiles: Sequence[Mapping[str, Any]]) -> dict[str, Peaks]:
+    """Return the peaks of every device of the plan by its name, in the plan's precision; measured ones where known."""
+    precision = plan.choices["precision"].name
+    rates = {name: known.flops_per_s for name, known in needs.corrections.items()}
+    return {name: peaks_of(name, precision, profiles, rates.get(name)) for name in {rank.name for rank in plan.ranks}}
 
 
 def sheet(

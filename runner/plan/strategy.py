@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.base.errors import Problem
 from runner.plan.fits import Demand, Needs, Part, predicted, sized
 from runner.plan.ranks import RankDevice
 
@@ -15,19 +14,20 @@ UNEQUAL = 1.1  # memories that differ by more are unequal
 
 @dataclass(frozen=True)
 class Strategy:
-    """A choice of parallelism, keys that go with it, and why."""
+    """A choice of parallelism, keys that go with it, why, and whether the devices hold what it takes."""
 
     name: str
     options: dict[str, Any]
     reason: str
+    fits: bool = True
 
 
-def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | None) -> Strategy | Problem:
-    """Return the simplest strategy by which an update of `total` samples fits the devices, or what is missing.
+def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | None) -> Strategy:
+    """Return the simplest strategy by which an update of `total` samples fits the devices; ddp where none does.
 
     ddp where each device holds the whole model and at least one sample: with unequal devices its shares follow speed,
-    or memory where equal ones would not fit. fsdp where the devices are alike and a part fits; a pipeline where they
-    are not, for fsdp cuts evenly and the smallest bounds the part.
+    or memory where equal ones would not fit in one pass. fsdp where the devices are alike and a part fits; a pipeline
+    where they are not, for fsdp cuts evenly and the smallest bounds the part.
 
     micro  samples of a pass; None: the whole share
     """
@@ -51,7 +51,9 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
         if not are_unequal:
             return Strategy("ddp", {}, f"auto: the model fits each of {count} devices ({need}; room {room})")
         fits = hold("ddp", micro or share)
-        shares, why = ("speed", "even shares fit, so speed decides") if fits else ("memory", "even shares do not fit")
+        shares, why = (
+            ("speed", "even shares fit, so speed decides") if fits else ("memory", "even shares do not fit in one pass")
+        )
         return Strategy(
             "ddp", {"shares": shares}, f"auto: the model fits each of {count} unequal devices; {why} ({need})"
         )
@@ -62,14 +64,11 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
         return Strategy("pipeline", {}, f"auto: a copy takes {sized(least)}, above {room}; {why} ({need})")
     if holds_shards:
         return Strategy("fsdp", {}, f"auto: a copy takes {sized(least)}, above {room}; even parts of it fit ({need})")
-    held = needs.held(None, ranks, samples, Part("ddp", count, share))
-    smaller = f"say micro_batch_size={held}; " if held else ""
-    hint = "" if need.num_layers is not None else "; a task with layers() can be split unevenly"
-    return Problem(
-        f"needs {sized(least)} for a pass of {samples} ({need}), but the devices have {' + '.join(map(sized, rooms))}",
-        "parallelism=auto",
-        f"{smaller}accel-run plan with parallelism=ddp in its place lists what would fit{hint}",
-    )
+    passes = f"a pass of {samples} sample{'s' * (samples > 1)}"
+    found = f"{passes} takes {sized(least)} ({need}), the devices have {' + '.join(map(sized, rooms))}"
+    hint = "" if need.num_layers is not None else "; a task with layers() could be split unevenly"
+    options = {"shares": "memory"} if are_unequal else {}
+    return Strategy("ddp", options, f"auto: nothing fits: {found}{hint}", fits=False)
 
 
 def _fits_together(need: Demand, samples: int, ranks: Sequence[RankDevice]) -> bool:

@@ -15,6 +15,7 @@ from runner.base import partition
 from runner.base.errors import AccelRunError
 from runner.base.picture import COLORS, new_figure
 from runner.base.words import is_number, words_of
+from runner.durable.files import listed, mapped
 from runner.measure import pictures
 from runner.measure.results import Results
 from runner.observe import limits, machine_plots
@@ -100,7 +101,8 @@ def loss(story: Story) -> Drawing | str:
     if len(raw):
         line = binned(raw)
         axes.fill_between(line.x, line.low, line.high, color=COLORS[0], alpha=0.18, linewidth=0)
-        axes.plot(line.x, line.mean, color=COLORS[0], linewidth=0.8, alpha=0.45, label="training, each row")
+        mark = {"marker": "o", "markersize": 4} if len(raw) == 1 else {}
+        axes.plot(line.x, line.mean, color=COLORS[0], linewidth=0.8, alpha=0.45, label="training, each row", **mark)
         smooth = binned(_smoothed_by_phase(story, raw))
         axes.plot(smooth.x, smooth.mean, color=COLORS[0], linewidth=2.0, label="training, smoothed")
         said.append(_from_to("training loss", raw))
@@ -275,7 +277,8 @@ def memory(story: Story) -> Drawing | str:
         axes = panels.pop(0)
         for number, (name, curve) in enumerate(lines.items()):
             line = binned(curve)
-            axes.plot(line.x, line.mean, color=COLORS[number], linewidth=1.6, label=name)
+            mark = {"marker": "o", "markersize": 4} if np.isfinite(line.mean).sum() == 1 else {}
+            axes.plot(line.x, line.mean, color=COLORS[number], linewidth=1.6, label=name, **mark)
         _dress(axes, story, "GiB")
         axes.set_ylim(0, 1.15 * max(np.nanmax(binned(curve).high) for curve in lines.values()) or 1.0)
         axes.legend(fontsize=9, loc="lower right")
@@ -302,6 +305,8 @@ def ranks(story: Story) -> Drawing | str:
     of_ranks = story.evidence.ranks_s if story.evidence is not None else ()
     rows = [dict(there) for there in of_ranks] or _ranks_of_rows(story)
     if len(rows) < 2:
+        if not story.plan:
+            return _NO_PLAN
         return "one process trained" if _world_size(story) < 2 else "the ranks have not told what they took"
     dealt = story.curves.shares
     parts = [part for part in PARTS if any(row.get(part) for row in rows)]
@@ -315,7 +320,7 @@ def ranks(story: Story) -> Drawing | str:
             spent = seconds.get(part, 0.0)
             axes.barh(row, spent, 0.7, left=begin, color=_PART_COLORS.get(part, GRID), label=part if row == 0 else None)
             begin += spent
-    shares = [share for share in _list(story.plan.get("batch"), "shares") if type(share) is int]
+    shares = [share for share in listed(mapped(story.plan.get("batch")).get("shares")) if type(share) is int]
     labels = [
         f"rank {n}" + (f"\n{shares[n]} samples" if len(shares) == len(rows) and not dealt else "")
         for n in range(len(rows))
@@ -349,6 +354,8 @@ def ranks(story: Story) -> Drawing | str:
 def pipeline(story: Story) -> Drawing | str:
     """What each device does when in an update, with the times of the stages that were measured."""
     choice = _tree(story.plan, "choices", "parallelism")
+    if not choice:
+        return _NO_PLAN
     if choice.get("function") != "pipeline":
         return f"the run was no pipeline (parallelism={choice.get('name', 'unknown')})"
     rows = [dict(there) for there in story.evidence.ranks_s] if story.evidence is not None else []
@@ -418,7 +425,10 @@ def benchmark(story: Story, folder: Path | None, which: str) -> Drawing | str:
         named = f"{folder} has no results.csv" if folder is not None else "no results lie in its folder"
         return f"{named}; accel-run benchmark task={story.task} makes some, and benchmarks=DIR shows them"
     try:
-        drawn = pictures.figures(Results(found), story.task)
+        results = Results(found)
+        told = results.facts()["techniques"].values()
+        tasks = dict.fromkeys(str(each["task"]) for each in told if each.get("task"))
+        drawn = pictures.figures(results, ", ".join(tasks) or story.task)
     except AccelRunError as error:
         return fit(str(error.problems[0]))
     figure = drawn.get(which)
@@ -643,7 +653,7 @@ def _no_rows(story: Story, otherwise: str) -> str:
 
 
 def _world_size(story: Story) -> int:
-    return len(_list(story.plan, "ranks")) or 1
+    return len(listed(story.plan.get("ranks"))) or 1
 
 
 def _tree(tree: Any, *keys: str) -> Mapping[str, Any]:
@@ -652,11 +662,7 @@ def _tree(tree: Any, *keys: str) -> Mapping[str, Any]:
     return tree if isinstance(tree, Mapping) else {}
 
 
-def _list(tree: Any, key: str) -> list[Any]:
-    found = tree.get(key) if isinstance(tree, Mapping) else None
-    return found if isinstance(found, list) else []
-
-
+_NO_PLAN = "plan.json is missing or damaged"
 _ON_LIGHT = "#10202c"  # letters on a colour that is light in both lights of the page
 _LEGEND: Mapping[str, Any] = {"fontsize": 8, "handlelength": 1.0, "columnspacing": 1.0}
 _HELD = (

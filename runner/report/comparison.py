@@ -30,7 +30,7 @@ def comparison_of(stories: Sequence[Story]) -> Page:
         for label, story in zip(labels, stories, strict=True)
         if story.standing.word not in ("finished", "unknown")
     ]
-    devices = {str(story.plan.get("device_name") or "unknown") for story in stories}
+    devices = {str(name) for story in stories if (name := story.plan.get("device_name"))}
     if len(devices) > 1:
         problems.append(
             f"They ran on different devices, so their speeds say little of each other: {', '.join(sorted(devices))}."
@@ -144,7 +144,7 @@ def _overlaid(curves: dict[str, Curve], axis: str, *, is_noisy: bool, is_named: 
             raw = binned(curve)
             axes.plot(raw.x, raw.mean, linewidth=0.7, alpha=0.3, **style)
         line = binned(smoothed(curve) if is_noisy else curve, points)
-        mark = {"marker": "o", "markersize": 3} if len(curve) <= _MARKED and not is_noisy else {}
+        mark = {"marker": "o", "markersize": 3} if len(curve) <= (1 if is_noisy else _MARKED) else {}
         axes.plot(line.x, line.mean, linewidth=1.7, label=label, **style, **mark)
         said.append(f"{label} ends at {curve.y[-1]:.4g}")
         if not math.isfinite(curve.y[-1]):

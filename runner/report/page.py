@@ -19,6 +19,7 @@ from runner.base.packages import require
 from runner.base.words import bytes_in_words, is_number
 from runner.durable import files
 from runner.durable.directory import is_name
+from runner.durable.files import listed, mapped
 from runner.measure.criteria import criteria, rule_of_thumb
 from runner.measure.facts import Facts
 from runner.observe import limits
@@ -222,8 +223,7 @@ def _rendered(page: Page) -> str:
 
 
 def _lines(story: Story) -> list[str]:
-    inventory = story.environment.get("inventory")
-    inventory = inventory if isinstance(inventory, dict) else {}
+    inventory = mapped(story.environment.get("inventory"))
     versions = {
         "torch": inventory.get("torch_version"),
         "CUDA": inventory.get("cuda_version"),
@@ -231,15 +231,11 @@ def _lines(story: Story) -> list[str]:
     }
     known = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
     device = story.plan.get("device_name") or story.plan.get("device") or "device unknown"
-    ranks = story.plan.get("ranks")
-    several = f", {len(ranks)} ranks" if isinstance(ranks, list) and len(ranks) > 1 else ""
+    ranks = listed(story.plan.get("ranks"))
+    several = f", {len(ranks)} ranks" if len(ranks) > 1 else ""
     names = ("precision", "optimizer", "parallelism", "compile")
-    choices = story.plan.get("choices")
-    chosen = [
-        f"{name} {choice['name']}"
-        for name in names
-        if isinstance(choices, dict) and isinstance(choice := choices.get(name), dict) and choice.get("name")
-    ]
+    choices = mapped(story.plan.get("choices"))
+    chosen = [f"{name} {choice['name']}" for name in names if (choice := mapped(choices.get(name))).get("name")]
     return [
         " · ".join(filter(None, (f"task {story.task}", str(device) + several, known))),
         " · ".join(filter(None, (", ".join(chosen), _when(story), story.shown))),
@@ -321,8 +317,8 @@ def _memory_tile(story: Story) -> Iterable[Tile]:
 
 
 def _time_tile(story: Story) -> Iterable[Tile]:
-    told = story.record.get("phases")
-    of_phases = [numbers(phase).get("seconds", 0.0) for phase in told.values()] if isinstance(told, dict) else []
+    told = mapped(story.record.get("phases"))
+    of_phases = [numbers(phase).get("seconds", 0.0) for phase in told.values()]
     if sum(of_phases) > _SEVERAL_PROCESSES * story.total_s:  # what limited it is told of the last one
         yield Tile("time", duration(sum(of_phases)), f"{duration(story.total_s)} of it in the last process")
     elif story.total_s > 0:
@@ -448,9 +444,8 @@ def _text(path: Path, name: str) -> Text | None:
 
 
 def _phases(story: Story) -> Table:
-    told = story.record.get("phases")
     rows = []
-    for name, phase in (told if isinstance(told, dict) else {}).items():
+    for name, phase in mapped(story.record.get("phases")).items():
         if isinstance(phase, dict):
             made = f"{word_of(phase.get('updates'))} of {word_of(phase.get('total'))}" if phase.get("total") else "-"
             values = ", ".join(f"{key} {value:.4g}" for key, value in numbers(phase.get("metrics")).items())
@@ -490,8 +485,7 @@ def _configuration(story: Story) -> list[Table]:
         tables.append(
             Table("differences", f"{title}: what differs from the defaults", ("key", "here", "default"), rows, note)
         )
-    decided, reasons = _decided(story), story.plan.get("reasons")
-    reasons = reasons if isinstance(reasons, dict) else {}
+    decided, reasons = _decided(story), mapped(story.plan.get("reasons"))
     every = [
         (key, word_of(value), word_of(decided.get(key, value)), word_of(reasons.get(key, "")))
         for key, value in story.config.items()
@@ -503,28 +497,26 @@ def _configuration(story: Story) -> list[Table]:
 
 def _decided(story: Story) -> dict[str, Any]:
     """Return key -> the value that the plan decided on."""
-    choices, found = story.plan.get("choices"), {}
-    for group, choice in (choices if isinstance(choices, dict) else {}).items():
+    found: dict[str, Any] = {}
+    for group, choice in mapped(story.plan.get("choices")).items():
         if isinstance(choice, dict) and isinstance(choice.get("options"), dict):
             found[group] = choice.get("name")
             found |= {f"{group}.{key}": value for key, value in choice["options"].items()}
-    batch = story.plan.get("batch")
-    found |= {key: batch[key] for key in ("micro_batch_size",) if isinstance(batch, dict) and key in batch}
+    batch = mapped(story.plan.get("batch"))
+    found |= {key: batch[key] for key in ("micro_batch_size",) if key in batch}
     found |= {"device": story.plan["device"]} if story.plan.get("device") else {}
     return found
 
 
 def _environment(story: Story) -> Table:
     known = dict(story.environment)
-    inventory = known.pop("inventory", None)
-    inventory = dict(inventory) if isinstance(inventory, dict) else {}
+    inventory = dict(mapped(known.pop("inventory", None)))
     rows = [(key, "none" if value is None else word_of(value)) for key, value in known.items()]
-    devices = inventory.pop("devices", None)
-    for each in devices if isinstance(devices, list) else ():
+    for each in listed(inventory.pop("devices", None)):
         if isinstance(each, dict):
             gib = f", {each['memory_bytes'] / 2**30:.1f} GiB" if is_number(each.get("memory_bytes")) else ""
             rows.append((f"{each.get('kind', 'device')} {each.get('index', '')}", f"{each.get('name', '')}{gib}"))
-    told = inventory.pop("notes", None)
+    told = listed(inventory.pop("notes", None))
     cpu = inventory.pop("cpu", None)
     if isinstance(cpu, dict):
         memory = f", {cpu['memory_bytes'] / 2**30:.1f} GiB" if is_number(cpu.get("memory_bytes")) else ""
@@ -532,7 +524,7 @@ def _environment(story: Story) -> Table:
     for key, value in inventory.items():
         in_words = bytes_in_words(value) if key.endswith("_bytes") and is_number(value) else word_of(value)
         rows.append((key.removesuffix("_bytes").replace("_", " "), in_words if value is not None else "none"))
-    rows += [("note", word_of(note)) for note in (told if isinstance(told, list) else ())]
+    rows += [("note", word_of(note)) for note in told]
     rows += [("host", word_of(story.record["host"]))] if story.record.get("host") else []
     return Table("environment", "Environment", ("", ""), rows)
 
@@ -560,7 +552,7 @@ def _events(story: Story) -> Table:
     between = len(rows) - len(shown)
     note = f"{between:,} between the first {_FIRST_EVENTS} and these are in events.jsonl" if between else ""
     loud = sum(row[1] not in _QUIET for row in rows)
-    folded = f"{len(rows):,} events" if not loud else ""
+    folded = f"{len(rows):,} event{'s' * (len(rows) != 1)}" if not loud else ""
     return Table("events", "Events and warnings", ("time", "kind", "what"), shown, note, folded)
 
 

@@ -22,6 +22,7 @@ from runner.base.words import is_number
 from runner.durable import files
 from runner.durable.checkpoint import verify
 from runner.durable.directory import RunDirectory, is_name
+from runner.durable.files import listed
 from runner.durable.standing import Standing, standing
 from runner.engine.evidence import Evidence, evidence_in
 from runner.observe.samples import Samples, read_samples
@@ -270,13 +271,15 @@ def _config(directory: RunDirectory, missing: dict[str, str]) -> dict[str, Any]:
     except AccelRunError as error:
         missing["configuration"] = fit(f"{directory.config.name}: {error.problems[0].what}")
         return {}
-    return {key: _clean(value, key) for key, value in flat(_clean(tree))} if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict):
+        missing["configuration"] = f"{directory.config.name} is damaged"
+        return {}
+    return {key: _clean(value, key) for key, value in flat(_clean(tree))}
 
 
 def _defaults(record: Mapping[str, Any], missing: dict[str, str]) -> dict[str, Any]:
     """Return what the configuration of that task would be if nothing had been said, flat."""
-    given = record.get("overrides")
-    given = given if isinstance(given, list) else []
+    given = listed(record.get("overrides"))
     words = tuple(word for word in given if isinstance(word, str) and word.startswith("task="))
     task_file = record.get("task_file")
     file = Path(task_file) if isinstance(task_file, str) and Path(task_file).is_file() else None

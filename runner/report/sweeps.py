@@ -33,7 +33,8 @@ def page_of_sweep(sweep: Sweep) -> Page:
     if best is not None:
         lines.append(fit(f"{goal.best_is} of {goal.metric}: {best.value:.5g}, {best.trial.label}"))
     if len(shown) < len(results):
-        lines.append(f"below the table the {len(shown)} best are compared")
+        what = f"the {len(shown)} best are compared" if len(shown) > 1 else "is the best"
+        lines.append(f"below the table {what}")
     failed = [f"{each.trial.name} has failed (exit {each.exit_code})" for each in results if each.state == "failed"]
     name = fit(sweep.folder.name)
     return replace(

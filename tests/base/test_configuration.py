@@ -610,7 +610,7 @@ def test_a_combination_of_a_sweep_means_what_it_says() -> None:
     seeds = [compose(request).settings.seed for request in expand_sweep(Request(("seed=3,4",)))]
     assert seeds == [3, 4]
     assert refused("seed=3,4") == [
-        "seed=3,4: is a sweep over several values | run them all with -m, or quote it: 'seed=\"3,4\"'"
+        "seed=3,4: is a sweep over several values | run them all with accel-run train -m, or quote it: 'seed=\"3,4\"'"
     ]
 
 

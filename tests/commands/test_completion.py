@@ -207,6 +207,14 @@ def test_the_defaults_are_those_of_the_defaults_list() -> None:
     assert {group: chosen[group] for group in GROUPS} == {group: str(shipped_options()[group]) for group in GROUPS}
 
 
+def test_a_strange_record_of_the_newest_run_takes_nothing_away(folder: Path) -> None:
+    usual = offered("accel-run resume ")
+    for strange in ({"overrides": None}, {"overrides": 3, "task_file": 7}, {"overrides": [None]}):
+        (folder / "outputs" / "second" / "run.json").write_text(json.dumps(strange))
+        assert {"first", "second"} <= set(offered("accel-run resume ")) & set(usual)
+        assert offered("accel-run inference ")
+
+
 def test_words_may_be_quoted_as_they_were_typed(folder: Path) -> None:
     (folder / "with space" / "task.py").write_text(TASK)
     assert candidates(["train", "--task", "with\\ space/"]) == ["with space/task.py"]

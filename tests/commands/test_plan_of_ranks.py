@@ -80,3 +80,20 @@ def test_a_task_without_layers_is_told_what_to_define(server: ForkServer, tmp_pa
     ended = server.run(f"{PAIR} parallelism=pipeline task=dynamo", tmp_path)
     assert ended.code == 70
     assert "must define layers()" in ended.err
+
+
+def test_the_profile_of_a_pair_shares_an_update_and_lists_what_would_fit(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run("plan +hardware=pair_11gb_8gb task.size=tiny", tmp_path)
+    assert ended.code == 0, ended.err
+    assert "16 samples per update = micro-batch 8 x 1 accumulation x 2 ranks" in ended.out
+    assert re.search(r"^parallelism +ddp +auto: the model fits each of 2 unequal devices", ended.out, re.M), ended.out
+    assert ended.out.endswith("next: accel-run train +hardware=pair_11gb_8gb task.size=tiny\n")
+    too_large = "plan +hardware=pair_11gb_8gb global_batch_size=80000 micro_batch_size=40000"
+    told = server.run(too_large, tmp_path)
+    assert told.code == 0, told.err
+    assert "note: parallelism=auto: nothing fits: a pass of 40000 samples takes" in told.out
+    assert "DOES NOT FIT" in told.out
+    assert "layers  " not in told.out, "that is of a pipeline, which is not chosen"
+    (peak, size) = re.findall(r"^ *([\d.]+ [GM]iB)  +x [\d.]+  micro_batch_size=(\d+)$", told.out, re.M)[0]
+    again = server.run(f"plan +hardware=pair_11gb_8gb global_batch_size=80000 micro_batch_size={size}", tmp_path)
+    assert "DOES NOT FIT" not in again.out, f"{peak} was advised"

@@ -94,12 +94,32 @@ def test_the_table_has_words_state_and_metrics_of_every_trial_and_marks_the_best
     assert [(row["task.fail_at"], row["updates"]) for row in table][:2] == [("15", "20"), ("15", "10")]
 
 
+def test_a_trial_says_what_is_wrong_and_no_more_the_rest_is_in_its_folder(swept: Swept) -> None:
+    lines = swept.first.out.splitlines()
+    own = [line for line in lines if re.match(r"\[\d/4\] ", line)]
+    assert [line.split()[1] for line in own] == [f"mine-{n}" for n in (1, 1, 2, 2, 3, 3, 4, 4)]
+    assert own[1].split("  ")[1] == "failed (70)"
+    assert lines[: len(own)] == own, "nothing between them"
+    for number in (1, 2, 3, 4):
+        kept = (swept.folder / "outputs" / "mine" / f"mine-{number}" / "console.log").read_text()
+        assert "updates of" in kept
+
+
+def test_a_trial_says_all_where_that_is_asked_for(server: ForkServer, tmp_path: Path) -> None:
+    words = ["train", "-m", "run=mine", "seed=1,2", "updates=10", *ON_CPU]
+    ended = server.run(words, tmp_path, env={"ACCEL_RUN_SAYS": "info"})
+    assert ended.code == 0, ended.err
+    assert ended.out.count("10 updates of 10 to make") == 2
+
+
 def test_the_same_command_repeats_nothing_and_tries_again_what_failed_only_by_choice(swept: Swept) -> None:
     assert not [line for line in swept.unasked.out.splitlines() if line.startswith("[")]
     assert [row[3] for row in rows(swept.unasked.out)] == ["failed (70)", "done", "done", "done"]
     assert swept.again.code == 0, swept.again.err
     started = [line for line in swept.again.out.splitlines() if line.startswith("[")]
-    assert started == ["[1/4] mine-1  task.fail_at=15 updates=20"]
+    assert started[0] == "[1/4] mine-1  task.fail_at=15 updates=20"
+    assert re.fullmatch(r"\[1/4\] mine-1  done  val/loss [\d.e-]+  [\d.]+ s", started[1]), started
+    assert len(started) == 2
     pids = [record(swept.folder, f"mine-{number}")["pid"] for number in (1, 2, 3, 4)]
     assert [new == old for new, old in zip(pids, swept.pids, strict=True)] == [False, True, True, True]
     assert (swept.folder / "outputs" / "mine" / "mine-1" / "kept").exists()

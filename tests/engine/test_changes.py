@@ -29,7 +29,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) ->
     needs = Needs({"train": demand(1, 16, 64)})
     made = plan(*WORDS, needs=needs)
     assert not made.memory[0].prediction.fits
-    return *changes.changes_of(composed(*WORDS), HERE, made, needs, {}), len(asked)
+    return *changes.changes_of(composed(*WORDS), HERE, made, needs, ()), len(asked)
 
 
 def test_what_there_was_no_time_for_is_told_and_what_costs_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_what_is_advised_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, sampl
     held = plan(*words, "micro_batch_size=auto", needs=Needs({"train": demand(1, samples)})).batch.micro_batch_size
     needs = Needs({"train": demand(1, held, samples)})
     monkeypatch.setattr(changes, "needs_of", lambda *_: needs)
-    found, _ = changes.changes_of(composed(*words), HERE, plan(*words, needs=needs), needs, {})
+    found, _ = changes.changes_of(composed(*words), HERE, plan(*words, needs=needs), needs, ())
     assert (said,) in [change.words for change in found]
     for change in found:
         again = plan(*words, *change.words, needs=needs)
@@ -67,7 +67,7 @@ def test_what_lies_between_two_traces_is_traced_before_it_is_said_to_fit(monkeyp
     exact = dataclasses.replace(demand(1, 8, 64), points=(*demand(1, 8).points, wide, *demand(64).points))
     monkeypatch.setattr(changes, "needs_of", lambda *_: Needs({"train": exact}))
     needs = Needs({"train": demand(1, 64)})
-    found, _ = changes.changes_of(composed(*WORDS), HERE, plan(*WORDS, needs=needs), needs, {})
+    found, _ = changes.changes_of(composed(*WORDS), HERE, plan(*WORDS, needs=needs), needs, ())
     assert ("micro_batch_size=8",) in [change.words for change in found]
 
 
@@ -93,10 +93,22 @@ def test_what_cannot_be_asked_for_here_does_not_keep_the_others_from_being_tried
         return Needs({"train": demand(1, 64, model_gib=12.0, sample_gib=0.05)}) if is_small else large
 
     monkeypatch.setattr(changes, "needs_of", needs_of)
-    found, _ = changes.changes_of(composed(*WORDS), HERE, plan(*WORDS, needs=large), large, {})
+    found, _ = changes.changes_of(composed(*WORDS), HERE, plan(*WORDS, needs=large), large, ())
     (change,) = found
     assert "memory=checkpoint" in change.words
     assert "optimizer=adamw8bit" not in change.words
+
+
+def test_time_is_estimated_in_the_format_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16-bit products are as much faster as the facts of the profile say."""
+    speeds = {"fp32_tflops": 10.0, "fp16_tensor_tflops": 40.0, "memory_bandwidth_gb_s": 1e9}
+    profiles = [{"devices": [{"name": HERE.devices[0].name, **speeds}]}]
+    needs, half = (Needs({"train": demand(1, 64, sample_gib=gib)}) for gib in (0.3, 0.1))
+    monkeypatch.setattr(changes, "needs_of", lambda *_: half)
+    made = plan(*WORDS, needs=needs)
+    found, _ = changes.changes_of(composed(*WORDS), HERE, made, needs, profiles)
+    assert {change.words: change.factor for change in found}[("precision=fp16",)] == pytest.approx(0.25, rel=0.05)
+    assert [change.factor for change in found] == sorted(change.factor or 0.0 for change in found)
 
 
 def test_limits_of_the_user_hold_for_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +116,7 @@ def test_limits_of_the_user_hold_for_what_is_tried(monkeypatch: pytest.MonkeyPat
     asked: list[Any] = []
     monkeypatch.setattr(changes, "needs_of", lambda *given: asked.append(given[0]) or needs)
     words, needs = (*WORDS, "memory.fraction=0.5", "optimizer.lr=0.01"), Needs({"train": demand(1, 64)})
-    changes.changes_of(composed(*words), HERE, plan(*words, needs=needs), needs, {})
+    changes.changes_of(composed(*words), HERE, plan(*words, needs=needs), needs, ())
     tried = [(each.choices["memory"].options["fraction"], each.choices["optimizer"].options["lr"]) for each in asked]
     assert tried
     assert set(tried) == {(0.5, 0.01)}

@@ -151,7 +151,8 @@ def test_a_trial_whose_folder_is_gone_or_of_other_settings_is_run(server: ForkSe
     (tmp_path / "outputs" / "mine" / "mine-3" / "run.json").write_text(json.dumps(other))
     code, out, err = run(server, GRID, tmp_path)
     assert code == 0, err
-    assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[2/4]", "[3/4]"]
+    lines = [line[:5] for line in out.splitlines() if line.startswith("[")]
+    assert lines == ["[2/4]", "[2/4]", "[3/4]", "[3/4]"], "where it begins, and where it ends"
 
 
 def test_of_trials_that_fail_in_every_way_the_rest_is_done_and_the_table_tells(
@@ -167,9 +168,37 @@ def test_of_trials_that_fail_in_every_way_the_rest_is_done_and_the_table_tells(
     }  # fmt: skip
     assert "3 done, 2 failed; min of val/loss: " in out
     code, out, err = run(server, [*words, "retry=true"], tmp_path, MENDED="1")
-    assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[1/5]", "[2/5]"], err
+    assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[1/5]", "[1/5]", "[2/5]", "[2/5]"], err
     assert record(tmp_path, 1)["began"] == [0, 1], "it goes on where it failed"
     assert [row["state"] for row in rows(tmp_path)][:2] == ["done", "failed"]
+
+
+def test_other_settings_for_all_trials_are_named_where_the_sweep_goes_on(server: ForkServer, tmp_path: Path) -> None:
+    assert run(server, [*GRID, "updates=10"], tmp_path)[0] == 0
+    code, _, err = run(server, [*GRID, "updates=20"], tmp_path)
+    assert code == 88
+    assert "updates=10 was said for all trials when it began, and updates=20 is now" in err
+
+
+def test_a_metric_that_the_first_trial_lacks_is_told_when_it_is_through(server: ForkServer, tmp_path: Path) -> None:
+    code, _, err = run(server, [*GRID, "metric=val/los"], tmp_path)
+    assert code == 0, err
+    assert err.count("warning: no trial has val/los, but val/loss; did you mean val/loss?") == 1
+
+
+def test_whoever_goes_on_waits_for_what_a_killed_sweep_still_saves(server: ForkServer, tmp_path: Path) -> None:
+    words = [*GRID, "task.act=deaf", "task.seconds=2"]
+    pid = start(server, words, tmp_path)
+    wait_for(tmp_path / "outputs" / "mine" / "mine-1" / "run.json")
+    os.kill(pid, signal.SIGKILL)
+    server.wait()
+    saves = record(tmp_path, 1)["pid"]
+    code, out, err = run(server, [word.replace("seconds=2", "seconds=0.1") for word in words], tmp_path)
+    assert code == 88, "another length is another sweep"
+    code, out, err = run(server, words, tmp_path)
+    assert code == 0, err
+    assert out.count(f"waits for mine-1, for at most 60 s: process {saves} still saves it") == 1
+    assert "in use" not in err
 
 
 def test_trials_at_once_overlap_and_each_line_says_whose_it_is(server: ForkServer, tmp_path: Path) -> None:
@@ -443,6 +472,8 @@ def test_trials_that_take_all_devices_run_alone() -> None:
     )
     with pytest.raises(ConfigError, match="must be 1 where each trial takes several devices"):
         packed(several, 2)
+    alone = [compose(Request(("hardware=pair_11gb_8gb", f"seed={seed}"))) for seed in (0, 1)]
+    assert packed(alone, 2).why.startswith("together=2: 2 trials at once"), "auto is one device here"
 
 
 def test_settings_that_change_numbers_only_are_traced_once() -> None:

@@ -21,7 +21,7 @@ from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Wanted, screen
 from runner.measure.suites import ladder
 from runner.measure.suites.ladder import Row, run
-from runner.measure.technique import BASELINE, ORDER, Technique, chosen, stacked, techniques
+from runner.measure.technique import BASELINE, ORDER, TAKEN, Technique, chosen, stacked, techniques
 from runner.measure.trial import Arena, Cell, Measured, Trials
 from tests.measure.nursery import Nurseries
 from tests.measure.suites import asked
@@ -286,6 +286,7 @@ def test_a_technique_measured_again_replaces_its_column_only(tmp_path: Path, con
         (("all", "plots"), {}, "plots: must stand alone, but stands with all"),
         (("reset", "nothing"), {}, "must stand alone"),
         (("impossible",), {}, "nonsense"),
+        (("nothing",), {"techniques": "[slow]"}, "which name techniques too"),
     ],
 )
 def test_what_cannot_be_meant_is_a_clear_error(
@@ -303,6 +304,25 @@ def test_a_damaged_table_is_said_before_anything_is_measured(tmp_path: Path, con
         run(wanted_in(tmp_path, config_dir, "nothing"))
 
     assert (tmp_path / "results.csv").read_text() == "step,nothing\n1,fast\n"
+
+
+def test_damaged_facts_are_said_before_anything_is_measured(tmp_path: Path, config_dir: Path) -> None:
+    results = Results(tmp_path)
+    results.put({"nothing": [1.0]}, {})
+    results.json.write_text('{"techniques": {')
+
+    with pytest.raises(DataError):
+        run(wanted_in(tmp_path, config_dir, "nothing"))
+
+    assert results.json.read_text() == '{"techniques": {'
+
+
+def test_columns_of_another_task_are_not_put_beside_each_other(tmp_path: Path, config_dir: Path) -> None:
+    results = Results(tmp_path)
+    results.put({"nothing": [1.0]}, {"nothing": {"task": "another"}})
+
+    with pytest.raises(ConfigError, match="holds what was measured of task another, and this is task task_to_measure"):
+        run(wanted_in(tmp_path, config_dir, "nothing"))
 
 
 def test_the_table_is_begun_emptied_and_removed(tmp_path: Path, config_dir: Path) -> None:
@@ -373,6 +393,19 @@ def test_a_file_that_is_no_technique_is_a_clear_error(tmp_path: Path, text: str)
 
     with pytest.raises(ConfigError, match=r"mine\.yaml"):
         techniques(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step", "best", "all", "plots"])
+def test_a_name_that_means_something_else_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "benchmark" / "technique").mkdir(parents=True)
+    (tmp_path / "benchmark" / "technique" / f"{name}.yaml").write_text("overrides: [precision=bf16]")
+
+    with pytest.raises(ConfigError, match="cannot be the name of a technique"):
+        techniques(tmp_path)
+
+
+def test_every_word_of_the_ladder_is_taken() -> None:
+    assert {*ladder.ACTIONS, "all", "best"} <= set(TAKEN)
 
 
 def test_another_optimizer_keeps_the_mathematics_of_the_one_before() -> None:

@@ -26,7 +26,7 @@ from runner.measure.facts import Facts
 from runner.measure.hardware_profile import write_profile
 from runner.measure.rules import Candidate
 from runner.measure.statistics import Ratio
-from runner.measure.trial import UNTRIED, Arena, Cell, Limits, Measured, Trials
+from runner.measure.trial import NO_TIME, UNTRIED, Arena, Cell, Limits, Measured, Trials
 from runner.measure.tune import (
     AS_IT_IS,
     AXES,
@@ -267,6 +267,29 @@ def test_the_budget_is_kept_and_what_would_be_enough_is_said(budget_s: float, op
     if untried and budget_s == 600.0:
         enough = FakeArena(speeds(a_3=0.8, h_3=0.8), noise=0.05, opening_s=opening_s)
         assert not [each for each in searched(enough, many, found.needs_s).tried if each.why_not == UNTRIED]
+
+
+def test_time_that_is_left_over_goes_to_what_was_not_tried() -> None:
+    """What is kept for the proof is left where there is nothing to be proven, and is enough for the last axis."""
+    many = [axis("a", *map(str, range(7))), *(axis(name, "0") for name in "bcdefgh")]
+    arena = FakeArena(speeds(h_0=0.6))
+
+    found = searched(arena, many, budget_s=70.0)
+
+    assert found.words == ("h=0",)
+    assert arena.now <= 70.0
+    assert not [each for each in found.tried if each.is_untried]
+    assert found.needs_s == 0.0
+    assert len({each.candidate.name for each in found.tried}) == len(found.tried) == 14
+
+
+def test_a_candidate_for_which_there_is_never_time_ends_the_search() -> None:
+    arena = FakeArena(speeds(), fails={"a=1": f"{NO_TIME}: not ready after 9 s"})
+
+    found = searched(arena, [axis("a", "1"), axis("b", "1")])
+
+    assert [each.candidate.name for each in found.tried if each.is_untried] == ["a=1"]
+    assert len(arena.calls) <= 4
 
 
 def test_what_leads_when_the_time_is_over_is_proven_all_the_same() -> None:
@@ -513,6 +536,25 @@ def test_a_profile_that_was_in_use_goes_on_in_the_new_one(tmp_path: Path, monkey
 
     found = compose(Request(("+hardware=second",), config_dir=tmp_path / "conf")).flat()
     assert (found["precision"], found["dataloader"], found["backend.threads"]) == ("bf16", "thread", 1)
+
+
+def test_where_no_setting_was_tried_no_profile_is_written_and_an_earlier_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, _ = write_profile(profile_of(tuned(BOTH)), Request(), "good")
+    before = file.read_bytes()
+    late = Tried("threads", Candidate(("backend.threads=1",)), None, why_not=UNTRIED)
+    nothing = replace(tuned(None), found=Found((late,), needs_s=60.0))
+    monkeypatch.setattr(tuning, "tune", lambda *_: nothing)
+
+    assert run(["profile=good"]) == 0
+
+    out = capsys.readouterr().out
+    assert file.read_bytes() == before
+    assert "there was no time to try a setting" in out
+    assert "threads: backend.threads=1  no time was left for its start" in out
+    assert "written" not in out
 
 
 def test_what_was_found_is_json_and_ascii() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.observe.events import Console, Events
+from runner.base.errors import ConfigError
+from runner.observe.events import Console, Events, level_said
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
@@ -33,6 +34,22 @@ def test_the_terminal_hears_its_level_and_the_file_hears_everything(
         "T warning slow disk",
         "T error   lost",
     ]
+
+
+@pytest.mark.parametrize(
+    ("said", "level"), [("", "info"), ("warning", "warning"), ("WARNING", "warning"), ("debug", "debug")]
+)
+def test_the_environment_says_from_which_level_on_a_training_speaks(
+    said: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_RUN_SAYS", said)
+    assert level_said() == level
+
+
+def test_another_word_than_a_level_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_RUN_SAYS", "quiet")
+    with pytest.raises(ConfigError, match="must be one of debug, info, warning, error, but is quiet"):
+        level_said()
 
 
 def test_a_warning_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ OPTIONS = {
     "dataloader": {"default", "thread"},
     "memory": {"none", "checkpoint", "selective", "budget"},
     "prefetch": {"none", "stream", "auto"},
+    "parallelism": {"auto"},
 }
 
 

@@ -312,6 +312,16 @@ def test_a_profile_runs_on_a_cpu_and_every_group_it_selected_falls_back() -> Non
     assert made.notes == (f"{start}, so {options} of the profile gave way to the defaults",)
 
 
+def test_the_profile_of_a_pair_uses_both_and_one_device_alone_where_there_is_one() -> None:
+    assert (both := plan("hardware=pair_11gb_8gb", on=machine(*PAIR))).world_size == 2
+    assert both.choices["parallelism"].name == "ddp"
+    for here in (machine(), machine(T4)):
+        made = plan("hardware=pair_11gb_8gb", on=here)
+        assert (made.choices["parallelism"].name, made.world_size) == ("single", 1)
+        assert made.reason("parallelism").startswith("auto: one device")
+        assert not any("parallelism" in note for note in made.notes)
+
+
 def test_what_was_typed_stays_where_the_profile_gives_way() -> None:
     made = plan("hardware=t4", "backend=deterministic", on=machine())
     assert (made.choices["backend"].name, made.choices["attention"].name) == ("deterministic", "auto")
@@ -325,9 +335,10 @@ def test_a_profile_of_another_gpu_says_so() -> None:
 
 
 def test_a_gpu_that_nobody_said_to_leave_idle_is_told() -> None:
-    (note,) = plan("hardware=pair_11gb_8gb", on=machine(*PAIR)).notes
+    (note,) = plan(on=machine(*PAIR)).notes
     assert note.startswith("1 of 2 GPUs is used: say parallelism=auto")
-    assert not any("is used" in note for note in plan("parallelism=auto", on=machine(*PAIR)).notes)
+    for chosen in ("parallelism=auto", "hardware=pair_11gb_8gb"):
+        assert not any("is used" in note for note in plan(chosen, on=machine(*PAIR)).notes)
     assert plan("hardware=t4", on=machine(T4)).notes == ()
 
 

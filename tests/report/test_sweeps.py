@@ -100,7 +100,7 @@ def test_a_sweep_is_one_row_among_runs_and_its_trials_are_found_by_name(
     assert main(["status", "lr-7"]) == 0
     assert capsys.readouterr().out.startswith("lr-7: done")
     assert main(["inference", "run=lr", "device=cpu"]) == 66
-    assert "lr is a sweep of 19 runs" in capsys.readouterr().err
+    assert "lr is a sweep, of 19 runs so far" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train run=lr", "train -m seed=1,2 run=alone"])

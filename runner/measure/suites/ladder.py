@@ -118,6 +118,7 @@ def run(wanted: Wanted) -> Report:
         return action(results, wanted)
     asked, kept = _asked(wanted), _columns_of(results)  # both may be wrong, and then nothing is measured
     task = asked.configuration.choices["task"].name
+    _must_be_of(task, results, kept)
     # Techniques that are not measured now were measured with the baseline that is there.
     kept_too = {BASELINE} if wanted.words and not {BASELINE, "all"} & set(wanted.words) and BASELINE in kept else set()
 
@@ -208,6 +209,8 @@ class Ladder:
     def _headline(self) -> str:
         better = [row for row in self.rows if row.is_better]
         best = next((row for row in better if row.mode == "best"), max(better, key=_gain, default=None))
+        if not any(row.ratio for row in self.rows if row.name != BASELINE):
+            return "nothing was compared with the baseline"
         if best is None:
             return "nothing is clearly faster than the baseline and computes the same"
         return f"fastest: {' + '.join(best.members)}, {best.ratio} more updates in the same time than the baseline"
@@ -434,6 +437,9 @@ def _asked(wanted: Wanted) -> Asked:
         raise ConfigError(problems)
     known = techniques(wanted.request.config_dir)
     modes = options["modes"] or ("isolated" if words else "all")
+    if words and options["techniques"] != OPTIONS["techniques"]:
+        what = f"stands beside {' '.join(words)}, which name techniques too"
+        raise ConfigError(Problem(what, f"techniques={options['techniques']}", "say one of them"))
     names = words or (list(known) if options["techniques"] == "all" else _listed(options["techniques"]))
     members = chosen(names, known)
     if not members and BASELINE not in names:
@@ -589,6 +595,19 @@ def as_json(row: Row) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- the words
+
+
+def _must_be_of(task: str, results: Results, kept: Mapping[str, Sequence[float]]) -> None:
+    """Raise ConfigError where columns of another task would stand beside those that are measured now.
+
+    Raises DataError where results.json is damaged, before anything is measured.
+    """
+    told = results.facts()["techniques"] if kept else {}
+    others = {str(each["task"]) for each in told.values() if each.get("task")} - {task}
+    if others:
+        what = f"holds what was measured of task {', '.join(sorted(others))}, and this is task {task}"
+        fix = f"say prefix={task}-, or another folder=, or clear it first: accel-run benchmark clean"
+        raise ConfigError(Problem(what, str(results.csv), fix))
 
 
 def _columns_of(results: Results) -> Mapping[str, Sequence[float]]:
