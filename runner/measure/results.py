@@ -26,10 +26,10 @@ from runner.base.errors import ConfigError, DataError, InputMissing, Problem, Ru
 from runner.base.words import shortened
 from runner.doctor.storage import nearest
 from runner.durable import files
+from runner.measure.technique import STEP, is_name
 from runner.plan.environment import environment
 from runner.plan.inventory import take_inventory
 
-STEP = "step"
 PICTURES = ("steps.png", "heatmap.png", "speedup.png", "published.png")
 
 
@@ -256,11 +256,6 @@ class Results:
 def hardware() -> dict[str, Any]:
     """Return the machine and the versions of what runs here, as environment.json of a run has them. Imports torch."""
     return environment(take_inventory())
-
-
-def is_name(name: str) -> bool:
-    """Tell whether a technique can be called so: a printable name that is not the one of the steps."""
-    return bool(name.strip()) and name.isprintable() and name != STEP
 
 
 def _as_csv(columns: Mapping[str, Sequence[float]]) -> str:

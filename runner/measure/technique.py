@@ -12,9 +12,9 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.guarded_yaml import read_guarded
 from runner.base.places import shipped
 from runner.base.schema import did_you_mean
-from runner.measure.results import is_name
 
 BASELINE = "baseline"
+STEP = "step"  # the column beside those of the techniques
 FOLDER = Path("benchmark") / "technique"  # in conf/, and in the user's folder of configuration
 
 
@@ -57,6 +57,11 @@ def files_of(config_dir: Path | None) -> dict[str, Path]:
         found |= {file.stem: file for file in (root / FOLDER).glob("*.yaml")}
     place = {name: number for number, name in enumerate(ORDER)}
     return {name: found[name] for name in sorted(found, key=lambda name: (place.get(name, len(ORDER)), name))}
+
+
+def is_name(name: str) -> bool:
+    """Tell whether a technique can be called so: a printable name that is not the one of the steps."""
+    return bool(name.strip()) and name.isprintable() and name != STEP
 
 
 def chosen(names: Iterable[str], known: Mapping[str, Technique]) -> list[Technique]:
@@ -141,6 +146,6 @@ def _read(file: Path, root: Path) -> Technique:
     return Technique(file.stem, tuple(words), needs)
 
 
-TAKEN = ("step", "best", "all", "init", "reset", "clean", "plots")  # a column, a cell, and words of the command line
+TAKEN = (STEP, "best", "all", "init", "reset", "clean", "plots")  # a column, a cell, and words of the command line
 # The order of ours in the ladder: formats, layout, compilation, kernels. Others come after them, by name.
 ORDER = (BASELINE, "tf32", "bf16", "fp16", "channels_last", "compile", "flash", "fused", "8bit")

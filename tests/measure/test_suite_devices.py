@@ -114,11 +114,11 @@ def test_a_gpu_by_two_names_is_one_device() -> None:
 @pytest.mark.alone
 @pytest.mark.usefixtures("few_rounds")
 def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
-    found = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="64,16"))
+    found = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="128,8"))
 
     table, fits, rules = found.tables
     assert [row[:2] for row in table.rows] == [
-        ("statistics, small", 16), ("statistics, large", 64), ("gradients, small", 16), ("gradients, large", 64),
+        ("statistics, small", 8), ("statistics, large", 128), ("gradients, small", 8), ("gradients, large", 128),
     ]  # fmt: skip
     times = {row[0]: row[2:4] for row in table.rows}
     for phase in ("statistics", "gradients"):
@@ -129,7 +129,7 @@ def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
     ]  # fmt: skip
     told = {row[0]: row[2:] for row in rules.rows}
     assert told["channels"] == [4, "CPU", 4, "CPU"]
-    assert told["pixels of a side"] == [16, "CPU", 64, "CPU"]
+    assert told["pixels of a side"] == [8, "CPU", 128, "either"]
     assert told["samples per update"] == [2, "CPU", 2, "CPU"]
     assert found.headline.startswith("cpu:2 against cpu:1: ")
     assert set(json.loads(found.files[0].read_text())["crossings"]) == {"batch", "size"}
