@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -51,7 +53,91 @@ class Ratio:
         return f"{middle:+.0f} % [{low:.0f}, {high:.0f}]"
 
 
-def paired(baseline_ms: Sequence[float], other_ms: Sequence[float], seed: int = 0) -> Ratio:
+@dataclass(frozen=True)
+class Spread:
+    """How far processes that do the same lie apart, in all that they do: a sum of squares of logarithms.
+
+    freedom  degrees of freedom, of which each adds the variance of one process; two spreads are pooled by `+`
+    """
+
+    squares: float
+    freedom: float
+
+    def __add__(self, other: Spread) -> Spread:
+        return Spread(self.squares + other.squares, self.freedom + other.freedom)
+
+    @property
+    def sigma(self) -> float:
+        """The standard deviation of the logarithm of what an update takes, from one process to the next."""
+        return math.sqrt(self.squares / self.freedom)
+
+    def half(self, *processes: float) -> float:
+        """Return half the width of the interval of a quotient of means over so many processes, as a logarithm."""
+        return student(self.freedom) * self.sigma * math.sqrt(sum(1 / num for num in processes))
+
+
+def student(freedom: float) -> float:
+    """Return the 97.5 % quantile of Student's t distribution, to 1 % from three degrees of freedom on.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
+    """
+    z = 1.959964
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+Array = np.ndarray[tuple[int], np.dtype[np.float64]]
+Blocks = Mapping[int, float]  # round -> milliseconds of an update
+Made = Mapping[int, int]  # round -> number of the process that made the block
+
+
+def between(cells: Sequence[tuple[Blocks, Made]]) -> Spread:
+    """Return the spread between processes, by what changes where cells begin anew.
+
+    Rounds in which the same processes play are looked at together: each cell's level in them is the median of its
+    distance from the others. Where a cell goes on in another process, its level changes by two processes' worth of
+    variance, and by the noise of medians, which is left in: rather too wide than too narrow.
+    """
+    numbers = sorted(set().union(*(blocks for blocks, _ in cells)) if cells else [])
+    pieces: list[list[int]] = []
+    last: dict[int, int] = {}
+    for number in numbers:
+        playing = {at: made[number] for at, (_, made) in enumerate(cells) if number in made}
+        if not pieces or any(last[at] != process for at, process in playing.items() if at in last):
+            pieces.append([])
+        pieces[-1].append(number)
+        last |= playing
+    squares = freedom = 0.0
+    for before, after in pairwise(pieces):
+        both = [each for each in cells if all(number in each[0] for number in (*before, *after))]
+        new = sum(made[before[-1]] != made[after[0]] for _, made in both)
+        if new and len(both) > 1 and min(len(before), len(after)) >= LEAST_BLOCKS:
+            changes = _levels(both, after) - _levels(both, before)
+            squares += float(np.sum((changes - changes.mean()) ** 2)) / 2
+            freedom += new * (1 - 1 / len(both))
+    # A process in the middle is in two changes: so many degrees of freedom has a sum of successive differences.
+    # Source: von Neumann, Kent, Bellinson and Hart, The mean square successive difference, 1941.
+    steps = len(pieces) - 1
+    share = 2 * steps / (3 * steps - 1) if steps > 0 else 1.0
+    return Spread(share * squares, share * freedom)
+
+
+def _levels(cells: Sequence[tuple[Blocks, Made]], rounds: Sequence[int]) -> Array:
+    logs = np.log([[blocks[number] for number in rounds] for blocks, _ in cells])
+    return np.asarray(np.median(logs - np.median(logs, axis=0), axis=1), dtype=np.float64)
+
+
+def as_many_as(made: Sequence[int]) -> float:
+    """Return as how many processes with equally many blocks those count that made these blocks."""
+    counts = np.unique(made, return_counts=True)[1]
+    return float(counts.sum() ** 2 / np.sum(counts**2))
+
+
+def paired(baseline_ms: Sequence[float], other_ms: Sequence[float], seed: int = 0, half: float = 0.0) -> Ratio:
     """Return how many times as fast the other is, by blocks of the same round.
 
     What slows the machine down for a while slows both of a round, so their quotient knows nothing of it; the median
@@ -59,6 +145,8 @@ def paired(baseline_ms: Sequence[float], other_ms: Sequence[float], seed: int = 
     resampled median smoothed by the noise of one (Silverman and Young, Biometrika 1987): with ten rounds the plain
     one can take ten values only, and is too short. Fewer than FEW rounds have no quartiles to speak of: there the
     interval is Student's, whose quantiles know how little is known of the spread.
+
+    half  of the width of another interval, as a logarithm: of what is the same in all blocks of a process
     """
     assert len(baseline_ms) == len(other_ms) > 0, "blocks of a round belong together"
     logs = np.log(np.asarray(baseline_ms, dtype=np.float64) / np.asarray(other_ms, dtype=np.float64))
@@ -66,23 +154,33 @@ def paired(baseline_ms: Sequence[float], other_ms: Sequence[float], seed: int = 
     if len(logs) < 3:  # nothing can be said of a spread
         return Ratio(float(np.exp(middle)), 0.0, float("inf"), len(logs))
     if len(logs) < FEW:
-        half = STUDENT[len(logs)] * float(np.std(logs, ddof=1)) / len(logs) ** 0.5
+        own = STUDENT[len(logs)] * float(np.std(logs, ddof=1)) / len(logs) ** 0.5
         mean = float(np.mean(logs))
-        return Ratio(float(np.exp(middle)), float(np.exp(mean - half)), float(np.exp(mean + half)), len(logs))
+        return _widened(middle, mean - own, mean + own, half, len(logs))
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, len(logs)])))
     drawn = logs[rng.integers(0, len(logs), (RESAMPLES, len(logs)))]
     width = 0.5 * _sigma(logs) * len(logs) ** -0.2
     drawn = drawn + width * rng.standard_normal(drawn.shape)
     low, high = np.quantile(np.median(drawn, axis=1), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Ratio(float(np.exp(middle)), float(np.exp(low)), float(np.exp(high)), len(logs))
+    return _widened(middle, float(low), float(high), half, len(logs))
 
 
-def _sigma(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+def _widened(middle: float, low: float, high: float, half: float, num: int) -> Ratio:
+    """Return the ratio of these logarithms, where two causes make it uncertain that know nothing of each other."""
+    centre, own = (low + high) / 2, (high - low) / 2
+    both = math.hypot(own, half)
+    return Ratio(math.exp(middle), math.exp(centre - both), math.exp(centre + both), num)
+
+
+def _sigma(values: Array) -> float:
     """Return the standard deviation of what is normal among the values, by their quartiles."""
     low, high = np.quantile(values, [0.25, 0.75])
     return float((high - low) / 1.349)
 
 
+# What is taken of processes before any was begun anew, with the weight of so many degrees of freedom.
+USUAL = Spread(squares=4 * 0.01**2, freedom=4)
+LEAST_BLOCKS = 3  # of a process, to tell its level by
 FEW = 6
 STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of the t distribution, by the number of values
 NARROW = 0.02  # half the width of an interval that is narrow enough in any case

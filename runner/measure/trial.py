@@ -33,7 +33,7 @@ from runner.base.errors import AccelRunError, Exit, HostMemoryError, Problem, re
 from runner.base.host import ROOT, free_memory_bytes
 from runner.base.scratch import private_folder
 from runner.base.secret import without_secrets
-from runner.measure.statistics import Ratio, paired
+from runner.measure.statistics import USUAL, Ratio, Spread, as_many_as, between, paired
 from runner.observe.machine import CpuLoad, GrantedCpuLoad, cpu_load
 
 Mode = Literal["interleaved", "restarted"]
@@ -93,13 +93,15 @@ class Measured:
     blocks_ms       milliseconds per update, by round; only rounds in which it took part are there. What it stood in
                     line for a core behind processes of others is not in it
     behind_s        seconds of that, by round
+    made_by         number of the process that made the block, by round
     parts_s         seconds of these blocks by part, as the stopwatch of the cell tells them
     updates_ms      milliseconds of each of the last updates of a block, by round
     block_j         joules per update, by round, where the device counts them
     slowed          what held the device's clocks down -> in how many blocks
     start_s         seconds from nothing to a built run; first_update_s and warm_up_s come after them
     evaluation_s    that its first evaluation takes longer than later ones, where that was looked at
-    taken_s         that its start took the last time, until it could make its first block or was ended
+    taken_s         that its start took the last time, until it could make its first block or was ended; again_s where
+                    it was begun anew between its blocks
     updates         of a block: about the same time for every cell, so that short ones are timed as well as long ones
     unpaid          updates before each block whose data may have become ready while the cell was stopped: not timed
     opened          what the run is made of, as the process told it; the plan's values are what was really used
@@ -110,12 +112,14 @@ class Measured:
     cell: Cell
     blocks_ms: dict[int, float] = field(default_factory=dict)
     behind_s: dict[int, float] = field(default_factory=dict)
+    made_by: dict[int, int] = field(default_factory=dict)
     parts_s: dict[str, float] = field(default_factory=dict)
     updates_ms: dict[int, list[float]] = field(default_factory=dict)
     block_j: dict[int, float] = field(default_factory=dict)
     slowed: Counter[str] = field(default_factory=Counter)
     start_s: float = 0.0
     taken_s: float = 0.0
+    again_s: float = 0.0
     first_update_s: float = 0.0
     warm_up_s: float = 0.0
     evaluation_s: float = 0.0
@@ -159,6 +163,12 @@ class Measured:
     def is_untried(self) -> bool:
         """True where the time, and nothing else, kept it from being compared."""
         return self.is_short or self.why_not == UNTRIED or self.why_not.startswith(NO_TIME)
+
+    def is_due(self, least: int) -> bool:
+        """Tell whether its process has made enough blocks, and for as long as another takes to start."""
+        own = [number for number, process in self.made_by.items() if process == next(reversed(self.made_by.values()))]
+        seconds = sum(self.blocks_ms[number] for number in own) * self.updates / 1e3
+        return len(own) >= least and seconds >= (self.again_s or self.taken_s)
 
     def sees(self, what: str) -> bool:
         """Tell whether each block holds it as often as the training does: rows ("log"), "checkpoint", "evaluation"."""
@@ -206,6 +216,7 @@ class Trials:
     needs_more True where it may be more: how long one of them takes to start is not known
     others     cores that other processes kept busy before each round, when every cell stood still
     num_cores  that there are for this process
+    known      of the spread between processes, before these
     """
 
     cells: list[Measured]
@@ -216,6 +227,7 @@ class Trials:
     needs_more: bool = False
     others: list[float] = field(default_factory=list)
     num_cores: float = 1.0
+    known: Spread = USUAL
 
     @property
     def baseline(self) -> Measured:
@@ -236,7 +248,24 @@ class Trials:
         rounds = sorted(cell.blocks_ms.keys() & against.blocks_ms.keys())
         if not rounds:
             return None
-        return paired([against.blocks_ms[number] for number in rounds], [cell.blocks_ms[number] for number in rounds])
+        theirs, ours = ([each.blocks_ms[number] for number in rounds] for each in (against, cell))
+        return paired(theirs, ours, half=self._half(cell, against, rounds))
+
+    def _half(self, cell: Measured, against: Measured, rounds: Sequence[int]) -> float:
+        """Return how far processes of two cells may lie apart that do the same; 0 where each block has its own."""
+        if self.mode == "restarted" or not (cell.made_by and against.made_by):
+            return 0.0
+        return self.spread.half(*(as_many_as([each.made_by[number] for number in rounds]) for each in (cell, against)))
+
+    @property
+    def spread(self) -> Spread:
+        """How far processes that do the same lie apart, by all that is known."""
+        return self.known + self.own_spread
+
+    @property
+    def own_spread(self) -> Spread:
+        """What these cells alone tell of it."""
+        return between([(cell.blocks_ms, cell.made_by) for cell in self.cells])
 
     def more_to_open_s(self, cell: Measured) -> float | None:
         """Return how many seconds later than the baseline's its updates are under way; None where it is not known."""
@@ -296,6 +325,7 @@ class Arena:
         self.request, self.cores, self.clock = request, cores, clock
         self.load = cpu_load(os.getpid(), ROOT)
         self.number = 0  # of processes started
+        self.known = USUAL  # of how far processes that do the same lie apart
         self.error = AccelRunError("nothing was started")  # the last one
         self.processes: dict[str, _Process] = {}
         self.compiled: dict[tuple[str, ...], Path] = {}  # cell -> folder of its compiled code, which its restarts find
@@ -331,6 +361,8 @@ class Arena:
             for process in self.processes.values():
                 process.end()
             self.processes.clear()
+            if trials.mode == "interleaved":
+                self.known += trials.own_spread
         trials.seconds = self.clock() - began
         self._say_what_it_needs(trials)
         trials.notes += _disturbances(trials)
@@ -375,7 +407,7 @@ class Arena:
         cell = measured.cell
         own = (*QUIET, f"output_root={self.folder / f'cell-{self.number}'}")
         nursery, since = self._nursery(cell.environment), self.clock()
-        process = self._stack.enter_context(_Process(nursery, self.clock, until))
+        process = self._stack.enter_context(_Process(nursery, self.number, self.clock, until))
         try:
             process.answer(self.limits.start_s)
             measured.opened = process.ask(
@@ -398,8 +430,9 @@ class Arena:
             if not measured.start_s:  # what is opened again finds what it has compiled
                 measured.start_s, measured.first_update_s = start_s, first_update_s
                 measured.warm_up_s, measured.warm_up_updates = self.clock() - began, made
-                if self.limits.first_evaluation and measured.opened["values"]["compile"] != "off":
-                    measured.evaluation_s = process.ask({"do": "evaluate"}, self.limits.start_s)["more_s"]
+            if self.limits.first_evaluation and measured.opened["values"]["compile"] != "off":
+                more_s = process.ask({"do": "evaluate"}, self.limits.start_s)["more_s"]
+                measured.evaluation_s = measured.evaluation_s or more_s
             ahead = measured.opened["ahead"]
             measured.unpaid = ahead + 1 if ahead else 0
             measured.updates = measured.updates or _updates_of_a_block(process, measured, self.limits, self.block_s)
@@ -427,7 +460,8 @@ class Arena:
             raise self.error
         together = self.limits.together and _fit_together(first, baseline, len(cells))
         waiting = [Measured(cell, why_not=UNTRIED) for cell in cells[1:]]
-        trials = Trials([baseline, *waiting], "interleaved" if together else "restarted", num_cores=self.load.num_cores)
+        mode: Mode = "interleaved" if together else "restarted"
+        trials = Trials([baseline, *waiting], mode, num_cores=self.load.num_cores, known=self.known)
         if together:
             self.processes[baseline.cell.name] = first
             first.pause()
@@ -478,6 +512,8 @@ class Arena:
         first = len(trials.others)
         order = random.Random(self.limits.seed + first)
         for number in range(first, first + most):
+            if first + most - number >= LEAST_ROUNDS:
+                self._renew(trials)
             trials.others.append(_kept_busy(self.load))  # all cells are stopped
             playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
             if len(playing) < 2 and number - first >= least:
@@ -500,6 +536,35 @@ class Arena:
                 if all(cell.is_out or cell.why_not for cell in trials.cells[1:]):
                     return True
         return True
+
+    def _renew(self, trials: Trials) -> None:
+        """Begin cells anew that have made blocks for as long as a start takes, half of those that play or more at once.
+
+        What is the same in all blocks of a process, and another one that does the same does otherwise, no number of its
+        blocks would show.
+        """
+        playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
+        due = [cell for cell in playing if cell.cell.name in self.processes and cell.is_due(self.limits.rounds[0])]
+        if len(playing) < 2 or 2 * len(due) < len(playing):
+            return
+        rounds_s = LEAST_ROUNDS * sum(self._turn_s(trials, cell) for cell in playing)
+        starts_s = sum(cell.again_s or cell.taken_s for cell in due)
+        if self.clock() + SLACK * (starts_s + rounds_s) > self.deadline:
+            return
+        for measured in due:
+            process = self.processes.pop(measured.cell.name)
+            self._ask_for_report(measured, process)
+            process.end()
+            taken_s = measured.taken_s
+            new = self._start(measured, math.inf if measured is trials.baseline else self.deadline)
+            measured.again_s, measured.taken_s = measured.taken_s, taken_s
+            if new is None:
+                measured.is_out = True  # what was measured before stands
+                if measured is trials.baseline:
+                    raise self.error
+                continue
+            self.processes[measured.cell.name] = new
+            new.pause()
 
     def _say_what_it_needs(self, trials: Trials) -> None:
         """Say in which time all that were not compared would be, by what those that were took."""
@@ -533,6 +598,7 @@ class Arena:
             made = process.block(measured.updates, self.limits.start_s, measured.unpaid)
             measured.blocks_ms[number] = 1e3 * (made["seconds"] - made["behind_s"]) / measured.updates
             measured.behind_s[number] = made["behind_s"]
+            measured.made_by[number] = process.number
             for part, seconds in made["parts_s"].items():
                 measured.parts_s[part] = measured.parts_s.get(part, 0.0) + seconds
             measured.updates_ms[number] = made["updates_ms"]
@@ -557,12 +623,16 @@ class Arena:
             process = self.processes.get(measured.cell.name)
             if process is None:
                 continue
-            with suppress(AccelRunError):
-                process.until = math.inf
-                process.go_on()
-                report = process.ask({"do": "report"}, ANSWER_S)
-                # The answer of a block that was interrupted comes first.
-                measured.report = report if "losses" in report else process.answer(ANSWER_S)
+            self._ask_for_report(measured, process)
+
+    @staticmethod
+    def _ask_for_report(measured: Measured, process: _Process) -> None:
+        with suppress(AccelRunError):
+            process.until = math.inf
+            process.go_on()
+            report = process.ask({"do": "report"}, ANSWER_S)
+            # The answer of a block that was interrupted comes first.
+            measured.report = report if "losses" in report else process.answer(ANSWER_S)
 
 
 class OutOfTime(AccelRunError):
@@ -653,10 +723,10 @@ class _Nursery:
 class _Process(Line):
     """A cell and its data workers: a session of its own, stopped and continued as a whole."""
 
-    def __init__(self, nursery: _Nursery, clock: Callable[[], float], until: float) -> None:
+    def __init__(self, nursery: _Nursery, number: int, clock: Callable[[], float], until: float) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours)
-        self._nursery, self._clock = nursery, clock
+        self._nursery, self.number, self._clock = nursery, number, clock
         self.until = until  # when nobody waits for its answers any more
         self._said = tempfile.TemporaryFile(dir=nursery.folder)  # noqa: SIM115 - closed in `end`
         with theirs:
@@ -874,6 +944,8 @@ def _disturbances(trials: Trials) -> Iterator[str]:
     behind_s = sum(sum(cell.behind_s.values()) for cell in trials.cells)
     if behind_s > CONTENDED * seconds:
         yield f"{behind_s / seconds:.0%} of the time blocks stood in line behind other processes: it is not counted"
+    if trials.mode == "interleaved" and trials.own_spread.freedom and trials.spread.sigma > APART:
+        yield f"processes that do the same differ by {trials.spread.sigma:.1%} here: the intervals hold that too"
     blocks = sum(len(cell.blocks_ms) for cell in trials.cells)
     for reason, times in sum((cell.slowed for cell in trials.cells), Counter[str]()).most_common():
         yield f"the device throttles: {reason}, in {times} of {blocks} blocks"
@@ -895,6 +967,7 @@ def as_json(trials: Trials) -> dict[str, Any]:
         )
     return {
         "mode": trials.mode, "seconds": trials.seconds, "notes": trials.notes,
+        "between_processes": dataclasses.asdict(trials.spread) | {"sigma": trials.spread.sigma},
         "cells": rows,
     }  # fmt: skip
 
@@ -921,6 +994,7 @@ RESTLESS = 0.15
 STILL_S = 0.05  # before each round, in which nothing of ours runs
 BUSY_CORES = 0.25
 CONTENDED = 0.02  # of the time of all blocks
+APART = 0.02  # standard deviation of processes that do the same, from which on it is said
 ROUNDING = 1e-3  # relative difference of losses that order of summation makes at most
 GRADIENT_FACTOR = 5  # a norm is more sensitive than a mean
 # What may change losses by more than rounding, and by how much: other formats, other random draws in dropout.
