@@ -34,8 +34,8 @@ class Clock:
 class FakeProcess(trial._Process):
     """A cell that takes what its overrides say: `start_s`, `compile` for ten times as long, `update_s`, `noise`."""
 
-    def __init__(self, clock: Clock, until: float) -> None:
-        self.clock, self._clock, self.until, self.order = clock, clock, until, dict[str, Any]()
+    def __init__(self, number: int, clock: Clock, until: float) -> None:
+        self.number, self.clock, self._clock, self.until, self.order = number, clock, clock, until, dict[str, Any]()
         self.random, self.words = random.Random(0), dict[str, str]()
         self.line: Any = self
 
@@ -72,7 +72,7 @@ class FakeProcess(trial._Process):
     def __exit__(self, *_: object) -> None: ...
 
 
-def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float]) -> Ratio:
+def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half: float) -> Ratio:
     """Return one that is narrow where blocks are equal, and wide for good where they are not."""
     is_even = max(ours_ms) - min(ours_ms) < 1e-6 * max(ours_ms)
     return Ratio(1.0, 1.0, 1.0, len(ours_ms)) if is_even else Ratio(1.0, 0.5, 2.0, len(theirs_ms))
@@ -81,7 +81,7 @@ def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float]) -> Ratio:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Arena]:
     """Make arenas whose processes are fakes, on a clock of their own."""
-    monkeypatch.setattr(trial, "_Process", lambda _, clock, until: FakeProcess(clock, until))
+    monkeypatch.setattr(trial, "_Process", lambda _, *given: FakeProcess(*given))
     monkeypatch.setattr(trial, "STILL_S", 0.0)
     monkeypatch.setattr(trial, "paired", interval)
     monkeypatch.setattr(Arena, "_nursery", lambda *_: None)
