@@ -206,6 +206,28 @@ def test_a_start_that_comes_to_the_time_of_rounds_is_ended_and_those_before_are_
     assert trials.needs_more
 
 
+def test_half_of_the_time_at_most_goes_to_beginning_anew(fake: Callable[[], Arena]) -> None:
+    arena = fake()
+
+    trials = measured(arena, [cell(name, 2.0, 0.1, noise=0.5) for name in ("base", "other")], 120.0, rounds=(6, 600))
+
+    assert 100 < trials.seconds <= 121
+    assert all(4 <= len(set(each.made_by.values())) <= 16 for each in trials.cells)
+    assert 8 <= arena.number <= 60 / 2.0 + 2
+
+
+def test_what_takes_long_to_start_goes_on_while_others_begin_anew(fake: Callable[[], Arena]) -> None:
+    cells = [cell("base", 1.0, 0.1, noise=0.5), cell("quick", 1.0, 0.1, noise=0.5), cell("long", 40.0, 0.1, noise=0.5)]
+
+    trials = measured(fake(), cells, 160.0, rounds=(6, 600))
+
+    lives = {each.cell.name: len(set(each.made_by.values())) for each in trials.cells}
+    assert lives["long"] <= 2
+    assert min(lives["base"], lives["quick"]) >= 4
+    assert trials.of("long").taken_s > 40, "that is what its first start took"
+    assert trials.seconds <= 161
+
+
 @pytest.mark.parametrize("budget_s", [20.0, 60.0])
 def test_the_budget_that_advice_names_is_enough(fake: Callable[[], Arena], budget_s: float) -> None:
     candidates = [cell(f"cell {at}", 10.0, 0.02, noise=0.3) for at in range(6)]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from runner.measure.statistics import CONFIDENCE, Ratio, paired
+from runner.measure.statistics import CONFIDENCE, Ratio, Spread, as_many_as, between, paired, student
+from runner.measure.trial import Cell, Measured, Trials
 
 Draw = Callable[[np.random.Generator, int], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 
@@ -98,3 +99,86 @@ def test_a_change_that_is_sure_but_tiny_is_no_change() -> None:
 def test_a_ratio_reads_as_a_change_in_percent() -> None:
     assert str(Ratio(1.34, 1.31, 1.37, 20)) == "+34 % [31, 37]"
     assert str(Ratio(0.9, 0.88, 0.93, 20)) == "-10 % [-12, -7]"
+
+
+def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Draw) -> Trials:
+    """Return cells that all do the same: each process is a little faster or slower in all its 8 blocks."""
+    rng = np.random.default_rng(seed)
+    speed = np.cumsum(rng.normal(0.0, 0.05, 8 * lives))
+    cells = []
+    for at in range(num_cells):
+        own = np.repeat(rng.normal(0.0, sigma, lives), 8)
+        blocks = 10 * np.exp(speed + own + noise(rng, 8 * lives))
+        made_by = {number: 100 * at + number // 8 for number in range(8 * lives)}
+        cells.append(Measured(Cell(f"cell {at}"), dict(enumerate(blocks.tolist())), made_by=made_by))
+    return Trials(cells, "interleaved")
+
+
+@pytest.mark.parametrize("noise", [quiet, spiky])
+@pytest.mark.parametrize("num_cells", [2, 5])
+@pytest.mark.parametrize("lives", [1, 2, 4])
+@pytest.mark.parametrize("sigma", [0.005, 0.014])
+def test_the_interval_holds_what_processes_that_do_the_same_differ_by(
+    sigma: float, lives: int, num_cells: int, noise: Draw
+) -> None:
+    found = [
+        trials.ratio(trials.cells[1])
+        for trials in (in_processes(seed, num_cells, lives, sigma, noise) for seed in range(200))
+    ]
+
+    assert np.mean([ratio.low <= 1 <= ratio.high for ratio in found if ratio]) >= 0.92
+    assert np.mean([ratio.verdict == "no clear change" for ratio in found if ratio]) >= 0.97
+
+
+def test_without_the_spread_between_processes_the_interval_would_be_too_narrow() -> None:
+    made = [in_processes(seed, 5, 2, 0.014, spiky) for seed in range(200)]
+    for trials in made:
+        for cell in trials.cells:
+            cell.made_by.clear()
+    found = [trials.ratio(trials.cells[1]) for trials in made]
+
+    assert np.mean([ratio.low <= 1 <= ratio.high for ratio in found if ratio]) < 0.8
+
+
+@pytest.mark.parametrize("lives", [2, 3, 6])
+@pytest.mark.parametrize("num_cells", [2, 3, 9])
+def test_the_spread_between_processes_is_found_as_it_was_planted(num_cells: int, lives: int) -> None:
+    still: Draw = lambda rng, num: rng.normal(0.0, 1e-4, num)  # noqa: E731
+    found = [in_processes(seed, num_cells, lives, 0.02, still).own_spread for seed in range(300)]
+
+    total = Spread(sum(each.squares for each in found), sum(each.freedom for each in found))
+    assert total.sigma == pytest.approx(0.02, rel=0.12)
+    variances = np.array([each.sigma**2 for each in found]) / total.sigma**2
+    assert 2 / np.var(variances) == pytest.approx(found[0].freedom, rel=0.5), "it is as sure of it as it says"
+
+
+def test_cells_that_go_on_in_their_processes_tell_nothing_of_others() -> None:
+    assert in_processes(0, 4, 1, 0.02, quiet).own_spread == Spread(0.0, 0.0)
+    assert between([]) == Spread(0.0, 0.0)
+
+
+def test_some_of_the_cells_may_begin_anew() -> None:
+    """One of three goes on in its process; what the others change by is told by the two that do not."""
+    squares = freedom = 0.0
+    for seed in range(300):
+        trials = in_processes(seed, 3, 2, 0.02, lambda rng, num: rng.normal(0.0, 1e-4, num))
+        kept = trials.cells[2]
+        rng = np.random.default_rng(seed)
+        speed = np.exp(np.cumsum(rng.normal(0.0, 0.05, 16)))
+        kept.blocks_ms = {number: 10 * float(speed[number]) for number in range(16)}
+        kept.made_by = dict.fromkeys(range(16), 7)
+        squares += trials.own_spread.squares
+        freedom += trials.own_spread.freedom
+
+    assert Spread(squares, freedom).sigma == pytest.approx(0.02, rel=0.12)
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(3, 3.182), (4, 2.776), (6, 2.447), (12, 2.179), (60, 2.000)])
+def test_quantiles_are_those_of_the_tables(freedom: float, quantile: float) -> None:
+    assert student(freedom) == pytest.approx(quantile, rel=0.01)
+
+
+def test_a_process_of_few_blocks_counts_less() -> None:
+    assert as_many_as([1, 1, 2, 2]) == 2
+    assert as_many_as([1, 1, 1, 1]) == 1
+    assert as_many_as([1, 1, 1, 2]) == pytest.approx(1.6)

@@ -17,7 +17,9 @@ import torch
 from runner.base import host
 from runner.base.configuration import Request
 from runner.base.errors import AccelRunError
+from runner.measure import trial
 from runner.measure.cell import TIMED_UPDATES
+from runner.measure.statistics import USUAL
 from runner.measure.trial import (
     LEAST_ROUNDS,
     NO_TIME,
@@ -199,6 +201,31 @@ def test_cells_that_memory_does_not_hold_together_are_started_again(arena: Arena
     ratio = found.ratio(found.of("quick"))
     assert ratio is not None
     assert ratio.middle > 1.1
+
+
+def test_cells_begin_anew_between_their_blocks(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one process does all its life, and another that does the same does not, is seen so."""
+    monkeypatch.setattr(trial, "_leave_out", lambda _: None)
+    before = arena.number
+
+    limits = dataclasses.replace(LIMITS, rounds=(3, 40))
+    found = arena.measure([Cell("as it is"), Cell("wrong", ("task.scale=3.0",))], limits, lambda _: None)
+
+    assert arena.number - before >= 4
+    for cell in found.cells:
+        order = list(cell.made_by.values())
+        assert order == sorted(order), "a process that has ended makes no more blocks"
+        assert len(set(order)) >= 2
+        assert all(order.count(process) >= 3 for process in set(order))
+        assert cell.made_by.keys() == cell.blocks_ms.keys()
+        blocks_s = sum(cell.blocks_ms.values()) * cell.updates / 1e3
+        assert blocks_s > 0.8 * (len(set(order)) - 1) * cell.again_s, "no more time goes to starts than to blocks"
+    assert found.spread.freedom > USUAL.freedom
+    assert arena.known.freedom >= found.spread.freedom, "what was learnt is known in the next trials"
+    numerics = found.numerics(found.of("wrong"))
+    assert numerics is not None
+    assert numerics.differ
+    assert as_json(found)["between_processes"]["sigma"] == found.spread.sigma
 
 
 def test_a_baseline_that_cannot_be_measured_is_an_error(arena: Arena) -> None:
