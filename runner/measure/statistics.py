@@ -100,7 +100,8 @@ def between(cells: Sequence[tuple[Blocks, Made]]) -> Spread:
 
     Rounds in which the same processes play are looked at together: each cell's level in them is the median of its
     distance from the others. Where a cell goes on in another process, its level changes by two processes' worth of
-    variance, and by the noise of medians, which is left in: rather too wide than too narrow.
+    variance, and by the noise of medians, which is left in: rather too wide than too narrow. Cells that have hardly
+    played before or after are left out.
     """
     numbers = sorted(set().union(*(blocks for blocks, _ in cells)) if cells else [])
     pieces: list[list[int]] = []
@@ -113,10 +114,15 @@ def between(cells: Sequence[tuple[Blocks, Made]]) -> Spread:
         last |= playing
     squares = freedom = 0.0
     for before, after in pairwise(pieces):
-        both = [each for each in cells if all(number in each[0] for number in (*before, *after))]
-        new = sum(made[before[-1]] != made[after[0]] for _, made in both)
-        if new and len(both) > 1 and min(len(before), len(after)) >= LEAST_BLOCKS:
-            changes = _levels(both, after) - _levels(both, before)
+        both = [each for each in cells if each[0].keys() & before and each[0].keys() & after]
+        while True:
+            then, now = ([at for at in part if all(at in each[0] for each in both)] for part in (before, after))
+            if len(both) < 2 or min(len(then), len(now)) >= LEAST_BLOCKS:
+                break
+            both.remove(min(both, key=lambda each: min(len(each[0].keys() & part) for part in (before, after))))
+        new = sum(made[then[-1]] != made[now[0]] for _, made in both) if len(both) > 1 else 0
+        if new:
+            changes = _levels(both, now) - _levels(both, then)
             squares += float(np.sum((changes - changes.mean()) ** 2)) / 2
             freedom += new * (1 - 1 / len(both))
     # A process in the middle is in two changes: so many degrees of freedom has a sum of successive differences.
@@ -127,7 +133,7 @@ def between(cells: Sequence[tuple[Blocks, Made]]) -> Spread:
 
 
 def _levels(cells: Sequence[tuple[Blocks, Made]], rounds: Sequence[int]) -> Array:
-    logs = np.log([[blocks[number] for number in rounds] for blocks, _ in cells])
+    logs = np.log(np.maximum([[blocks[number] for number in rounds] for blocks, _ in cells], LEAST_MS))
     return np.asarray(np.median(logs - np.median(logs, axis=0), axis=1), dtype=np.float64)
 
 
@@ -180,7 +186,9 @@ def _sigma(values: Array) -> float:
 
 # What is taken of processes before any was begun anew, with the weight of so many degrees of freedom.
 USUAL = Spread(squares=4 * 0.01**2, freedom=4)
+ONE_EACH = USUAL.half(1, 1)  # where two settings have one process each, and none was begun anew
 LEAST_BLOCKS = 3  # of a process, to tell its level by
+LEAST_MS = 1e-6  # a clock may tell that a block took no time
 FEW = 6
 STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of the t distribution, by the number of values
 NARROW = 0.02  # half the width of an interval that is narrow enough in any case

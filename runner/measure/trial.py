@@ -14,6 +14,7 @@ import math
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import statistics
@@ -164,11 +165,10 @@ class Measured:
         """True where the time, and nothing else, kept it from being compared."""
         return self.is_short or self.why_not == UNTRIED or self.why_not.startswith(NO_TIME)
 
-    def is_due(self, least: int) -> bool:
-        """Tell whether its process has made enough blocks, and for as long as another takes to start."""
-        own = [number for number, process in self.made_by.items() if process == next(reversed(self.made_by.values()))]
-        seconds = sum(self.blocks_ms[number] for number in own) * self.updates / 1e3
-        return len(own) >= least and seconds >= (self.again_s or self.taken_s)
+    def made_s(self, process: int) -> float:
+        """Return the seconds of the blocks that this process has made."""
+        own = [number for number, maker in self.made_by.items() if maker == process]
+        return sum(self.blocks_ms[at] * self.updates / 1e3 + self.behind_s[at] for at in own)
 
     def sees(self, what: str) -> bool:
         """Tell whether each block holds it as often as the training does: rows ("log"), "checkpoint", "evaluation"."""
@@ -242,14 +242,17 @@ class Trials:
         """Return what a cell is compared with: the baseline, if it names no other."""
         return self.of(cell.cell.against) if cell.cell.against else self.baseline
 
-    def ratio(self, cell: Measured, against: Measured | None = None) -> Ratio | None:
-        """Return how many times as fast a cell is as what it is compared with; None: they had no round in common."""
+    def ratio(self, cell: Measured, against: Measured | None = None, *, with_processes: bool = True) -> Ratio | None:
+        """Return how many times as fast a cell is as what it is compared with; None: they had no round in common.
+
+        with_processes  the interval holds what processes that do the same differ by, too
+        """
         against = against or self.against(cell)
         rounds = sorted(cell.blocks_ms.keys() & against.blocks_ms.keys())
         if not rounds:
             return None
         theirs, ours = ([each.blocks_ms[number] for number in rounds] for each in (against, cell))
-        return paired(theirs, ours, half=self._half(cell, against, rounds))
+        return paired(theirs, ours, half=self._half(cell, against, rounds) if with_processes else 0.0)
 
     def _half(self, cell: Measured, against: Measured, rounds: Sequence[int]) -> float:
         """Return how far processes of two cells may lie apart that do the same; 0 where each block has its own."""
@@ -350,8 +353,12 @@ class Arena:
         trials = self._opened(cells)
         try:
             self._admit(trials, began, say)
-            while self._play(trials) and self._admit(trials, self.clock(), say):
-                pass
+            while self._play(trials):
+                if all(cell.why_not != UNTRIED for cell in trials.cells):
+                    break
+                if not self._admit(trials, self.clock(), say):
+                    self._play(trials, to_the_end=True)
+                    break
             self._hear(trials)
         except KeyboardInterrupt:
             with suppress(KeyboardInterrupt):  # the second one is meant
@@ -427,10 +434,12 @@ class Arena:
             while self.clock() - began < self.limits.block_s:
                 process.make(num, self.limits.start_s)
                 num, made = min(2 * num, WARM_UPDATES), made + num
-            if not measured.start_s:  # what is opened again finds what it has compiled
+            is_first = not measured.start_s
+            if is_first:  # what is opened again finds what it has compiled
                 measured.start_s, measured.first_update_s = start_s, first_update_s
                 measured.warm_up_s, measured.warm_up_updates = self.clock() - began, made
-            if self.limits.first_evaluation and measured.opened["values"]["compile"] != "off":
+            compiles = measured.opened["values"]["compile"] != "off"
+            if self.limits.first_evaluation and compiles and (is_first or self.limits.evaluates):
                 more_s = process.ask({"do": "evaluate"}, self.limits.start_s)["more_s"]
                 measured.evaluation_s = measured.evaluation_s or more_s
             ahead = measured.opened["ahead"]
@@ -503,17 +512,29 @@ class Arena:
         turn_s = cell.turn_s or max(each.turn_s for each in trials.cells)
         return turn_s if trials.mode == "interleaved" else turn_s + (cell.taken_s or _start_s(trials, cell))
 
-    def _play(self, trials: Trials) -> bool:
+    def _play(self, trials: Trials, *, to_the_end: bool = False) -> bool:
         """Make rounds until every interval is narrow enough, and tell whether time is left.
 
-        No block is begun that would end after the deadline.
+        No block is begun that would end after the deadline. While some cells wait, those that play make way for them
+        as soon as their blocks agree; what processes differ by is found out after that.
+
+        to_the_end  nobody who waits can be started
         """
         least, most = self.limits.rounds
         first = len(trials.others)
+        last = most if to_the_end else first + most
         order = random.Random(self.limits.seed + first)
-        for number in range(first, first + most):
-            if first + most - number >= LEAST_ROUNDS:
-                self._renew(trials)
+        begins_anew = to_the_end or all(cell.why_not != UNTRIED for cell in trials.cells)
+        renewed = first
+        if begins_anew and first:  # those that made way, too
+            for cell in trials.cells:
+                cell.is_out = False
+            _leave_out(trials)
+        for number in range(first, last):
+            if begins_anew and min(last - number, number - renewed) >= LEAST_ROUNDS and self._is_time(trials):
+                renewed = number
+                if not self._renew(trials):
+                    return False
             trials.others.append(_kept_busy(self.load))  # all cells are stopped
             playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
             if len(playing) < 2 and number - first >= least:
@@ -532,39 +553,58 @@ class Arena:
             if trials.baseline.why_not:
                 raise self.error
             if number - first + 1 >= least:
-                _leave_out(trials)
+                _leave_out(trials, with_processes=begins_anew)
                 if all(cell.is_out or cell.why_not for cell in trials.cells[1:]):
                     return True
         return True
 
-    def _renew(self, trials: Trials) -> None:
-        """Begin cells anew that have made blocks for as long as a start takes, half of those that play or more at once.
+    def _is_time(self, trials: Trials) -> bool:
+        """Tell whether half of those that play have made blocks for as long as a start takes, and there is time."""
+        playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
+        due = self._due(trials, 1.0)
+        if len(playing) < 2 or 2 * len(due) < len(playing):
+            return False
+        rounds_s = LEAST_ROUNDS * sum(self._turn_s(trials, cell) for cell in playing)
+        starts_s = sum(cell.again_s or cell.taken_s for cell in self._due(trials, NEARLY))
+        return self.clock() + SLACK * (starts_s + rounds_s) <= self.deadline
+
+    def _due(self, trials: Trials, share: float) -> list[Measured]:
+        """Return the cells whose process has made enough blocks, and for this share of what another takes to start."""
+        due = []
+        for cell in trials.cells:
+            process = self.processes.get(cell.cell.name)
+            if process is None or cell.why_not or cell.is_out:
+                continue
+            num = sum(maker == process.number for maker in cell.made_by.values())
+            start_s = cell.again_s or cell.taken_s
+            if num >= self.limits.rounds[0] and cell.made_s(process.number) >= share * start_s:
+                due.append(cell)
+        return due
+
+    def _renew(self, trials: Trials) -> bool:
+        """Begin cells anew, and tell whether the baseline lives; those that are nearly due with those that are.
 
         What is the same in all blocks of a process, and another one that does the same does otherwise, no number of its
-        blocks would show.
+        blocks would show. One that cannot begin anew has no more blocks, and what was measured of it stands.
         """
-        playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
-        due = [cell for cell in playing if cell.cell.name in self.processes and cell.is_due(self.limits.rounds[0])]
-        if len(playing) < 2 or 2 * len(due) < len(playing):
-            return
-        rounds_s = LEAST_ROUNDS * sum(self._turn_s(trials, cell) for cell in playing)
-        starts_s = sum(cell.again_s or cell.taken_s for cell in due)
-        if self.clock() + SLACK * (starts_s + rounds_s) > self.deadline:
-            return
-        for measured in due:
-            process = self.processes.pop(measured.cell.name)
+        for measured in self._due(trials, NEARLY):
+            process = self.processes[measured.cell.name]
             self._ask_for_report(measured, process)
-            process.end()
+            del self.processes[measured.cell.name]
+            self._clear_away(process)
             taken_s = measured.taken_s
-            new = self._start(measured, math.inf if measured is trials.baseline else self.deadline)
+            new = self._start(measured, self.deadline)
             measured.again_s, measured.taken_s = measured.taken_s, taken_s
-            if new is None:
-                measured.is_out = True  # what was measured before stands
-                if measured is trials.baseline:
-                    raise self.error
+            if new is not None:
+                self.processes[measured.cell.name] = new
+                new.pause()
                 continue
-            self.processes[measured.cell.name] = new
-            new.pause()
+            reason, measured.why_not, measured.is_out = measured.why_not, "", True
+            if reason:
+                trials.notes.append(f"{measured.cell.name} could not begin anew: {reason}")
+            if measured is trials.baseline:
+                return False
+        return True
 
     def _say_what_it_needs(self, trials: Trials) -> None:
         """Say in which time all that were not compared would be, by what those that were took."""
@@ -596,9 +636,9 @@ class Arena:
         try:
             process.go_on()
             made = process.block(measured.updates, self.limits.start_s, measured.unpaid)
-            measured.blocks_ms[number] = 1e3 * (made["seconds"] - made["behind_s"]) / measured.updates
-            measured.behind_s[number] = made["behind_s"]
             measured.made_by[number] = process.number
+            measured.behind_s[number] = made["behind_s"]
+            measured.blocks_ms[number] = 1e3 * (made["seconds"] - made["behind_s"]) / measured.updates
             for part, seconds in made["parts_s"].items():
                 measured.parts_s[part] = measured.parts_s.get(part, 0.0) + seconds
             measured.updates_ms[number] = made["updates_ms"]
@@ -613,9 +653,14 @@ class Arena:
             self.error, measured.why_not = error, _reason(error)
         if trials.mode == "restarted" or measured.why_not:
             self.processes.pop(measured.cell.name, None)
-            process.end()
+            self._clear_away(process)
         else:
             process.pause()
+
+    def _clear_away(self, process: _Process) -> None:
+        """End a process that others follow; what it has saved may be as large as the model."""
+        process.end()
+        shutil.rmtree(self.folder / f"cell-{process.number}", ignore_errors=True)
 
     def _hear(self, trials: Trials) -> None:
         """Hear what the cells have to tell."""
@@ -632,7 +677,8 @@ class Arena:
             process.go_on()
             report = process.ask({"do": "report"}, ANSWER_S)
             # The answer of a block that was interrupted comes first.
-            measured.report = report if "losses" in report else process.answer(ANSWER_S)
+            report = report if "losses" in report else process.answer(ANSWER_S)
+            measured.report = _fuller(measured.report, report)
 
 
 class OutOfTime(AccelRunError):
@@ -882,13 +928,16 @@ def _kept_busy(load: CpuLoad | GrantedCpuLoad) -> float:
     return load.num_cores * (load.percent() or 0.0) / 100
 
 
-def _leave_out(trials: Trials) -> None:
+def _leave_out(trials: Trials, *, with_processes: bool = True) -> None:
     """Mark the cells of which enough is known: their interval is narrow, or they are clearly slower.
 
-    One that others name as what they are compared with goes with the last of them.
+    One that others name as what they are compared with goes with the last of them. Who is out stays out: what is learnt
+    of processes afterwards would bring back some, for a block here and there.
     """
     for cell in trials.cells[1:]:
-        ratio = trials.ratio(cell)
+        if cell.is_out:
+            continue
+        ratio = trials.ratio(cell, with_processes=with_processes)
         if trials.against(cell).why_not:
             cell.is_out = True
         elif ratio is not None and not cell.why_not:
@@ -903,6 +952,13 @@ def _reason(error: AccelRunError) -> str:
     """Return the first problem in one line."""
     problem = error.problems[0]
     return " ".join(f"{problem.where + ': ' if problem.where else ''}{problem.what}".split())
+
+
+def _fuller(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what two processes of a cell have told: of the one that made more first updates, and the higher peaks."""
+    fuller = before if len(before.get("losses", ())) > len(now.get("losses", ())) else now
+    peaks = {key: max(before[key], now[key]) for key in before.keys() & now.keys() if key.startswith("peak_")}
+    return {**fuller, **peaks}
 
 
 def _off(ours: float, theirs: float) -> float:
@@ -993,6 +1049,7 @@ CLEARLY_SLOWER = 0.95
 RESTLESS = 0.15
 STILL_S = 0.05  # before each round, in which nothing of ours runs
 BUSY_CORES = 0.25
+NEARLY = 0.5  # of the time of a start in blocks: begun anew with those that have made more
 CONTENDED = 0.02  # of the time of all blocks
 APART = 0.02  # standard deviation of processes that do the same, from which on it is said
 ROUNDING = 1e-3  # relative difference of losses that order of summation makes at most

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.base.configuration import Request
+from runner.base.errors import AccelRunError
 from runner.measure import trial
 from runner.measure.advise import _tried
 from runner.measure.rules import Candidate, Finding
 from runner.measure.statistics import Ratio
-from runner.measure.trial import NO_TIME, UNTRIED, Arena, Cell, Limits, Measured, Silence, Trials
+from runner.measure.trial import NO_TIME, UNTRIED, Arena, Cell, Limits, Measured, Silence, Trials, _fuller
 
 LIMITS = Limits(budget_s=60, rounds=(6, 12))
 
@@ -73,9 +75,9 @@ class FakeProcess(trial._Process):
 
 
 def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half: float) -> Ratio:
-    """Return one that is narrow where blocks are equal, and wide for good where they are not."""
+    """Return one that is as narrow as `half` where blocks are equal, and wide for good where they are not."""
     is_even = max(ours_ms) - min(ours_ms) < 1e-6 * max(ours_ms)
-    return Ratio(1.0, 1.0, 1.0, len(ours_ms)) if is_even else Ratio(1.0, 0.5, 2.0, len(theirs_ms))
+    return Ratio(1.0, 1.0 - half, 1.0 + half, len(ours_ms)) if is_even else Ratio(1.0, 0.5, 2.0, len(theirs_ms))
 
 
 @pytest.fixture
@@ -214,6 +216,55 @@ def test_half_of_the_time_at_most_goes_to_beginning_anew(fake: Callable[[], Aren
     assert 100 < trials.seconds <= 121
     assert all(4 <= len(set(each.made_by.values())) <= 16 for each in trials.cells)
     assert 8 <= arena.number <= 60 / 2.0 + 2
+
+
+def test_cells_whose_starts_take_unequally_long_begin_anew_together(fake: Callable[[], Arena]) -> None:
+    """Or nobody could tell whose change it was that is seen."""
+    cells = [cell("base", 2.0, 0.1, noise=0.5), cell("other", 2.7, 0.1, noise=0.5), cell("third", 3.0, 0.1, noise=0.5)]
+
+    trials = measured(fake(), cells, 120.0, rounds=(6, 600))
+
+    lives = [list(each.made_by.values()) for each in trials.cells]
+    changes = [[at for at in range(1, len(makers)) if makers[at] != makers[at - 1]] for makers in lives]
+    assert changes[0] == changes[1] == changes[2]
+    assert len(changes[0]) >= 3
+    assert trials.own_spread.freedom >= 4
+
+
+def test_what_cannot_begin_anew_is_compared_by_what_it_has_made(
+    fake: Callable[[], Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the other's blocks nor the baseline's are lost with a process that nobody needed."""
+    for name in ("other", "base"):
+        begun: Counter[str] = Counter()
+        start = Arena._start
+
+        def fails_later(self: Arena, measured: Measured, until: float, name: str = name) -> Any:
+            begun[measured.cell.name] += 1  # noqa: B023
+            if measured.cell.name == name and begun[name] > 1:  # noqa: B023
+                self.error, measured.why_not = AccelRunError("the disk is full"), "the disk is full"
+                return None
+            return start(self, measured, until)  # noqa: B023
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Arena, "_start", fails_later)
+            cells = [cell(each, 2.0, 0.1, noise=0.5) for each in ("base", "other", "third")]
+            trials = measured(fake(), cells, 120.0, rounds=(6, 600))
+
+        assert all(each.why_not == "" and len(each.blocks_ms) >= 6 for each in trials.cells)
+        assert trials.notes[0] == f"{name} could not begin anew: the disk is full"
+        assert trials.ratio(trials.of("other")) is not None
+        lives = len(set(trials.of("third").made_by.values()))
+        assert lives == 1 if name == "base" else lives > 2
+
+
+def test_what_a_process_has_told_is_not_lost_with_it() -> None:
+    first = {"losses": [1.0, 2.0, 3.0], "moved": [1.0], "peak_host_gib": 1.0}
+    young = {"losses": [1.0], "moved": None, "peak_host_gib": 2.0}
+
+    assert _fuller(first, young) == {**first, "peak_host_gib": 2.0}
+    assert _fuller(young, first) == {**first, "peak_host_gib": 2.0}
+    assert _fuller({}, young) == young
 
 
 def test_what_takes_long_to_start_goes_on_while_others_begin_anew(fake: Callable[[], Arena]) -> None:

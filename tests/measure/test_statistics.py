@@ -101,29 +101,29 @@ def test_a_ratio_reads_as_a_change_in_percent() -> None:
     assert str(Ratio(0.9, 0.88, 0.93, 20)) == "-10 % [-12, -7]"
 
 
-def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Draw) -> Trials:
-    """Return cells that all do the same: each process is a little faster or slower in all its 8 blocks."""
+def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Draw, each: int = 8) -> Trials:
+    """Return cells that all do the same: each process is a little faster or slower in all its blocks."""
     rng = np.random.default_rng(seed)
-    speed = np.cumsum(rng.normal(0.0, 0.05, 8 * lives))
+    speed = np.cumsum(rng.normal(0.0, 0.05, each * lives))
     cells = []
     for at in range(num_cells):
-        own = np.repeat(rng.normal(0.0, sigma, lives), 8)
-        blocks = 10 * np.exp(speed + own + noise(rng, 8 * lives))
-        made_by = {number: 100 * at + number // 8 for number in range(8 * lives)}
+        own = np.repeat(rng.normal(0.0, sigma, lives), each)
+        blocks = 10 * np.exp(speed + own + noise(rng, each * lives))
+        made_by = {number: 100 * at + number // each for number in range(each * lives)}
         cells.append(Measured(Cell(f"cell {at}"), dict(enumerate(blocks.tolist())), made_by=made_by))
     return Trials(cells, "interleaved")
 
 
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num_cells", [2, 5])
-@pytest.mark.parametrize("lives", [1, 2, 4])
+@pytest.mark.parametrize(("lives", "each"), [(1, 8), (2, 8), (4, 8), (5, 20)])
 @pytest.mark.parametrize("sigma", [0.005, 0.014])
 def test_the_interval_holds_what_processes_that_do_the_same_differ_by(
-    sigma: float, lives: int, num_cells: int, noise: Draw
+    sigma: float, lives: int, each: int, num_cells: int, noise: Draw
 ) -> None:
     found = [
         trials.ratio(trials.cells[1])
-        for trials in (in_processes(seed, num_cells, lives, sigma, noise) for seed in range(200))
+        for trials in (in_processes(seed, num_cells, lives, sigma, noise, each) for seed in range(200))
     ]
 
     assert np.mean([ratio.low <= 1 <= ratio.high for ratio in found if ratio]) >= 0.92
@@ -176,6 +176,30 @@ def test_some_of_the_cells_may_begin_anew() -> None:
 @pytest.mark.parametrize(("freedom", "quantile"), [(3, 3.182), (4, 2.776), (6, 2.447), (12, 2.179), (60, 2.000)])
 def test_quantiles_are_those_of_the_tables(freedom: float, quantile: float) -> None:
     assert student(freedom) == pytest.approx(quantile, rel=0.01)
+
+
+def test_a_round_that_the_deadline_cut_loses_nothing_of_those_before() -> None:
+    trials = in_processes(0, 3, 2, 0.02, quiet)
+    whole = trials.own_spread
+    trials.cells[0].blocks_ms[16], trials.cells[0].made_by[16] = 10.0, 1
+
+    assert trials.own_spread == whole
+
+
+def test_a_cell_that_has_hardly_played_is_left_out_and_the_others_tell() -> None:
+    trials = in_processes(0, 4, 2, 0.02, quiet)
+    three = Trials(trials.cells[:3], "interleaved").own_spread
+    for number in range(2, 16):
+        del trials.cells[3].blocks_ms[number], trials.cells[3].made_by[number]
+
+    assert trials.own_spread == three
+
+
+def test_a_block_of_no_time_poisons_nothing() -> None:
+    trials = in_processes(0, 3, 2, 0.01, quiet)
+    trials.cells[1].blocks_ms[3] = 0.0
+
+    assert trials.spread.sigma < 0.1
 
 
 def test_a_process_of_few_blocks_counts_less() -> None:

@@ -25,7 +25,7 @@ def report(tmp_path: Path, *words: str, **options: str) -> Report:
 
 @pytest.mark.usefixtures("few_rounds")
 def test_where_reading_takes_long_the_loader_that_does_not_read_again_is_first(tmp_path: Path) -> None:
-    """A sample sleeps for 1 ms when it is read, an update 2 ms: 8 of 10 ms wait for data."""
+    """A sample sleeps for 3 ms when it is read, an update 6 ms: 24 of 30 ms wait for data."""
     found = report(
         tmp_path,
         "task.read_ms=3",

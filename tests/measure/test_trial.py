@@ -208,7 +208,7 @@ def test_cells_begin_anew_between_their_blocks(arena: Arena, monkeypatch: pytest
     monkeypatch.setattr(trial, "_leave_out", lambda _: None)
     before = arena.number
 
-    limits = dataclasses.replace(LIMITS, rounds=(3, 40))
+    limits = dataclasses.replace(LIMITS, budget_s=12, rounds=(3, 400), block_s=0.1)
     found = arena.measure([Cell("as it is"), Cell("wrong", ("task.scale=3.0",))], limits, lambda _: None)
 
     assert arena.number - before >= 4
@@ -216,10 +216,9 @@ def test_cells_begin_anew_between_their_blocks(arena: Arena, monkeypatch: pytest
         order = list(cell.made_by.values())
         assert order == sorted(order), "a process that has ended makes no more blocks"
         assert len(set(order)) >= 2
-        assert all(order.count(process) >= 3 for process in set(order))
+        assert all(order.count(process) >= 3 for process in set(order) - {order[-1]})
         assert cell.made_by.keys() == cell.blocks_ms.keys()
-        blocks_s = sum(cell.blocks_ms.values()) * cell.updates / 1e3
-        assert blocks_s > 0.8 * (len(set(order)) - 1) * cell.again_s, "no more time goes to starts than to blocks"
+    assert len(list(arena.folder.glob("cell-*"))) <= 2 + before, "what ended processes have saved is gone"
     assert found.spread.freedom > USUAL.freedom
     assert arena.known.freedom >= found.spread.freedom, "what was learnt is known in the next trials"
     numerics = found.numerics(found.of("wrong"))

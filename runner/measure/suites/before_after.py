@@ -27,7 +27,7 @@ from runner.measure.contest import (
     verdict_of,
     whole_numbers,
 )
-from runner.measure.statistics import NEGLIGIBLE, paired
+from runner.measure.statistics import NEGLIGIBLE, ONE_EACH, paired
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.trial import LEAST_ROUNDS, Cell, Measured, Trials
 from runner.observe.nvml import Gpu, Nvml, everything, open_nvml
@@ -233,7 +233,7 @@ def _inference(told: Mapping[str, Answers | str]) -> tuple[Value, ...]:
     before, after = before[1:num], after[1:num]  # the first is not like the others
     if not before:
         return (f"inference, ms per {item}", None, None, "", "not measured")
-    ratio = paired(before, after)
+    ratio = paired(before, after, half=ONE_EACH)
     return (f"inference, ms per {item}", median(before), median(after), str(ratio), ratio.verdict)
 
 

@@ -31,7 +31,7 @@ from runner.measure.contest import (
 )
 from runner.measure.criteria import Criterion, criteria
 from runner.measure.facts import Facts
-from runner.measure.statistics import CONFIDENCE, Ratio, paired
+from runner.measure.statistics import CONFIDENCE, ONE_EACH, Ratio, paired
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.trial import Cell, Trials
 from runner.plan.inventory import Inventory
@@ -281,7 +281,7 @@ def _fits_of(
     num = min(map(len, times))
     if not num:
         return (None, None), None
-    return (median(times[0]), median(times[1])), paired(times[0][:num], times[1][:num])
+    return (median(times[0]), median(times[1])), paired(times[0][:num], times[1][:num], half=ONE_EACH)
 
 
 def _fit_rows(by: str, found: Crossing | None, devices: Sequence[str]) -> list[tuple[Value, ...]]:

@@ -20,7 +20,7 @@ from runner.launch.apart import apart
 from runner.measure.advise import planned
 from runner.measure.contest import ROUNDS, kept, refuse_words, some_of, whole_numbers
 from runner.measure.ranks import Standing, ms_per_update, opened
-from runner.measure.statistics import Ratio, paired
+from runner.measure.statistics import ONE_EACH, Ratio, paired
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.trial import LEAST_ROUNDS, QUIET, ROOM, UNTRIED
 from runner.observe.memory import host_peak_gib
@@ -297,7 +297,9 @@ def _report(
 
 def _ratio(before: Mapping[int, float], after: Mapping[int, float]) -> Ratio | None:
     rounds = sorted(before.keys() & after.keys())
-    return paired([before[each] for each in rounds], [after[each] for each in rounds]) if rounds else None
+    if not rounds:
+        return None
+    return paired([before[each] for each in rounds], [after[each] for each in rounds], half=ONE_EACH)
 
 
 def _in_words(ratio: Ratio) -> str:
