@@ -44,6 +44,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/base/scratch.py", "_made", "tempfile.mkdtemp"): "the folder itself",
     ("runner/base/scratch.py", "_sweep", "shutil.rmtree"): "folders of starts that were killed",
     ("runner/base/scratch.py", "private_folder", "shutil.rmtree"): "the folder itself, at the end",
+    ("runner/measure/trial.py", "_clear_away", "shutil.rmtree"): "runs of trials that are over, in the folder of a start",
     ("runner/engine/watchdog.py", "__call__", "shutil.rmtree"): "the folder itself, where a hang ends the process at once",
     ("runner/base/signs.py", "__init__", "os.open"): "memory that two processes share",
     ("runner/base/signs.py", "__init__", "os.ftruncate"): "memory that two processes share",

@@ -438,8 +438,8 @@ class Arena:
             if is_first:  # what is opened again finds what it has compiled
                 measured.start_s, measured.first_update_s = start_s, first_update_s
                 measured.warm_up_s, measured.warm_up_updates = self.clock() - began, made
-            compiles = measured.opened["values"]["compile"] != "off"
-            if self.limits.first_evaluation and compiles and (is_first or self.limits.evaluates):
+            comes_up = self.limits.first_evaluation and (is_first or self.limits.evaluates)
+            if comes_up and measured.opened["values"]["compile"] != "off":
                 more_s = process.ask({"do": "evaluate"}, self.limits.start_s)["more_s"]
                 measured.evaluation_s = measured.evaluation_s or more_s
             ahead = measured.opened["ahead"]

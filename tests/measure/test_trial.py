@@ -205,7 +205,7 @@ def test_cells_that_memory_does_not_hold_together_are_started_again(arena: Arena
 
 def test_cells_begin_anew_between_their_blocks(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one process does all its life, and another that does the same does not, is seen so."""
-    monkeypatch.setattr(trial, "_leave_out", lambda _: None)
+    monkeypatch.setattr(trial, "_leave_out", lambda *_, **__: None)
     before = arena.number
 
     limits = dataclasses.replace(LIMITS, budget_s=12, rounds=(3, 400), block_s=0.1)
