@@ -131,6 +131,7 @@ class Measured:
     report: dict[str, Any] = field(default_factory=dict)
     why_not: str = ""
     is_out: bool = False  # it was left out of further rounds: what is known is enough
+    is_over: bool = False  # it could not begin anew: what it has made stands
     is_short: bool = False  # the time was over before its third block
 
     @property
@@ -164,6 +165,11 @@ class Measured:
     def is_untried(self) -> bool:
         """True where the time, and nothing else, kept it from being compared."""
         return self.is_short or self.why_not == UNTRIED or self.why_not.startswith(NO_TIME)
+
+    @property
+    def plays(self) -> bool:
+        """True where it takes part in the next round."""
+        return not (self.why_not or self.is_out or self.is_over)
 
     def made_s(self, process: int) -> float:
         """Return the seconds of the blocks that this process has made."""
@@ -446,15 +452,18 @@ class Arena:
             measured.unpaid = ahead + 1 if ahead else 0
             measured.updates = measured.updates or _updates_of_a_block(process, measured, self.limits, self.block_s)
         except OutOfTime as error:
-            process.end()
+            self._clear_away(process)
             self.error = error
             if len(measured.blocks_ms) < LEAST_ROUNDS:
                 measured.why_not = f"{NO_TIME}: not ready after {self.clock() - since:.0f} s"
             return None
         except AccelRunError as error:
             self.error, measured.why_not = error, _reason(error)
-            process.end()
+            self._clear_away(process)
             return None
+        except KeyboardInterrupt:
+            process.end()
+            raise
         finally:
             measured.taken_s = self.clock() - since
         process.until = self.deadline
@@ -487,7 +496,7 @@ class Arena:
         into it is not made, and one that comes to it is ended.
         """
         half_s = (self.deadline - since) / 2 if len(trials.cells) > 2 else 0.0
-        playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
+        playing = [cell for cell in trials.cells if cell.plays]
         num = len(playing)
         for measured in sorted((cell for cell in trials.cells if cell.why_not == UNTRIED), key=_compiles):
             turns = [self._turn_s(trials, cell) for cell in playing]
@@ -526,23 +535,26 @@ class Arena:
         order = random.Random(self.limits.seed + first)
         begins_anew = to_the_end or all(cell.why_not != UNTRIED for cell in trials.cells)
         renewed = first
-        if begins_anew and first:  # those that made way, too
+        whole_s = SLACK * LEAST_ROUNDS * sum(self._turn_s(trials, cell) for cell in trials.cells if not cell.why_not)
+        if begins_anew and first and self.clock() + whole_s <= self.deadline:  # those that made way, too
             for cell in trials.cells:
                 cell.is_out = False
-            _leave_out(trials)
+            _leave_out(trials, most)
+        if all(not cell.plays for cell in trials.cells[1:]) and first:
+            return True
         for number in range(first, last):
             if begins_anew and min(last - number, number - renewed) >= LEAST_ROUNDS and self._is_time(trials):
                 renewed = number
                 if not self._renew(trials):
                     return False
             trials.others.append(_kept_busy(self.load))  # all cells are stopped
-            playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
+            playing = [cell for cell in trials.cells if cell.plays]
             if len(playing) < 2 and number - first >= least:
                 return True
             order.shuffle(playing)
             for measured in playing:
                 if self.clock() + self._turn_s(trials, measured) > self.deadline:
-                    if number - first < LEAST_ROUNDS:
+                    if any(len(each.blocks_ms) < LEAST_ROUNDS for each in playing):
                         whose = "those that began last" if first else "each setting"
                         made = f"{number - first} of {LEAST_ROUNDS} blocks"
                         trials.notes.append(f"the time was over after {made} of {whose}")
@@ -553,14 +565,14 @@ class Arena:
             if trials.baseline.why_not:
                 raise self.error
             if number - first + 1 >= least:
-                _leave_out(trials, with_processes=begins_anew)
-                if all(cell.is_out or cell.why_not for cell in trials.cells[1:]):
+                _leave_out(trials, most, with_processes=begins_anew)
+                if all(not cell.plays for cell in trials.cells[1:]):
                     return True
         return True
 
     def _is_time(self, trials: Trials) -> bool:
         """Tell whether half of those that play have made blocks for as long as a start takes, and there is time."""
-        playing = [cell for cell in trials.cells if not cell.why_not and not cell.is_out]
+        playing = [cell for cell in trials.cells if cell.plays]
         due = self._due(trials, 1.0)
         if len(playing) < 2 or 2 * len(due) < len(playing):
             return False
@@ -573,7 +585,7 @@ class Arena:
         due = []
         for cell in trials.cells:
             process = self.processes.get(cell.cell.name)
-            if process is None or cell.why_not or cell.is_out:
+            if process is None or not cell.plays:
                 continue
             num = sum(maker == process.number for maker in cell.made_by.values())
             start_s = cell.again_s or cell.taken_s
@@ -588,20 +600,26 @@ class Arena:
         blocks would show. One that cannot begin anew has no more blocks, and what was measured of it stands.
         """
         for measured in self._due(trials, NEARLY):
+            usual_s = measured.again_s or measured.taken_s
+            until = min(self.deadline, self.clock() + PATIENCE * usual_s)
+            if self.clock() >= self.deadline:
+                return False
             process = self.processes[measured.cell.name]
             self._ask_for_report(measured, process)
             del self.processes[measured.cell.name]
             self._clear_away(process)
             taken_s = measured.taken_s
-            new = self._start(measured, self.deadline)
-            measured.again_s, measured.taken_s = measured.taken_s, taken_s
+            try:
+                new = self._start(measured, until)
+            finally:
+                measured.again_s, measured.taken_s = measured.taken_s, taken_s
             if new is not None:
                 self.processes[measured.cell.name] = new
                 new.pause()
                 continue
-            reason, measured.why_not, measured.is_out = measured.why_not, "", True
-            if reason:
-                trials.notes.append(f"{measured.cell.name} could not begin anew: {reason}")
+            reason = measured.why_not or f"not ready after {measured.again_s:.0f} s"
+            measured.why_not, measured.is_over = "", True
+            trials.notes.append(f"{measured.cell.name} could not begin anew: {reason}")
             if measured is trials.baseline:
                 return False
         return True
@@ -752,18 +770,22 @@ class _Nursery:
         """Return the number of a new process, whose socket is `line` and whose standard error is `said`."""
         order = json.dumps({"do": "fork"}).encode()
         socket.send_fds(self._line.line, [order], [line.fileno(), said.fileno()])
-        return int(self._answer()["pid"])
+        return int(self._answer("pid")["pid"])
 
     def wait(self, pid: int) -> int:
         """Return how a process of this nursery ended; negative for a signal."""
         self._line.line.sendall(json.dumps({"do": "wait", "pid": pid}).encode())
-        return int(self._answer()["code"])
+        return int(self._answer("code")["code"])
 
-    def _answer(self) -> dict[str, Any]:
-        answer = self._line.hear(START_S)
-        if answer is None:
-            raise AccelRunError(f"the process that makes cells ended: {_last_line(self._said) or 'nobody knows why'}")
-        return answer
+    def _answer(self, what: str = "") -> dict[str, Any]:
+        """Return the next answer that tells this; what was asked before Ctrl-C, and never heard, is passed over."""
+        while True:
+            answer = self._line.hear(START_S)
+            if answer is None:
+                said = _last_line(self._said) or "nobody knows why"
+                raise AccelRunError(f"the process that makes cells ended: {said}")
+            if not what or what in answer:
+                return answer
 
 
 class _Process(Line):
@@ -928,8 +950,8 @@ def _kept_busy(load: CpuLoad | GrantedCpuLoad) -> float:
     return load.num_cores * (load.percent() or 0.0) / 100
 
 
-def _leave_out(trials: Trials, *, with_processes: bool = True) -> None:
-    """Mark the cells of which enough is known: their interval is narrow, or they are clearly slower.
+def _leave_out(trials: Trials, most: int, *, with_processes: bool = True) -> None:
+    """Mark the cells of which enough is known: their interval is narrow, they are clearly slower, or have most blocks.
 
     One that others name as what they are compared with goes with the last of them. Who is out stays out: what is learnt
     of processes afterwards would bring back some, for a block here and there.
@@ -937,15 +959,15 @@ def _leave_out(trials: Trials, *, with_processes: bool = True) -> None:
     for cell in trials.cells[1:]:
         if cell.is_out:
             continue
-        ratio = trials.ratio(cell, with_processes=with_processes)
-        if trials.against(cell).why_not:
+        ratio, rival = trials.ratio(cell, with_processes=with_processes), trials.against(cell)
+        if rival.why_not or rival.is_over or len(cell.blocks_ms) >= most:
             cell.is_out = True
         elif ratio is not None and not cell.why_not:
             cell.is_out = ratio.is_narrow or ratio.high < CLEARLY_SLOWER
     for cell in trials.cells[1:]:
         others = [each for each in trials.cells if each.cell.against == cell.cell.name]
         if others:
-            cell.is_out = all(each.is_out or each.why_not for each in others)
+            cell.is_out = not any(each.plays for each in others)
 
 
 def _reason(error: AccelRunError) -> str:
@@ -1023,9 +1045,13 @@ def as_json(trials: Trials) -> dict[str, Any]:
         )
     return {
         "mode": trials.mode, "seconds": trials.seconds, "notes": trials.notes,
-        "between_processes": dataclasses.asdict(trials.spread) | {"sigma": trials.spread.sigma},
+        "between_processes": _spread_as_json(trials) if trials.mode == "interleaved" else None,
         "cells": rows,
     }  # fmt: skip
+
+
+def _spread_as_json(trials: Trials) -> dict[str, float]:
+    return dataclasses.asdict(trials.spread) | {"sigma": trials.spread.sigma}
 
 
 # glibc's malloc learns from what is freed from which size on it asks the system for memory each time: processes that do
@@ -1049,6 +1075,7 @@ CLEARLY_SLOWER = 0.95
 RESTLESS = 0.15
 STILL_S = 0.05  # before each round, in which nothing of ours runs
 BUSY_CORES = 0.25
+PATIENCE = 5  # times as long as before a process may take to begin anew
 NEARLY = 0.5  # of the time of a start in blocks: begun anew with those that have made more
 CONTENDED = 0.02  # of the time of all blocks
 APART = 0.02  # standard deviation of processes that do the same, from which on it is said

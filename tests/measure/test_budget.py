@@ -258,6 +258,53 @@ def test_what_cannot_begin_anew_is_compared_by_what_it_has_made(
         assert lives == 1 if name == "base" else lives > 2
 
 
+def test_nothing_is_begun_anew_where_what_it_is_compared_with_has_ended(
+    fake: Callable[[], Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: Counter[str] = Counter()
+    start = Arena._start
+
+    def fails_later(self: Arena, measured: Measured, until: float) -> Any:
+        begun[measured.cell.name] += 1
+        if measured.cell.name == "rival" and begun["rival"] > 1:
+            self.error, measured.why_not = AccelRunError("the disk is full"), "the disk is full"
+            return None
+        return start(self, measured, until)
+
+    monkeypatch.setattr(Arena, "_start", fails_later)
+    own = trial.dataclasses.replace(cell("own", 2.0, 0.1, noise=0.5), against="rival")
+    cells = [cell("base", 2.0, 0.1, noise=0.5), cell("rival", 2.0, 0.1, noise=0.5), own]
+
+    trials = measured(fake(), cells, 120.0, rounds=(6, 600))
+
+    assert begun["rival"] == 2
+    assert trials.of("rival").why_not == ""
+    assert trials.ratio(trials.of("own")) is not None
+
+
+def test_those_that_made_way_for_others_come_back(fake: Callable[[], Arena]) -> None:
+    """Their blocks agree, but of one process each: what processes differ by is found out when all have begun."""
+    cells = [cell(f"cell {at}", 5.0, 0.1) for at in range(8)]
+
+    found = measured(fake(), cells, 80.0)
+    trials = measured(fake(), cells, 400.0, rounds=(6, 60))
+
+    assert untried(found) == []
+    assert untried(trials) == []
+    assert all(len(set(each.made_by.values())) >= 2 for each in trials.cells)
+    assert all(len(each.blocks_ms) <= 60 for each in trials.cells[1:])
+
+
+def test_time_that_is_too_short_for_who_waits_is_used_by_the_others(fake: Callable[[], Arena]) -> None:
+    cells = [cell(f"cell {at}", 20.0, 0.1, noise=0.0) for at in range(6)]
+
+    trials = measured(fake(), cells, 130.0, rounds=(6, 60))
+
+    assert untried(trials) != []
+    assert max(len(each.blocks_ms) for each in trials.cells) > 6, "narrow by their blocks, but not for their processes"
+    assert not any("of those that began last" in note for note in trials.notes)
+
+
 def test_what_a_process_has_told_is_not_lost_with_it() -> None:
     first = {"losses": [1.0, 2.0, 3.0], "moved": [1.0], "peak_host_gib": 1.0}
     young = {"losses": [1.0], "moved": None, "peak_host_gib": 2.0}

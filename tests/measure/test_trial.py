@@ -206,9 +206,9 @@ def test_cells_that_memory_does_not_hold_together_are_started_again(arena: Arena
 def test_cells_begin_anew_between_their_blocks(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one process does all its life, and another that does the same does not, is seen so."""
     monkeypatch.setattr(trial, "_leave_out", lambda *_, **__: None)
-    before = arena.number
+    before, folders = arena.number, set(arena.folder.glob("cell-*"))
 
-    limits = dataclasses.replace(LIMITS, budget_s=12, rounds=(3, 400), block_s=0.1)
+    limits = dataclasses.replace(LIMITS, rounds=(3, 40), block_s=0.1)
     found = arena.measure([Cell("as it is"), Cell("wrong", ("task.scale=3.0",))], limits, lambda _: None)
 
     assert arena.number - before >= 4
@@ -218,7 +218,8 @@ def test_cells_begin_anew_between_their_blocks(arena: Arena, monkeypatch: pytest
         assert len(set(order)) >= 2
         assert all(order.count(process) >= 3 for process in set(order) - {order[-1]})
         assert cell.made_by.keys() == cell.blocks_ms.keys()
-    assert len(list(arena.folder.glob("cell-*"))) <= 2 + before, "what ended processes have saved is gone"
+    left = set(arena.folder.glob("cell-*")) - folders
+    assert len(left) <= 2, "what processes have saved that others followed is gone"
     assert found.spread.freedom > USUAL.freedom
     assert arena.known.freedom >= found.spread.freedom, "what was learnt is known in the next trials"
     numerics = found.numerics(found.of("wrong"))
@@ -389,16 +390,16 @@ def test_cells_that_are_compared_with_each_other_play_until_that_is_known() -> N
     )
     trials = Trials([first, rival, second, other], "interleaved")
 
-    _leave_out(trials)
+    _leave_out(trials, 60)
     assert [cell.is_out for cell in trials.cells] == [False, True, False, False]
     assert trials.ratio(other) == trials.ratio(other, second)
 
     other.blocks_ms = dict(enumerate(even))
-    _leave_out(trials)
+    _leave_out(trials, 60)
     assert [cell.is_out for cell in trials.cells] == [False, True, True, True]
 
     other.is_out, second.why_not = False, "the memory is used up"
-    _leave_out(trials)
+    _leave_out(trials, 60)
     assert other.is_out
 
 
