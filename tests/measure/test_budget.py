@@ -286,13 +286,13 @@ def test_those_that_made_way_for_others_come_back(fake: Callable[[], Arena]) -> 
     """Their blocks agree, but of one process each: what processes differ by is found out when all have begun."""
     cells = [cell(f"cell {at}", 5.0, 0.1) for at in range(8)]
 
-    found = measured(fake(), cells, 80.0)
-    trials = measured(fake(), cells, 400.0, rounds=(6, 60))
+    trials = measured(fake(), cells, 90.0, rounds=(6, 60))
+    longer = measured(fake(), cells, 400.0, rounds=(6, 60))
 
-    assert untried(found) == []
     assert untried(trials) == []
-    assert all(len(set(each.made_by.values())) >= 2 for each in trials.cells)
-    assert all(len(each.blocks_ms) <= 60 for each in trials.cells[1:])
+    assert all(8 <= len(each.blocks_ms) <= 20 for each in trials.cells), "not 6, and the last one all the others"
+    assert all(len(set(each.made_by.values())) >= 2 for each in longer.cells)
+    assert all(len(each.blocks_ms) <= 60 for each in longer.cells[1:])
 
 
 def test_time_that_is_too_short_for_who_waits_is_used_by_the_others(fake: Callable[[], Arena]) -> None:
@@ -301,7 +301,8 @@ def test_time_that_is_too_short_for_who_waits_is_used_by_the_others(fake: Callab
     trials = measured(fake(), cells, 130.0, rounds=(6, 60))
 
     assert untried(trials) != []
-    assert max(len(each.blocks_ms) for each in trials.cells) > 6, "narrow by their blocks, but not for their processes"
+    assert trials.seconds > 120
+    assert all(len(each.blocks_ms) > 12 for each in trials.cells if not each.why_not), "narrow by their blocks alone"
     assert not any("of those that began last" in note for note in trials.notes)
 
 
