@@ -69,7 +69,7 @@ WITHOUT_ADVICE = {
     "the saver says what it does about it": {"StorageError(f'cannot save the checkpoint: {error}', where=str(target))"},
     "a process of ours that somebody killed, or a value before the first": {
         "AccelRunError('the process that starts the ranks was killed')", "AccelRunError('nothing was started')",
-        "AccelRunError(f\"the process that makes cells ended: {_last_line(self._said) or 'nobody knows why'}\")",
+        "AccelRunError(f'the process that makes cells ended: {said}')",
     },
 }  # fmt: skip
 
