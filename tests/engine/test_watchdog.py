@@ -33,7 +33,7 @@ from tests.forkserver import ForkServer
 pytestmark = pytest.mark.timeout(120)
 
 TASK = """
-import os, pdb, threading, time
+import glob, os, pdb, threading, time
 import torch, torch.nn.functional as F
 from torch import nn
 from runner import Prediction, Task
@@ -69,7 +69,8 @@ class Small(Task):
     def begin_update(self, progress):
         self.update = progress.update
         self.fail("begin")
-        if self.fault == "disk" and self.update == 7: files._system = Stuck()
+        saved = glob.glob("outputs/*/checkpoints/*/MANIFEST.json")
+        if self.fault == "disk" and self.update >= 7 and saved: files._system = Stuck()
         if self.fault == "slow disk" and self.update == 7: files._system = Slow()
     def fail(self, place):
         if self.fault != place or self.update != 7: return
