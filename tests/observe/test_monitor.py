@@ -355,7 +355,7 @@ def test_a_file_that_is_not_the_monitors_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_the_summary_is_that_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "gpu.csv"
-    with Monitor(path, 0.01) as monitor:
+    with Monitor(path, 0.1) as monitor:  # the file's spans are whole milliseconds
         monitor.enter_phase("one")
         assert wait_for(lambda: "one" in monitor.summary().phases and monitor.summary().whole.samples > 3)
         monitor.enter_phase("two, or three")
