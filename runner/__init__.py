@@ -16,13 +16,16 @@ __all__ = [
     "PipelineParallel",
     "Prediction",
     "Progress",
+    "SampleNoise",
     "Task",
     "__version__",
     "auto_parallelize",
+    "per_sample_noise",
     "sample_rng",
 ]
 
 if TYPE_CHECKING:
+    from runner.base.noise import SampleNoise, per_sample_noise
     from runner.base.task import Context, Fit, Prediction, Progress, Task, sample_rng
     from runner.interface import PipelineParallel, auto_parallelize
     from runner.observe.gpu_stats import GPUStats
@@ -38,6 +41,10 @@ def __getattr__(name: str) -> Any:
         from runner.base import task
 
         return getattr(task, name)
+    if name in ("SampleNoise", "per_sample_noise"):
+        from runner.base import noise
+
+        return getattr(noise, name)
     if name in ("PipelineParallel", "auto_parallelize"):
         from runner import interface
 

@@ -8,16 +8,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 from runner import __version__
 from runner.base.errors import AccelRunError, Exit, UsageError, as_told, readable
+from runner.base.output import never_waiting, open_closed_streams, write_at_once
 from runner.base.secret import fit_to_show, refuse_secrets
-from runner.base.words import first_line, for_terminal, message_of, words_of
-from runner.commands import COMMANDS
+from runner.base.words import first_line, for_terminal, help_page, message_of, words_of
+from runner.commands import COMMANDS, TRAINING
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imports make objects that stay: collecting garbage among them is a quarter of torch's 2.5 s. Whoever goes on
         # for long enables it again (engine/train.py, engine/infer.py).
         gc.disable()
-    with _leaving_when_asked(for_good=argv is None):
+        open_closed_streams()
+    trains = bool(words) and words[0] in TRAINING
+    ended: list[int] = []
+    with _leaving_when_asked(ended, for_good=argv is None), never_waiting() if trains else nullcontext():
         try:
             code = _dispatch(words)
         except AccelRunError as error:
@@ -45,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = int(Exit.HOST_MEMORY)
         except Exception as error:
             code = _fault(error)
-        return _flushed(code)
+        ended.append(_flushed(code))
+        return ended[0]
 
 
 def print_problems(error: AccelRunError) -> None:
@@ -82,7 +88,7 @@ def _dispatch(words: list[str]) -> int:
     if first in ("--help", "-h", "help"):
         if len(words) == 2 and words[1] in COMMANDS:
             return _dispatch([words[1], "--help"])
-        print(for_terminal(overview()), end="")
+        print(help_page(overview()), end="")
         return int(Exit.DONE)
     if first in ("--version", "-V"):
         print(f"accel-run {__version__}")
@@ -90,16 +96,30 @@ def _dispatch(words: list[str]) -> int:
     if first not in COMMANDS:
         refuse_secrets(words)
         raise _unknown(words)
-    refuse_secrets(words[1:] if first != "complete" else ())  # that one prints nothing of what it is given
+    if first != "complete":  # that one prints nothing of what it is given
+        refuse_secrets(words[1:], partial(_options, words))
     if first != "new":  # which writes a file of the user's own
         os.umask(0o077)  # the one place: libraries that write into the run directory know no modes
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
     ours = words[1 : words.index("--")] if "--" in words else words[1:]  # after -- stand words of another line
     if {"--help", "-h"} & set(ours):
-        print(for_terminal(module.HELP), end="")
+        print(help_page(module.HELP), end="")
         return int(Exit.DONE)
     run: Callable[[list[str]], int] = module.run
     return run(words[1:])
+
+
+def _options(words: Sequence[str]) -> Collection[str]:
+    """Return the names of options, those of the task's file and the config folder in the line among them."""
+    from runner.base.configuration import names_of_options
+
+    given: dict[str, Path] = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, has_value, value = word.partition("=")
+        if flag in ("--task", "--config-dir"):
+            with suppress(RuntimeError):  # ~nobody
+                given[flag] = Path(value if has_value else following).expanduser()
+    return names_of_options(given.get("--task"), given.get("--config-dir"))
 
 
 def _unknown(words: Sequence[str]) -> AccelRunError:
@@ -124,10 +144,11 @@ def _unknown(words: Sequence[str]) -> AccelRunError:
 
 
 @contextmanager
-def _leaving_when_asked(*, for_good: bool) -> Iterator[None]:
+def _leaving_when_asked(ended: list[int], *, for_good: bool) -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP end the program at once with 130, also in an import, where an exception may be lost.
 
     A run that has something to save takes the signals over; a shell that starts us in the background ignores the first.
+    ended     the exit code, once the command has ended: from then on they end the program with this one
     for_good  nothing of Python comes back, so that the interpreter, which takes its time to end, does so quietly too
     """
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
@@ -135,7 +156,7 @@ def _leaving_when_asked(*, for_good: bool) -> Iterator[None]:
     taken = [number for number, handler in usual.items() if previous[number] is handler]
     if threading.current_thread() is not threading.main_thread():
         taken = []
-    leave = partial(_leave, os.getpid())
+    leave = partial(_leave, os.getpid(), ended)
     for number in taken:
         signal.signal(number, leave)
     try:
@@ -145,17 +166,20 @@ def _leaving_when_asked(*, for_good: bool) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if for_good else previous[number])
 
 
-def _leave(asked: int, number: int, _: object) -> None:
-    """Leave with 130; a child that was forked meanwhile ends by the signal, as whoever sent it expects."""
+def _leave(asked: int, ended: list[int], number: int, _: object) -> None:
+    """Leave with 130, or as the command has ended.
+
+    A child that was forked meanwhile ends by the signal, as whoever sent it expects.
+    """
     signal.signal(number, signal.SIG_DFL)  # should the lines below block on a full pipe, a second one ends it
     if number != signal.SIGINT and os.getpid() != asked:
         os.kill(os.getpid(), number)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # it may have come in the middle of a print
             stream.flush()
-    with suppress(OSError):
-        os.write(2, b"\naccel-run: interrupted\n")
-    os._exit(Exit.INTERRUPTED)
+    if not ended:
+        write_at_once("\naccel-run: interrupted\n")
+    os._exit(ended[0] if ended else Exit.INTERRUPTED)
 
 
 def _fault(error: Exception) -> int:
@@ -174,13 +198,15 @@ def _told_where(error: OSError) -> int:
         _say(f"accel-run: standard output cannot be written: {error.strerror}")
         return int(Exit.INPUT_OUTPUT)
     code = _REFUSED.get(error.errno or 0)
-    if code is None or (error.filename is None and code != Exit.SYSTEM):
+    if code is None or (error.filename is None and code not in (Exit.SYSTEM, Exit.HOST_MEMORY)):
         return _fault(error)
     where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
-    _say(f"accel-run: {where}the system refuses: {error.strerror or first_line(message_of(error))}")
+    reason = error.strerror or first_line(message_of(error))
+    _say(f"accel-run: {where}the system refuses: {reason}{_WAYS_OUT.get(code, '')}")
     return int(code)
 
 
+_WAYS_OUT = {Exit.SYSTEM: "\n           raise the limits on open files (ulimit -n) and processes (ulimit -u)"}
 _REFUSED = {
     errno.EACCES: Exit.PERMISSION,
     errno.EPERM: Exit.PERMISSION,

@@ -139,7 +139,7 @@ class PipelineParallel(nn.Module):
         self.costs = _costs(model, parts, example, 1 / num_microbatches)
         self.split = self._split(split, balance, _capacities(self.devices, capacities))
         self._stages = [
-            _Stage([parts[layer] for layer in numbers], device)
+            DeviceStage([parts[layer] for layer in numbers], device)
             for numbers, device in zip(self.split.ranges, self.devices, strict=True)
         ]
         self._place()
@@ -243,7 +243,7 @@ def _part(rows: slice, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[
     return part
 
 
-class _Stage:
+class DeviceStage:
     """Layers on one device."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:

@@ -98,7 +98,6 @@ for word in "$@"; do
         extras+=("${BASH_REMATCH[1]}")
     fi
 done
-[[ $mode != report ]] || extras+=(plots)
 [[ $mode != search ]] || extras+=(search)
 
 set_up --quiet "${extras[@]}"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Make the environment that the other scripts run in; when it is already right, do nothing, in a few milliseconds.
 #
-#   scripts/setup.sh [--quiet] [EXTRA...]      EXTRA: dev, tasks (or one of them: cape, hyperspectral,
-#                                               tractodiff), plots, search, 8bit, bpe, onnx, slurm, tensorboard
+#   scripts/setup.sh [--quiet] [EXTRA...]      EXTRA: dev, tasks (or one of them: hyperspectral, tractodiff),
+#                                               search, 8bit, bpe, onnx, slurm, tensorboard; cape and plots are
+#                                               accepted and add nothing: matplotlib is always installed
 #   source scripts/setup.sh; set_up [--quiet] [EXTRA...]
 #
 # Gives $root (the checkout) and $venv (the environment). Extras that were installed before stay. Two at once wait for

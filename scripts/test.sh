@@ -1,21 +1,30 @@
 #!/usr/bin/env bash
-# Run the tests: all of them three at a time, for most wait more than they compute, and then alone those that measure time.
-# Arguments go to pytest, which then runs what they say in one process (paths are relative to the checkout).
-# Without a GPU, those marked gpu are reported as skipped.
+# Run the tests, three at a time, for most wait more than they compute.
+#
+#   scripts/test.sh              laws, commands, faults in their short form, end-to-end runs: 5 minutes on two cores
+#   scripts/test.sh --all        also every case of sampled matrices, the long column of faults, SLURM, the browser: hours
+#   scripts/test.sh ARGUMENT...  what pytest makes of the arguments, in one process (paths are relative to the checkout)
+#
+# Random choices follow ACCEL_RUN_SEED (default 1); a failing case names the seed. Without a GPU, tests marked gpu are
+# reported as skipped.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit
+fi
+if [[ ${1:-} == --all ]]; then
+    export ACCEL_RUN_FAULTS=long
+    shift
+fi
 set_up --quiet dev
 cd -- "$root"
 
-pytest=("$venv/bin/python" -m pytest -q --durations=10 -rs)
+pytest=("$venv/bin/python" -m pytest -q --durations=10 -rfEs)
 if (($#)); then
     exec "${pytest[@]}" "$@"
 fi
-mapfile -t files_alone < <(grep -rl --include="test_*.py" "pytest\.mark\.alone" tests)
-status=0
 # One thread each: threads that outnumber the cores wait for each other by spinning. The files come in the order of
 # tests/conftest.py, the longest first.
-OMP_NUM_THREADS=1 "${pytest[@]}" -n 3 --dist loadfile --no-loadscope-reorder -m "not alone" || status=$?
-"${pytest[@]}" -m alone "${files_alone[@]}" || status=$?
-exit "$status"
+OMP_NUM_THREADS=1 exec "${pytest[@]}" -n 3 --dist loadfile --no-loadscope-reorder

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite("tests.screens")  # its assertion shows the difference
+
 from runner.base import configuration as configurations
 from runner.base.configuration import Request
 from tests.faults import tallies
 from tests.forkserver import ForkServer
+from tests.screens import screen_of
 
 # The files that take longest, longest first: started last, one of them would keep one process busy and others waiting.
 LONGEST = (
@@ -27,20 +32,45 @@ LONGEST = (
     "measure/test_advise.py", "commands/test_profile.py", "commands/test_observers.py",
 )  # fmt: skip
 
+FILE_BUDGET_S = 15  # reported, never asserted
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files; report tests that need a GPU as skipped where there is none."""
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the longest files, take a sample of large matrices, and skip what needs a GPU where there is none."""
     import torch
 
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONGEST)}
     assert all(path.is_file() for path in places)
     items.sort(key=lambda item: places.get(item.path, len(places)))
+    if not tallies.IS_LONG:
+        left_out = _left_out(items)
+        if left_out:
+            config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+            items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases that only --all runs: those marked long, and of each sampled test all but a seeded choice."""
+    found = {item for item in items if item.get_closest_marker("long") and len(items) > 1}
+    cases = defaultdict(list)
+    for item in items:
+        if marker := item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    for (name, count), each in cases.items():
+        kept = random.Random(f"{tallies.SEED} {name}").sample(each, min(count, len(each)))
+        found.update(item for item in each if item not in kept)
+    return found
+
+
+def pytest_report_header() -> str:
+    """Say what was sampled, so that a failure can be repeated."""
+    return "all cases" if tallies.IS_LONG else f"cases of sampled tests: ACCEL_RUN_SEED={tallies.SEED}"
 
 
 def pytest_collection_finish() -> None:
@@ -87,6 +117,12 @@ _LOADED: dict[tuple[str, str], Any] = {}
 
 
 @pytest.fixture
+def screen(snapshot: Any, tmp_path: Path) -> Callable[..., None]:
+    """Compare a text with this test's snapshot: `screen(text)`, see tests/screens.py."""
+    return screen_of(snapshot, tmp_path)
+
+
+@pytest.fixture
 def short() -> Iterator[Path]:
     """A folder for TMPDIR: the names of sockets, which data workers make in it, have 107 bytes at most."""
     with tempfile.TemporaryDirectory(prefix="test-") as name:
@@ -106,7 +142,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what the fault suites have tried."""
+    """Show what the fault suites have tried, and the files that take longer than a file of tests should."""
     if tallies.TALLIES:
         terminalreporter.section("faults injected")
         tallies.show(terminalreporter.write_line)
+    seconds: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    over = sorted((total, name) for name, total in seconds.items() if total > FILE_BUDGET_S)
+    if over:
+        terminalreporter.section(f"files over their budget of {FILE_BUDGET_S} s")
+        for total, name in reversed(over):
+            terminalreporter.write_line(f"{total:6.0f} s  {name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,8 +58,8 @@ def test_one_bit_is_a_difference(run: Made, capsys: pytest.CaptureFixture[str]) 
 
     assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(changed))]) == 1
     said = capsys.readouterr().out
-    assert "first       update 3 of train: train/loss is 1.25 in A" in said
-    assert "different   in 1 of the 4 updates" in said
+    assert re.search(r"^first +update 3 .* 1\.25 in A", said, re.M)
+    assert re.search(r"^different .* 1 of the 4 ", said, re.M)
 
 
 def test_the_first_difference_and_the_largest_are_told_apart(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,8 +67,8 @@ def test_the_first_difference_and_the_largest_are_told_apart(run: Made, capsys: 
 
     assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(changed))]) == 1
     said = capsys.readouterr().out
-    assert "first       update 2 of train: train/loss is 1.5 in A, 1.5015 in B (0.001 relative)" in said
-    assert "largest     update 3 of train: train/loss is 1.25 in A, 2.5 in B (0.5 relative)" in said
+    assert re.search(r"^first +update 2 .* 1\.5 .* 1\.5015 .*\(0\.001", said, re.M)
+    assert re.search(r"^largest +update 3 .* 1\.25 .* 2\.5 .*\(0\.5", said, re.M)
 
 
 def test_a_shorter_run_is_not_identical_and_what_both_have_is_compared(
@@ -75,8 +76,8 @@ def test_a_shorter_run_is_not_identical_and_what_both_have_is_compared(
 ) -> None:
     assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(LOSSES[:2]))]) == 1
     said = capsys.readouterr().out
-    assert "B lacks     2 updates of train, 3 to 4" in said
-    assert "identical   2 updates, bit for bit, as far as both have them" in said
+    assert re.search(r"^B lacks +2 updates .* 3 to 4", said, re.M)
+    assert re.search(r"^identical +2 updates", said, re.M)
 
 
 def test_damaged_rows_are_counted_and_their_updates_missing(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,8 +86,8 @@ def test_damaged_rows_are_counted_and_their_updates_missing(run: Made, capsys: p
 
     assert compare.main([run("a", rows), run("b", damaged)]) == 1
     said = capsys.readouterr().out
-    assert "run b: 2 updates with numbers, 3 damaged lines left out" in said
-    assert "B lacks     2 updates of train, 2 to 3" in said
+    assert re.search(r"run b: 2 .* 3 damaged", said)
+    assert re.search(r"^B lacks +2 updates .* 2 to 3", said, re.M)
 
 
 def test_of_a_resumed_run_the_last_row_of_an_update_counts(run: Made) -> None:
@@ -101,7 +102,7 @@ def test_rows_of_an_evaluation_belong_to_their_update(run: Made, capsys: pytest.
     evaluated = [*rows, {"update": 4, "phase": "train", "val/loss": 1.0}]
 
     assert compare.main([run("a", rows), run("b", evaluated)]) == 1
-    assert "A lacks     val/loss of update 4 of train" in capsys.readouterr().out
+    assert "A lacks     val/loss " in capsys.readouterr().out
     assert compare.main([run("c", evaluated), "b"]) == 0
 
 
@@ -206,10 +207,10 @@ def test_a_training_that_fails_is_no_difference(
     repository: Path, capsys: pytest.CaptureFixture[str], fails: str, code: int
 ) -> None:
     assert compare.main(["--commits", "one", "same", "--", "updates=3", f"fails={fails}"]) == code
-    assert f"the training at one ended with {fails}" in capsys.readouterr().err
+    assert f" one ended with {fails}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history of the project")
 def test_a_real_training_repeats_at_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

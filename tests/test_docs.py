@@ -171,7 +171,7 @@ def _profile(words: list[str]) -> None:
 
 
 def _benchmark(words: list[str]) -> None:
-    suite, wanted, _ = benchmark._wanted(words)
+    suite, wanted, _ = benchmark.read_words(words)
     mine = {path.stem for path in Path("DIR/benchmark/technique").glob("*.yaml")} if "--config-dir" in words else set()
     known = mine | {"init", "reset", "clean", "plots", "all", "matmul", "copies", "disk", "roofline"} | techniques()
     assert set(wanted.words) <= known, wanted.words
@@ -185,8 +185,8 @@ def _advise(words: list[str]) -> None:
 
 
 def _doctor(words: list[str]) -> None:
-    settings, flags = doctor._read(words)
-    doctor._chosen(settings.get("checks"), "--quick" in flags)
+    settings, flags = doctor.read_words(words)
+    doctor.chosen_checks(settings.get("checks"), "--quick" in flags)
 
 
 def _import(words: list[str]) -> None:
@@ -211,8 +211,8 @@ READERS: Mapping[str, Callable[[list[str]], Any]] = {
     "plan": lambda words: _settings([word for word in words if word != plan.PROBE]),
     "inference": _of_a_run, "export": _of_a_run, "status": _of_a_run, "resume": _of_a_run,
     "search": _search, "explain": _explain, "profile": _profile, "benchmark": _benchmark, "advise": _advise,
-    "tune": tune._wish,
-    "monitor": monitor._read, "doctor": _doctor, "report": report._read, "runs": _runs,
+    "tune": tune.read_words,
+    "monitor": monitor.read_words, "doctor": _doctor, "report": report.read_words, "runs": _runs,
     "new": _new, "import_": _import, "completion": _completion,
 }  # fmt: skip
 
@@ -247,7 +247,7 @@ def known_keys() -> set[str]:
         for name, signature in read_functions(source).items():
             head = "task" if name == "build" else "inference" if name.endswith(".predict") else None
             keys |= {f"{head}.{key}" for key in signature.keys} if head else set()
-    for owner in (GRID, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN, doctor._KEYS):
+    for owner in (GRID, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN, doctor.KEYS):
         keys |= set(owner)
     for suite in SUITES:
         keys |= set(benchmark.suite_of(suite).OPTIONS)
@@ -328,6 +328,7 @@ def is_to_be_typed(block: Block) -> bool:
     return block.language in ("", "sh") and RESULTS not in block.page.parents and not is_of_a_recipe
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("block", list(filter(is_to_be_typed, BLOCKS)), ids=str)
 def test_what_is_to_be_typed_is_understood(block: Block) -> None:
     if block.text.startswith("#!/bin/bash"):
@@ -385,6 +386,7 @@ def test_shown_python_is_python_and_imports_what_there_is(block: Block) -> None:
     compose(Request((), source))
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(
     "each", [each for each in UNIQUE if re.match(r"(accel-run|python|(\./)?scripts/\S+)(?= |$)", each.text)], ids=str
 )

@@ -60,7 +60,7 @@ def test_imports_go_down_only(file: Path) -> None:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "tasks").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
 def test_tasks_know_the_contract_only(file: Path) -> None:
-    allowed = {f"runner.base.{name}" for name in ("task", "values", "errors", "packages", "picture")}
+    allowed = {f"runner.base.{name}" for name in ("task", "values", "errors", "noise", "packages", "picture")}
     allowed.add("runner.axes.attention")  # nmt tells which kernel ran each of its calls
     used = {module for module in imports(file) if module.startswith("runner")}
     assert {module for module in used if not module.startswith("runner.tasks.")} <= allowed

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import importlib
+from contextlib import suppress
 
 
 def warm() -> None:
     """All that a run imports is imported, a configuration has been composed, and no thread was started."""
     for name in IMPORTED:
         importlib.import_module(name)
+    with suppress(ImportError):  # an extra
+        importlib.import_module("matplotlib.backends.backend_agg")
     import torch
 
     from runner.base.configuration import Request, compose

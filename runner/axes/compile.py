@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from runner.base import noise
 from runner.base.errors import ConfigError, Problem
 
-# Compiled code is kept on disk between runs by torch itself (TORCHINDUCTOR_CACHE_DIR).
+# Compiled code is kept on disk between runs by torch itself, in the folder of base/scratch.keep_compiled_code_private.
 
 
 def off(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
@@ -40,7 +43,7 @@ def default(
     Source: torch.compile.
     """
     _check_compiler(device, backend)
-    model.compile(backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    _compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 
 
 def reduce_overhead(
@@ -61,7 +64,7 @@ def reduce_overhead(
     _check_compiler(device, "inductor")
     if device.type != "cuda":
         warnings.warn(f"compile=reduce-overhead has no effect beyond compile=default on {device.type}", stacklevel=2)
-    model.compile(mode="reduce-overhead", dynamic=dynamic, fullgraph=fullgraph)
+    _compile(model, mode="reduce-overhead", dynamic=dynamic, fullgraph=fullgraph)
 
 
 def max_autotune(
@@ -83,7 +86,7 @@ def max_autotune(
     """
     _check_compiler(device, "inductor")
     mode = "max-autotune" if cuda_graphs else "max-autotune-no-cudagraphs"
-    model.compile(mode=mode, dynamic=dynamic, fullgraph=fullgraph)
+    _compile(model, mode=mode, dynamic=dynamic, fullgraph=fullgraph)
 
 
 def regional(
@@ -107,7 +110,32 @@ def regional(
     if not blocks:
         warnings.warn("compile=regional compiles the whole model: the task names no blocks", stacklevel=2)
     for part in dict.fromkeys(blocks) if blocks else [model]:
-        part.compile(backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+        _compile(part, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+
+def nothing_was_compiled() -> bool:
+    """Tell whether no graph was made in this process so far: the task may call parts of the model, not the model."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is None or not dynamo.counters["stats"].get("unique_graphs")
+
+
+def _compile(module: nn.Module, **options: Any) -> None:
+    noise.keep_out_of_graphs()
+    if not type(module).forward.__module__.startswith("torch.nn."):
+        module.compile(**options)
+        return
+    # Dynamo skips frames of torch.nn, and with them a model that is a bare nn.Sequential: it needs one of ours around
+    # it, as torch.compile(module) gives it, but Module.compile does not. Checked on torch 2.13.
+    call: Callable[..., Any] = module._call_impl
+
+    def framed(*given: Any, **named: Any) -> Any:
+        return call(*given, **named)
+
+    module._call_impl = framed  # type: ignore[method-assign]
+    try:
+        module.compile(**options)
+    finally:
+        del module._call_impl
 
 
 def _check_compiler(device: torch.device, backend: str) -> None:
@@ -122,8 +150,15 @@ def _check_compiler(device: torch.device, backend: str) -> None:
         )
     elif device.type == "cuda" and find_spec("triton") is None:
         problem = Problem("compiling for CUDA needs Triton", "compile", "pip install triton, or say compile=off")
-    elif device.type == "cuda" and _capability(device) < (7, 0):
-        major, minor = _capability(device)
+    elif device.type == "cuda" and not (_c_compiler() and _python_header().is_file()):
+        missing = "a C compiler (gcc or clang)" if not _c_compiler() else f"the header {_python_header()}"
+        problem = Problem(
+            f"compiling for CUDA needs {missing}: Triton builds a launcher for each kernel",
+            "compile",
+            "apt install gcc python3-dev, or say compile=off",
+        )
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 0):
+        major, minor = torch.cuda.get_device_capability(device)
         problem = Problem(
             f"compiling for CUDA needs compute capability 7.0, but {device} has {major}.{minor}",
             "compile",
@@ -139,8 +174,13 @@ def _cpp_compiler() -> str:
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _c_compiler() -> str | None:
+    """Return the one that Triton will call."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def _python_header() -> Path:
+    return Path(sysconfig.get_paths()["include"]) / "Python.h"
 
 
 COMPILES: Mapping[str, Callable[..., None]] = {

@@ -1,10 +1,13 @@
 """Who reads the samples: this process, worker processes or a thread. The batches are the same.
 
 A loader is handed keys (epoch, indices, last) in the order of base/order.py and yields batches in that order.
+Code of the task draws from the global generators as base/streams.py seeds them for each sample, whoever runs it.
 """
 
 from __future__ import annotations
 
+import copy
+import errno
 import io
 import os
 import queue
@@ -15,7 +18,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import resource_tracker
+from itertools import chain, islice
+from multiprocessing import active_children, get_context, parent_process, queues, resource_tracker
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -24,15 +29,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import StackDataset, Subset
 from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from runner.base.batch import MicroBatch, map_tensors
-from runner.base.errors import AccelRunError, DataError
+from runner.base.batch import MicroBatch, Samples, are_equal, map_tensors
+from runner.base.errors import AccelRunError, DataError, Exit
 from runner.base.order import Micro
+from runner.base.output import never_wait_again
 from runner.base.parent import die_with_parent
 from runner.base.scratch import shared_folder
 from runner.base.shortage import shortage_of
 from runner.base.stacks import answer_in
+from runner.base.streams import NoStreams, SampleStreams, drawing_apart
 from runner.base.task import Dataset, Task
 from runner.base.values import Count, PositiveInt
 from runner.base.words import Raised, RaisedElsewhere, message_of, raised, shortened, words_of
@@ -45,6 +54,7 @@ class Fetcher:
     """Turn a key into a batch, in whichever process it is called.
 
     model  of the task that `collate` belongs to: it is not sent to processes that are spawned
+    split  of the samples: those of another one draw other random numbers
     """
 
     def __init__(
@@ -55,12 +65,14 @@ class Fetcher:
         bad_samples: str,
         num_samples: int | None = None,
         model: nn.Module | None = None,
+        split: str = "train",
     ) -> None:
         self.dataset = dataset
+        self.streams = SampleStreams(split)
         self.collate = collate
         self.model = model
         self.skip_bad = bad_samples == "skip"
-        self.many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
+        self.many: Callable[[list[int]], Any] | None = _reads_many(dataset)
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
         self.num_samples = len(dataset) if num_samples is None else min(num_samples, len(dataset))
         self.may_be_empty = (
@@ -74,27 +86,31 @@ class Fetcher:
     def __getitem__(self, key: Micro) -> MicroBatch:
         if not key.indices:  # this rank has no part in the update
             return MicroBatch(None, key.last, counts=False)
-        read = self._read(key)
+        if self.set_epoch is not None and key.epoch != self._epoch:
+            with drawing_apart(key.seed, self.streams.split, "set_epoch", key.epoch):
+                self.set_epoch(key.epoch)
+            self._epoch = key.epoch
+        read = self.streams.read(self._read, key)
         return read if key.counts else read._replace(counts=False, bad=())
 
     def _read(self, key: Micro) -> MicroBatch:
-        if self.set_epoch is not None and key.epoch != self._epoch:
-            self.set_epoch(key.epoch)
-            self._epoch = key.epoch
         if self.many is not None and not self.skip_bad:
+            self.streams.begin("batch", key.seed, key.epoch, key.indices)
             try:
                 samples = self.many(key.indices)
-            except (AccelRunError, SystemExit):
+            except AccelRunError:
                 raise
             except BaseException as error:  # torch ends a worker without a word for what is no Exception
                 raise self._named(error, key.indices) from error
-            return MicroBatch(self._together(samples) if isinstance(samples, list) else samples, key.last)
-        samples, bad = [], []
-        for index in key.indices:
+            batch = self._together(samples, key) if isinstance(samples, list) else samples
+            return MicroBatch(batch, key.last, samples=_samples_of(key, range(len(key.indices))))
+        samples, bad, good, is_seeding = [], [], [], self.streams.is_seeding
+        for place, index in enumerate(key.indices):
+            if is_seeding:
+                self.streams.begin("sample", key.seed, key.epoch, [index])
             try:
                 samples.append(self.dataset[index])
-            except SystemExit:
-                raise
+                good.append(place)
             except BaseException as error:
                 if not (self.skip_bad and isinstance(error, Exception)):
                     raise self._named(error, [index]) from error
@@ -104,10 +120,11 @@ class Fetcher:
         if not samples:
             what = f"every sample of a batch is bad: {[index for index, _ in bad]}; the first: {bad[0][1]}"
             raise DataError(what, fix="mend the samples that are named: a batch must have one that can be read")
-        return MicroBatch(self._together(samples), key.last, tuple(bad))
+        return MicroBatch(self._together(samples, key), key.last, tuple(bad), samples=_samples_of(key, good))
 
-    def _together(self, samples: list[Any]) -> Any:
+    def _together(self, samples: list[Any], key: Micro) -> Any:
         if not _is_default(self.collate):
+            self.streams.begin("collate", key.seed, key.epoch, key.indices)
             return self.collate(samples)  # the task's own: its errors name its lines
         try:
             return self.collate(samples)
@@ -146,6 +163,10 @@ class Loader:
         """Yield the batch of each key, in order."""
         return map(self.fetcher.__getitem__, keys)
 
+    def alike(self, fetcher: Fetcher) -> Loader:
+        """Return what reads a few batches of `fetcher` where this one reads: in this process, or in one worker."""
+        return Loader(fetcher)
+
     def close(self) -> None:
         """Stop whatever reads ahead."""
 
@@ -168,32 +189,44 @@ class WorkerLoader(Loader):
         self.ahead = num_workers * prefetch_factor
         self._open: list[Any] = []
 
+    def alike(self, fetcher: Fetcher) -> Loader:
+        return WorkerLoader(fetcher, num_workers=1, pin_memory=False, prefetch_factor=1, start_method=self.start_method)
+
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
+        keys = iter(keys)
+        first = list(islice(keys, 1))
         with warnings.catch_warnings():  # that there are more workers than cores is said by the plan
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             loader: torch.utils.data.DataLoader[MicroBatch] = torch.utils.data.DataLoader(
                 _InWorker(self.fetcher),  # type: ignore[arg-type]
                 batch_size=None,
                 collate_fn=_as_it_is,  # torch's default would turn tuples into lists
-                sampler=_Keys(keys),
+                sampler=_Keys(chain(first, keys)),
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
-                multiprocessing_context=self.start_method,
+                multiprocessing_context=_context(self.start_method),
                 worker_init_fn=partial(_settle_in, os.getpid()),
-                # A private generator: a new iterator draws from it, and must not draw from the model's.
-                generator=torch.Generator(),
+                # A private generator: a new iterator draws from it, and must not draw from the model's. What it gives
+                # the workers to begin with is for generators that a data set makes for itself: others on each rank.
+                generator=torch.Generator().manual_seed(self.fetcher.streams.number("workers", *first)),
             )
-        with _no_request_to_stop(self.start_method):  # workers have this from their first instruction on
-            iterator = iter(loader)
+            # Workers have this from their first instruction on.
+            with _no_request_to_stop(self.start_method), _all_or_none():
+                iterator = iter(loader)
         self._open.append(iterator)
         return self._raising(iterator)
 
     def _raising(self, iterator: Iterator[MicroBatch | AccelRunError | RaisedElsewhere]) -> Iterator[MicroBatch]:
-        for item in iterator:
-            if isinstance(item, (AccelRunError, RaisedElsewhere)):
-                raise item
-            yield item
+        try:
+            for item in iterator:
+                if isinstance(item, (AccelRunError, RaisedElsewhere)):
+                    raise item
+                yield item
+        except RuntimeError as error:  # torch's, of a worker that died
+            if any(worker.exitcode == Exit.SYSTEM for worker in iterator._workers):  # type: ignore[attr-defined]
+                raise OSError(errno.EMFILE, "a data worker: too many open files") from error
+            raise
 
     def close(self) -> None:
         for iterator in self._open:
@@ -201,7 +234,10 @@ class WorkerLoader(Loader):
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
                 iterator._worker_pids_set = False
             impatience = threading.Timer(_PATIENCE_S, _kill, [iterator._workers])
-            impatience.start()
+            try:
+                impatience.start()
+            except RuntimeError:  # no thread: nothing that they do is wanted any more
+                _kill(iterator._workers)
             try:
                 iterator._shutdown_workers()
             finally:
@@ -211,7 +247,7 @@ class WorkerLoader(Loader):
 
 
 class ThreadLoader(Loader):
-    """Reads ahead in one thread: overlaps what releases the interpreter's lock, at no cost of processes."""
+    """Reads ahead in one thread. For kept samples only: code of a task may draw from the generators of the process."""
 
     def __init__(self, fetcher: Fetcher, *, depth: int, pin_memory: bool) -> None:
         super().__init__(fetcher)
@@ -309,7 +345,7 @@ def thread(
     cache: Literal["none", "memory", "device"] = "none",
     bad_samples: Literal["stop", "skip"] = "stop",
 ) -> Loader:
-    """Read ahead in one thread of this process.
+    """Read ahead in one thread what `cache` keeps; without a cache, in one worker process.
 
     depth        batches read ahead
     pin_memory   copy batches to page-locked memory; auto: with a GPU
@@ -318,6 +354,10 @@ def thread(
     bad_samples  stop: end the run at a sample that cannot be read; skip: leave it out and list it
     """
     assert pin_memory != "auto", "the plan resolves it"
+    if cache == "none":
+        # Random generators belong to a process: a data set in a thread would draw from those of the model that trains
+        # beside it, and neither could be repeated. See docs/decisions/0019.
+        return WorkerLoader(fetcher, num_workers=1, pin_memory=pin_memory, prefetch_factor=depth, start_method="fork")
     return ThreadLoader(cached(fetcher, cache, device), depth=depth, pin_memory=pin_memory and cache != "device")
 
 
@@ -334,15 +374,17 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
     if where == "none":
         return fetcher
     if fetcher.set_epoch is not None:
-        raise DataError(
-            "the samples change from epoch to epoch (the data set has set_epoch), so they cannot be kept",
-            where=f"dataloader.cache={where}",
-            fix="say dataloader.cache=none",
-        )
-    parts = [
-        fetcher[Micro(0, list(range(first, min(first + 1024, len(fetcher)))), last=False)]
+        raise _changing("the data set has set_epoch", where)
+    keys = [
+        Micro(0, list(range(first, min(first + 1024, len(fetcher)))), last=False)
         for first in range(0, len(fetcher), 1024)
     ]
+    parts = [fetcher[key] for key in keys]
+    if fetcher.streams.draws:
+        # A data set may seed the generators itself and draw the same each time. Samples that do not may be rare.
+        for key, part in zip(keys, parts, strict=True):
+            if not are_equal(part.batch, fetcher[key._replace(epoch=1)].batch):
+                raise _changing("they are made with random numbers", where)
     if any(part.bad for part in parts):
         bad = [index for part in parts for index, _ in part.bad]
         fix = "say dataloader.cache=none, or take them out of the data set"
@@ -356,7 +398,17 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
             fix="say dataloader.cache=none",
         ) from error
     kept = _Kept(map_tensors(lambda tensor: tensor.to(device), whole) if where == "device" else whole, len(fetcher))
-    return Fetcher(kept, _as_it_is, bad_samples="stop")
+    of_kept = Fetcher(kept, _as_it_is, bad_samples="stop")
+    of_kept.streams = NoStreams()
+    return of_kept
+
+
+def _changing(why: str, where: str) -> DataError:
+    return DataError(
+        f"the samples change from epoch to epoch ({why}), so they cannot be kept",
+        where=f"dataloader.cache={where}",
+        fix="use dataloader.cache=none",
+    )
 
 
 class _InWorker:
@@ -380,7 +432,7 @@ class _InWorker:
         except AccelRunError as error:
             # What it was raised from would stay here, and smaller batches may mend a lack of memory.
             return RaisedElsewhere(raised(error)) if shortage_of(error) is not None else error.with_traceback(None)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # collate of the task may call sys.exit
             return RaisedElsewhere(raised(error))
 
     def __reduce__(self) -> tuple[Callable[..., _InWorker], tuple[bytes]]:
@@ -413,6 +465,48 @@ class _NoModel:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("the model is not in data workers that are spawned, but it was called")
+
+
+class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Python 3.11
+    """Results of a worker: one that cannot be sent is replaced by the error, or the run would wait for it for ever.
+
+    A thread of the worker sends batches as descriptors of shared memory, which another one hands over: there may be no
+    thread, or too many open files. Python only prints that, and believes of the second thread that it runs; so nothing
+    but errors is sent from then on. Checked on Python 3.11 to 3.13.
+    """
+
+    _refused: RaisedElsewhere | None = None
+
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        if parent_process() is None:  # an index for a worker
+            super().put(obj, block, timeout)
+            return
+        try:
+            if self._refused is None:
+                super().put(obj, block, timeout)
+        except RuntimeError as error:  # no thread
+            self._refused = RaisedElsewhere(raised(error))
+        if self._refused is not None:
+            self._send(obj[0], self._refused)
+
+    def _on_queue_feeder_error(self, error: Exception, obj: Any) -> None:
+        self._refused = RaisedElsewhere(raised(error))
+        lost = [obj, *self._buffer]  # type: ignore[attr-defined]
+        self._buffer.clear()  # type: ignore[attr-defined]
+        for number, _ in lost:
+            self._send(number, self._refused)
+
+    def _send(self, number: int, error: RaisedElsewhere) -> None:
+        self._sem.acquire(block=False)  # type: ignore[attr-defined]  # the reader releases it
+        with self._wlock:  # type: ignore[attr-defined]
+            self._writer.send_bytes(ForkingPickler.dumps((number, error)))  # type: ignore[attr-defined]
+
+
+def _context(start_method: str) -> BaseContext:
+    """Return multiprocessing's context for a way of starting processes, with queues that report what cannot be sent."""
+    context = copy.copy(get_context(start_method))
+    context.Queue = partial(_Queue, ctx=context)  # type: ignore[method-assign]
+    return context
 
 
 class _Kept:
@@ -461,6 +555,32 @@ def _join(batches: list[Any]) -> Any:
     raise TypeError(f"a batch holds {type(first).__name__}, not tensors")
 
 
+def _samples_of(key: Micro, good: Sequence[int]) -> Samples:
+    """Return which samples a batch holds, of those of its key the ones at these places."""
+    if len(good) == len(key.indices):  # without the lists, which take 2 us
+        return Samples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(good)))
+    return Samples(key.seed, key.epoch, [key.indices[place] for place in good], [key.first + place for place in good])
+
+
+def _reads_many(dataset: Dataset) -> Callable[[list[int]], Any] | None:
+    """Return the `__getitems__` of a data set, None where it would read sample by sample.
+
+    Samples that are read together share one stream of random numbers, which then depends on the micro-batch.
+    """
+    return getattr(dataset, "__getitems__", None) if _is_read_together(dataset) else None
+
+
+def _is_read_together(dataset: Any) -> bool:
+    """Tell whether `__getitems__` is more than that of torch's Subset or StackDataset, a loop over [index]."""
+    how = getattr(type(dataset), "__getitems__", None)
+    if how is Subset.__getitems__:
+        return _is_read_together(dataset.dataset)
+    if how is StackDataset.__getitems__:
+        parts = dataset.datasets
+        return any(map(_is_read_together, parts.values() if isinstance(parts, dict) else parts))
+    return hasattr(dataset, "__getitems__")
+
+
 def _is_default(collate: Collate) -> bool:
     """Tell whether this is the contract's own collate, which no task has replaced."""
     return getattr(collate, "__func__", None) is Task.collate
@@ -484,6 +604,24 @@ def _kill(workers: Sequence[BaseProcess]) -> None:
 
 
 @contextmanager
+def _all_or_none() -> Iterator[None]:
+    """Kill the workers that were started inside where not all could be: at exit, Python would wait for them for ever.
+
+    It ends them by SIGTERM, which they ignore, and torch knows only iterators that are complete. The destructor of one
+    that is not asks for an attribute that is set last, and prints a traceback if it is missing (torch 2.13).
+    """
+    _MultiProcessingDataLoaderIter._shutdown = True  # of the class: nothing to shut down
+    before = set(active_children())
+    try:
+        yield
+    except BaseException:
+        for worker in set(active_children()) - before:
+            worker.kill()
+            worker.join()
+        raise
+
+
+@contextmanager
 def _no_request_to_stop(start_method: str) -> Iterator[None]:
     """Processes that are started inside do not hear the signals; for this one they come when it is over."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
@@ -503,6 +641,7 @@ def _settle_in(starter: int, worker: int) -> None:
     torch's workers look for their parent every 5 s, and one that starts while its parent dies finds another there.
     """
     die_with_parent(starter)
+    never_wait_again()
     sys.excepthook = _print_what_is_news
     for number in _BLOCKED:
         signal.signal(number, signal.SIG_IGN)
@@ -515,6 +654,8 @@ def _settle_in(starter: int, worker: int) -> None:
 
 def _print_what_is_news(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error of a thread of Python's own, but not that the other end of a line is gone: the run tells that."""
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        os._exit(Exit.SYSTEM)  # the thread that hands over descriptors: the run would wait for a batch for ever
     if not isinstance(error, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, trace)
 

@@ -106,7 +106,7 @@ def sgd(
     if nesterov and not momentum:
         raise ConfigError(Problem("must be above 0 with nesterov, but is 0", "optimizer.momentum"))
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
-    flags = _kernel_flags(parameters, kernel)
+    flags = _kernel_flags(parameters, kernel, takes_shards=False)
     made = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **flags)
     # The fused kernel takes whatever lies in memory for the momentum where the first update is skipped for an overflow.
     for place in _places(made) if momentum else ():
@@ -353,8 +353,12 @@ def prefixes(names: Sequence[str]) -> list[str]:
     return list({name.rsplit(".", cut)[0]: None for name in names for cut in range(name.count(".") + 1)})
 
 
-def _kernel_flags(parameters: Parameters, kernel: str) -> dict[str, bool]:
-    obstacle = _fused_obstacle(parameters)
+def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = True) -> dict[str, bool]:
+    """Return which kernel torch is to use: the requested one, or the best that works.
+
+    takes_shards  torch has a sharding strategy for the fused kernel: 2.13 has one for Adam and AdamW, none for SGD
+    """
+    obstacle = _fused_obstacle(parameters, takes_shards=takes_shards)
     if kernel == "fused" and obstacle:
         raise ConfigError(
             Problem(f"the fused kernel cannot work: {obstacle}", "optimizer.kernel", "say optimizer.kernel=auto")
@@ -364,13 +368,15 @@ def _kernel_flags(parameters: Parameters, kernel: str) -> dict[str, bool]:
     return {"fused": kernel == "fused", "foreach": kernel == "foreach"}  # torch allows one of the two
 
 
-def _fused_obstacle(parameters: Parameters) -> str:
+def _fused_obstacle(parameters: Parameters, *, takes_shards: bool) -> str:
     """Return why one fused kernel cannot update all parameters, or an empty text."""
     for name, parameter in parameters:
         if parameter.device.type not in ("cpu", "cuda"):
             return f"{name} is on {parameter.device}, and the kernel exists for cpu and cuda"
         if not parameter.is_floating_point():
             return f"{name} is {str(parameter.dtype).removeprefix('torch.')}, and the kernel takes real numbers"
+        if not takes_shards and hasattr(parameter, "device_mesh"):  # a DTensor
+            return f"{name} is sharded, and torch has no fused SGD for sharded parameters"
     return ""
 
 

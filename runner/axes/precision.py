@@ -51,7 +51,8 @@ class Precision:
         self._forward: AbstractContextManager[Any] = (
             torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
         )
-        self._at_once = self.device.type == "cpu"
+        # On a GPU they are looked at in the step after it: to look at once would wait for the device.
+        self.checks_at_once = self.device.type == "cpu"
         self._sent: Arriving | None = None
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -79,7 +80,7 @@ class Precision:
 
         loss, grad_norm  of the update, over all ranks; None: not known
         """
-        if self._at_once:
+        if self.checks_at_once:
             _refuse(loss, grad_norm)
             optimizer.step()
             return

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 
+class Samples(NamedTuple):
+    """Which samples a batch holds, in its order: enough to draw random numbers for each of them.
+
+    seed     seed of the run
+    indices  of the samples in their data set
+    places   of the samples in the order of the epoch
+    """
+
+    seed: int
+    epoch: int
+    indices: Sequence[int]
+    places: Sequence[int]
+
+
 class MicroBatch(NamedTuple):
     """A batch; `last` closes the update of this rank; `bad` lists (index, reason) of samples that were left out.
 
-    counts  False: it only keeps the ranks in step, and must add nothing to the update; `batch` may then be None
+    counts   False: it only keeps the ranks in step, and must add nothing to the update; `batch` may then be None
+    samples  None: not known, as for batches that no data set was read for
     """
 
     batch: Any
     last: bool
     bad: tuple[tuple[int, str], ...] = ()
     counts: bool = True
+    samples: Samples | None = None
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -31,6 +47,21 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: map_tensors(function, item) for key, item in value.items()}
     return value
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Tell whether two batches hold the same tensors, NaN in the same places; what is no tensor is not compared."""
+    ours: list[Tensor] = []
+    theirs: list[Tensor] = []
+    map_tensors(ours.append, one)
+    map_tensors(theirs.append, other)
+    return len(ours) == len(theirs) and all(map(_hold_the_same, ours, theirs))
+
+
+def _hold_the_same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return one.equal(other) or bool((one.eq(other) | (one.ne(one) & other.ne(other))).all())
 
 
 def first_shape(batch: Any) -> object:

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import ast
 import copy
+import errno
 import io
 import re
 import warnings
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.base.division import divide
 from runner.base.errors import ConfigError, InputMissing, Problem, readable
-from runner.base.foreign import PRECISION_NAMES, fix_of_key, fix_of_option, fix_of_value, fix_of_word
+from runner.base.foreign import (
+    FOREIGN_KEYS,
+    PRECISION_NAMES,
+    fix_of_key,
+    fix_of_option,
+    fix_of_value,
+    fix_of_word,
+    other_ways,
+    own_names,
+)
 from runner.base.guarded_yaml import MAX_DEPTH, read_guarded, refuse_calls, refuse_growth
 from runner.base.phases import GROUPS as PHASE_GROUPS
 from runner.base.phases import INFERENCE, LENGTHS, Declared, is_for, read_phases, values_of
@@ -33,6 +43,7 @@ from runner.base.schema import (
     Expression,
     Key,
     Signature,
+    choices_of,
     defaults,
     did_you_mean,
     fault,
@@ -41,7 +52,7 @@ from runner.base.schema import (
     read_module,
     settings_keys,
 )
-from runner.base.secret import refuse_secrets, secret_problems
+from runner.base.secret import looks_random, refuse_secrets, secret_problems
 from runner.base.settings import EarlyStoppingSettings, EvaluateSettings, Settings
 
 if TYPE_CHECKING:
@@ -169,7 +180,7 @@ def compose(request: Request) -> Configuration:
     SecurityRefusal for what would call something or leave the folder. A secret is refused before all else, alone, so
     that no other message repeats it.
     """
-    refuse_secrets(request.overrides)
+    refuse_secrets(request.overrides, partial(names_of_options, request.task_file, request.config_dir))
     _require_paths(request)
     parsed, problems = parse(request)
     groups, values = _split(parsed, request, problems)
@@ -200,6 +211,18 @@ def options_of(group: str, config_dir: Path | None = None) -> list[str]:
 def options_of_groups() -> dict[str, list[str]]:
     """Return every group with the names of its shipped options."""
     return {group: options_of(group) for group in GROUPS}
+
+
+def names_of_options(task_file: Path | None = None, config_dir: Path | None = None) -> set[str]:
+    """Return the name of every option, and every choice of a key: of the settings, the options and the tasks."""
+    found = {file.stem for file in shipped("conf").rglob("*.yaml")}
+    found.update(*(options_of(group, config_dir) for group in GROUPS))
+    keys = [*settings_keys(Settings).values()]
+    for file in {*_SOURCES.values(), *(task_source(task.name, None) for task in _shipped_tasks()), task_file}:
+        with suppress(OSError, SyntaxError, ValueError):  # errors in a task's file are reported when it is read
+            functions = read_functions(file).values() if file else ()
+            keys += [key for function in functions for key in function.keys.values()]
+    return found.union(*(choices_of(key.type) for key in keys))
 
 
 @cache
@@ -290,8 +313,7 @@ def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], li
                 problems.append(Problem(what, word, "say key=1,2, or choice(1,2)"))
                 continue
             near = _nearly(word, request.own_keys) if len(problems) < MAX_HINTS else ""
-            reason = "it is nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
-            problems.append(Problem(f"cannot be read: {reason}", word, near or _readable_word(word)))
+            problems.append(Problem(f"cannot be read: {_why_unread(word, error)}", word, near or _readable_word(word)))
             continue
         refuse_calls(override.key_or_group, None, word)
         if "${" in word.partition("=")[2]:
@@ -299,12 +321,59 @@ def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], li
             problems.append(Problem("${...} can stand in files only", word, fix))
             continue
         if override.is_sweep_override() and not sweeps:
+            if said := _no_sweep(word, request.own_keys):
+                problems.append(Problem("is not one value", word, said))
+                continue
             is_open = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
             means = "find the best of them with accel-run search" if is_open else "run them all with accel-run train -m"
-            problems.append(Problem("is a sweep over several values", word, f"{means}, or quote it: '{_quoted(word)}'"))
+            quoting = f", or quote it: '{_quoted(word)}'" if _may_be_quoted(word) else ""
+            problems.append(Problem("is a sweep over several values", word, f"{means}{quoting}"))
             continue
         parsed.append(override)
     return parsed, problems
+
+
+def _no_sweep(word: str, own_keys: tuple[str, ...]) -> str:
+    """Return what to say instead of values with commas that are one value, such as gpus=0,1 or betas=0.9,0.95."""
+    key, _, value = word.partition("=")
+    name = key.lstrip("+")
+    if name in own_keys:
+        return ""
+    if name not in GROUPS and name not in _all_keys():
+        return _meant(name, value, own_keys)
+    if re.fullmatch(r"\d{1,3}(,\d{3})+", value) or name == "device":  # 1,000
+        said = fix_of_value(name, value) or f"say {_accepted(name, value)}"
+        return said if "," not in said or name == "device" else ""
+    is_list = name in _all_keys() and _is_accepted(f"{name}=[{value}]")
+    return f"say {name}=[{value}]" if is_list else ""
+
+
+def _why_unread(word: str, error: BaseException) -> str:
+    """Return in plain words why a word is none, not in those of a grammar."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    key, has_value, value = word.partition("=")
+    if not has_value or not key.strip("+~"):
+        return "a setting is written key=value"
+    if not re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w./@-]*", key):
+        return "a key has letters, digits, _ and dots"
+    for opening, closing in ("[]", "{}", "()"):
+        if value.count(opening) != value.count(closing):
+            more = opening if value.count(opening) > value.count(closing) else closing
+            return f"a {more} has no partner"
+    for quote in ("'", '"'):
+        if value.count(quote) % 2:
+            return f"a {quote} has no partner"
+    if value.startswith("("):
+        return "lists are written with [ and ]"
+    if len(value) > 4000 and value.strip("-").isdigit():
+        return "the number has too many digits"
+    special = sorted(set(value) & set("(){}[]:,;&|<>?!*^`\\\"'#= "))
+    return (
+        f"the value has {' '.join(special)}, which have a meaning"
+        if special
+        else "the value is not text, number or list"
+    )
 
 
 def _read_word(parser: OverridesParser, word: str) -> Override:
@@ -324,10 +393,24 @@ def _readable_word(word: str) -> str:
     """Return what to say instead of a word that cannot be read."""
     if items := re.fullmatch(r"([\w.]+)=\(([\w.,+-]*)\)", word):  # a tuple of Python
         return f"say {items[1]}=[{items[2]}]"
+    key, _, value = word.partition("=")
+    if key in _all_keys():
+        listed = f"{key}=[{value.strip('[](){} ')}]"
+        if _is_accepted(listed):
+            return f"say {listed}"
     if between := re.fullmatch(r"[+]{0,2}([\w.]+)=(\w*log\w*|uniform)\((.*)\)", word):
         kind = "interval" if between[2] == "uniform" else "log"
         return f"accel-run search '{between[1]}={kind}({between[3]})' finds the best between two numbers"
-    return f"quote it: '{_quoted(word)}'"
+    if _may_be_quoted(word):
+        return f"quote it: '{_quoted(word)}'"
+    text = value.strip("\"'")
+    return f"say {_accepted(key, text)}"
+
+
+def _may_be_quoted(word: str) -> bool:
+    """Tell whether the value may be a text: that of a group or of a number may not."""
+    key = key_of(word)
+    return _is_accepted(_quoted(word)) if key in GROUPS or key in _all_keys() else True
 
 
 def _depth(word: str) -> int:
@@ -352,7 +435,10 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
             key, has_value, value = word.lstrip("-").partition("=")
             if not has_value and rest and "=" not in rest[0] and not rest[0].startswith("-"):
                 value = rest.pop(0)
+                while _NUMBER.fullmatch(value.rpartition(",")[2]) and rest and _NUMBER.fullmatch(rest[0]):
+                    value += f",{rest.pop(0)}"  # --betas 0.9 0.95
                 word = f"{word} {value}"
+                value = f"[{value}]" if "," in value else value
             what, fix = "unknown option; settings are written key=value", proper(key, value)
             if key in ("m", "multirun"):
                 what, fix = "unknown option here", "accel-run train -m runs each of several values; search needs no -m"
@@ -369,6 +455,12 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
             problems.append(Problem("has a colon in the place of =", f"{word} {value}", proper(word[:-1], value)))
         elif spaced := re.fullmatch(r"([\w.+]+)(?: +=\s*|= +)(.+)", word):
             problems.append(Problem("has spaces around =", word, proper(spaced[1].lstrip("+"), spaced[2])))
+        elif colon := re.fullmatch(r"([\w.]+):([^/].*|$)", word):
+            fix = proper(colon[1], colon[2]) if _is_key(colon[1], request.own_keys) else SHOWN_BY
+            problems.append(Problem("has a colon in the place of =", word, fix))
+        elif "=" not in word and rest and "=" not in rest[0] and _is_key(word, request.own_keys) and word not in GROUPS:
+            value = rest.pop(0)
+            problems.append(Problem("has a space in the place of =", f"{word} {value}", proper(word, value)))
         elif "=" not in word and not word.startswith("~"):
             what = "is not a setting; settings are written key=value"
             fix = fix_of_word(readable(word, MAX_SHOWN), options_of_groups()) or proper(word, "")
@@ -377,15 +469,119 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
             yield word
 
 
+def _is_key(word: str, own_keys: tuple[str, ...]) -> bool:
+    return word in own_keys or word in GROUPS or word in _all_keys() or bool(fix_of_key(word))
+
+
+_NUMBER = re.compile(r"[+-]?\d+\.?\d*(?:e[+-]?\d+)?")
+
+
 def proper_word(key: str, value: str, own_keys: tuple[str, ...] = ()) -> str:
-    """Return what to type instead of what was typed."""
+    """Return what to type instead of what was typed; what it suggests is accepted."""
     name, value = readable(key, MAX_SHOWN).replace("-", "_"), readable(value, MAX_SHOWN)
     if name == "resume":
-        return f"say accel-run resume {value}".rstrip()
-    if name not in own_keys and (said := fix_of_key(name, value)):
+        return fix_of_key("resume_from", value) if "." in value else f"say accel-run resume {value}".rstrip()
+    if said := _meant(name, value, own_keys):
         return said
+    if name == "checkpoint" and value:  # a folder or a file, as --checkpoint of other tools is given
+        return fix_of_option("checkpoint", value) or acceptable(f"say checkpoint={value}")
+    if name in GROUPS and value.lower() in ("", "true"):  # a switch elsewhere
+        return fix_of_option(name, "true") or f"say {name}=NAME, one of {', '.join(options_of(name))}"
     near = name if name in GROUPS else nearest(name, [*GROUPS, *own_keys, *_plain_keys()], cutoff=0.7)
-    return f"say {near}={value or '...'}" if near else SHOWN_BY
+    is_meant = near == name or near in GROUPS or near in own_keys or _is_accepted(f"{near}={value or 'true'}")
+    if near is None or not (is_meant or near.rpartition(".")[2] == name.rpartition(".")[2]):
+        return SHOWN_BY  # a value that does not fit shows that something else was meant
+    return acceptable(f"say {near}={value or '...'}", own_keys)
+
+
+def _meant(name: str, value: str, own_keys: tuple[str, ...]) -> str:
+    """Return what to say instead of a key of another tool, or of one of ours in a group of another tool."""
+    if name.lower() in own_keys:
+        return f"say {name.lower()}={value or '...'}" if name not in own_keys else ""
+    is_batch, of_prediction = _NAMES_A_BATCH.search(name), [own for own in own_keys if own.startswith("inference.")]
+    if (own := f"inference.{'batch_size' if is_batch else name.lower()}") in of_prediction:
+        return f"say {own}={value or '...'}"
+    if is_batch and of_prediction:
+        return f"the task's prediction has no batch size; it has {', '.join(of_prediction)}"
+    if said := fix_of_key(name, value):
+        parts = name.lower().split("_")
+        if len(parts) == 2 and (own := next((each for each in own_keys if each in parts), "")):
+            return f"say {own}={value or '...'}"  # batch_size in benchmark, which has batch
+        return acceptable(said, own_keys)
+    for own in own_names(name):
+        if own != name and (own in GROUPS or own in _all_keys()):
+            return acceptable(f"say {own}={value or '...'}", own_keys)
+    return ""
+
+
+_NAMES_A_BATCH = re.compile(r"(?i)(?:^|_)(?:batch_?size|batch|bs|bsz|mbs|b)$")
+
+
+def acceptable(said: str, own_keys: tuple[str, ...] = ()) -> str:
+    """Return the suggestion with values that are accepted in the place of those that are not.
+
+    What another tool takes for a value goes through the same tables as what is typed; else it is the default.
+    """
+
+    def checked(found: re.Match[str]) -> str:
+        key, value = found["key"], found["value"]
+        is_of_ours = key in GROUPS or key in _all_keys()
+        if value == "..." and is_of_ours and key not in GROUPS and _is_accepted(f"{key}=true"):
+            value = "true"  # a switch
+        if not is_of_ours or key in own_keys or _PLACEHOLDER.fullmatch(value):
+            return found[0]
+        word = _accepted(key, value)
+        return word if re.search(rf"(?<![\w.]){key.partition('.')[0]}=", said) else _with_option(word)
+
+    return _SETTING.sub(checked, said)
+
+
+def _with_option(word: str) -> str:
+    """Return the word behind the option that it belongs to, where the usual one has no such key."""
+    group, _, name = word.partition("=")[0].partition(".")
+    usual = function_of(group, shipped_options()[group]) if group in AXES and name else None
+    option = _option_with(group, name) if group in AXES and name else None
+    return f"{group}={option} {word}" if usual and option and name.partition(".")[0] not in usual.keys else word
+
+
+def _accepted(key: str, value: str) -> str:
+    """Return a word for the key that is accepted, with this value if it can be."""
+    if key in GROUPS:
+        known = options_of(key)
+        is_absent = value.lower() in ("false", "no", "null")  # as text, where another tool has it
+        name = _option_name(key, None if is_absent else value, known)
+        if name in known:
+            return f"{key}={name if is_absent else value}"
+        said = fix_of_option(key, value).removeprefix("say ")
+        near = nearest(value, known) if not said else None
+        return said or (f"{key}={near}" if near else f"{key}=NAME, one of {', '.join(known)}")
+    for word in (f"{key}={value}", *other_ways(key, value)):
+        if _is_accepted(word):
+            return word
+    group, _, name = key.partition(".")
+    usual = function_of(group, shipped_options()[group]) if group in AXES else None  # optimizers differ in their rates
+    candidates = [*([usual.keys[name]] if usual and name in usual.keys else []), *_all_keys()[key]]
+    default = next((other.default for other in candidates if other.default not in (None, REQUIRED)), None)
+    return f"{key}={text_of_value(default)}" if default is not None else f"{key}=..."
+
+
+def _is_accepted(word: str) -> bool:
+    """Tell whether a setting can be read and has a value that its key takes, whatever option has that key."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        override = _read_word(OverridesParser.create(), word)
+        is_sweep = override.is_sweep_override()
+    except (HydraException, RecursionError, ValueError):
+        return False
+    key = override.key_or_group
+    if is_sweep or (key not in GROUPS and key not in _all_keys()):
+        return False
+    value = override.value()
+    if key in GROUPS:
+        return _option_name(key, value, options_of(key)) in options_of(key)
+    return any(fault(known.type, value) is None for known in _all_keys()[key])
 
 
 def _nearly(word: str, own_keys: tuple[str, ...]) -> str:
@@ -397,14 +593,24 @@ def _nearly(word: str, own_keys: tuple[str, ...]) -> str:
     return f"did you mean {near}?" if near else ""
 
 
-def _plain_keys() -> list[str]:
-    """Return the keys that exist whatever is chosen: settings, and the default options' keys."""
-    keys = list(settings_keys(Settings))
+_PLACEHOLDER = re.compile(r"\.\.\.|\[?[A-Z]+\]?")  # NAME, [NAME]: to be filled in by who reads it
+_SETTING = re.compile(r"(?<![\w.'])(?P<key>[a-z][\w.]*)=(?P<value>\S+?)(?=[,;)]?(?:\s|$))")
+
+
+@cache
+def _all_keys() -> Mapping[str, tuple[Key, ...]]:
+    """Return the keys of the settings and of all shipped options, each as every option that has it declares it."""
+    found = {name: (key,) for name, key in settings_keys(Settings).items()}
     for group in AXES:
         for option in options_of(group):
             signature = function_of(group, option)
-            keys += [f"{group}.{key}" for key in (signature.keys if signature else ())]
-    return list(dict.fromkeys(keys))
+            for name, key in (signature.keys if signature else {}).items():
+                found[f"{group}.{name}"] = (*found.get(f"{group}.{name}", ()), key)
+    return found
+
+
+def _plain_keys() -> list[str]:
+    return list(_all_keys())
 
 
 def _quoted(word: str) -> str:
@@ -433,15 +639,11 @@ def _split(
     for override in parsed:
         key, word = override.key_or_group, override.input_line or ""
         if override.is_delete():
-            problems.append(
-                Problem(
-                    "nothing is deleted here", word, f"say {readable(_key_of(word), MAX_SHOWN)}=none, =off or =null"
-                )
-            )
+            problems.append(Problem("nothing is deleted here", word, _instead_of_deleting(_key_of(word))))
         elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
             problems.append(Problem("Hydra only composes here; it starts and writes nothing", word, "leave it out"))
         elif override.package is not None:
-            fix = f"say {key}={readable(_word(override.value()), MAX_SHOWN)}"
+            fix = f"say {key}={readable(text_of_value(override.value()), MAX_SHOWN)}"
             problems.append(Problem("packages (@) have no meaning here", word, fix))
         elif key in GROUPS:
             known = options_of(key, request.config_dir)
@@ -463,10 +665,19 @@ def _split(
     return groups, values
 
 
+def _instead_of_deleting(key: str) -> str:
+    """Return what to say instead of ~KEY."""
+    if key in GROUPS:
+        known = options_of(key)
+        absent = _option_name(key, None, known)
+        return f"say {key}={absent if absent in known else shipped_options().get(key, known[0])}"
+    return f"leave it out, or say {_accepted(key, 'null')}" if key in _all_keys() else "leave it out"
+
+
 def _option_name(group: str, value: Any, known: Iterable[str]) -> str:
     """Return the option meant. Absence is called off in some groups and none in others: any word for it will do."""
     if value is None or value is False or value in ("none", "off"):
-        return next((name for name in ("off", "none") if name in known), _word(value))
+        return next((name for name in ("off", "none") if name in known), text_of_value(value))
     name = "on" if value is True else str(value)
     return PRECISION_NAMES.get(name.lower(), name) if group == "precision" else name
 
@@ -531,6 +742,8 @@ def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: li
         what = "a defaults list must not lead back to its own file"
         raise ConfigError([*problems, Problem(what, files)]) from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError, AssertionError, yaml.YAMLError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise  # no fault of a file
         raise ConfigError([*problems, _of_composing(error, groups, request.config_dir)]) from error
     choices = OmegaConf.to_container(composed.hydra.runtime.choices)
     assert isinstance(choices, dict)
@@ -727,7 +940,9 @@ def _schema(
     settings = {key: value for key, value in _flatten(task.settings, stop=keys) if key not in PHASE_GROUPS}
     for_auto = {key: value for key, value in settings.items() if _is_for_auto(key, value, schema, problems)}
     why_not = {key: _why_not_of_task(key, schema, choices) for key in settings if key not in for_auto}
-    notes += [f"{key}={_word(settings[key])} of the task is not used: {why}" for key, why in why_not.items() if why]
+    notes += [
+        f"{key}={text_of_value(settings[key])} of the task is not used: {why}" for key, why in why_not.items() if why
+    ]
     used = {key: settings[key] for key, why in why_not.items() if not why}
     phases = tuple(_phase(declared, values, schema, said, problems, notes) for declared in task.phases)
     for phase in phases:
@@ -762,7 +977,7 @@ def _phase(
         group = key.partition(".")[0]
         if group in PHASE_GROUPS and group != key and options[group] != schema.functions[group]:
             notes.append(
-                f"{key}={_word(value)} does not reach phase {declared.name}, whose {group} is {options[group]}"
+                f"{key}={text_of_value(value)} does not reach phase {declared.name}, whose {group} is {options[group]}"
             )
     for name, value in declared.settings.items():
         group = name.partition(".")[0]
@@ -770,7 +985,9 @@ def _phase(
         if declared.kind == "train" and not is_for(declared, group, options, schema.tuned):
             if name != group:
                 tuned = declared.settings.get(group, schema.tuned[group])
-                notes.append(f"{declared.key(name)}={_word(value)} of the task is not used: it is for {group}={tuned}")
+                notes.append(
+                    f"{declared.key(name)}={text_of_value(value)} of the task is not used: it is for {group}={tuned}"
+                )
         elif name not in keys and not any(name.startswith(f"{known}.") and known not in PHASE_GROUPS for known in keys):
             problems.append(Problem(f"unknown key of a phase of kind {declared.kind}", where, did_you_mean(name, keys)))
     return _Phase(declared, options, keys)
@@ -793,7 +1010,7 @@ def _options_of_task(
             continue
         known = options_of(group, request.config_dir)
         if group not in PHASE_GROUPS:
-            fix = f"say {group}={_word(option)} on the command line"
+            fix = f"say {group}={text_of_value(option)} on the command line"
             what = f"a task chooses options of {' and '.join(PHASE_GROUPS)} only"
             problems.append(Problem(what, f"SETTINGS[{group!r}]", fix))
         elif option not in known:
@@ -995,7 +1212,7 @@ def _set_values(
     for key, value in _flatten(given, stop=schema.keys):
         group, _, name = key.partition(".")
         if name != "option" or group not in AXES:
-            _place(tree, key, value, f"{schema.file_of(key)}{key}={_word(value)}", schema, problems)
+            _place(tree, key, value, f"{schema.file_of(key)}{key}={text_of_value(value)}", schema, problems)
     for key, value in schema.task_settings.items():
         if key not in GROUPS:  # an option that it may not choose is said already
             _place(tree, key, value, f"SETTINGS[{key!r}]", schema, problems)
@@ -1052,17 +1269,25 @@ def _place(tree: dict[str, Any], key: str, value: Any, word: str, schema: _Schem
 
 
 def _unknown(key: str, word: str, schema: _Schema) -> Problem:
-    said = fix_of_key(key, readable(word.partition("=")[2], MAX_SHOWN))
-    if said and key not in schema.own_keys:
-        return Problem("unknown key", word, said)
+    value = readable(word.partition("=")[2], MAX_SHOWN)
     group, _, name = key.partition(".")
-    if group in AXES and name:
+    is_of_option = group in AXES and name
+    elsewhere = _option_with(group, name) if is_of_option else None
+    said = "" if elsewhere else _meant(key, value, schema.own_keys)
+    if is_of_option and not (said and key in FOREIGN_KEYS):
         names = [known for known in schema.keys if known.startswith(f"{group}.")]
-        elsewhere = _option_with(group, name)
-        hint = f"it belongs to {group}={elsewhere}" if elsewhere else did_you_mean(key, names)
+        near = said or did_you_mean(name, [known.removeprefix(f"{group}.") for known in names]).replace(
+            "mean ", f"mean {group}."
+        )
+        hint = f"it belongs to {group}={elsewhere}" if elsewhere else near
         option = schema.functions[group]
-        return Problem(f"unknown key of {group}={option}; known: {', '.join(names) or 'none'}", word, hint)
-    return Problem("unknown key", word, did_you_mean(key, [*schema.keys, *GROUPS, *schema.own_keys]) or SHOWN_BY)
+        where = key if not hint and looks_random(value) else word
+        return Problem(f"unknown key of {group}={option}; known: {', '.join(names) or 'none'}", where, hint)
+    near = said or did_you_mean(key, [*schema.keys, *GROUPS, *schema.own_keys])
+    of_task = [known for known in schema.keys if known.startswith("task.")] if group == "task" and name else []
+    what = f"unknown key of the task; known: {', '.join(of_task)}" if of_task else "unknown key"
+    where = key if not near and looks_random(value) else word
+    return Problem(what, where, near or SHOWN_BY)
 
 
 def _option_with(group: str, key: str) -> str | None:
@@ -1088,19 +1313,52 @@ def _check(tree: Mapping[str, Any], schema: _Schema, already: set[str]) -> list[
         wrong = fault(key.type, tree[name])
         literal = tree[name] if isinstance(tree[name], str) else ""
         near = did_you_mean(literal, _literals(key.type)) if wrong and literal else ""
+        if name == "phases" and literal:
+            near = fix_of_value(name, literal) or _phases_meant(literal, schema)
         near = near or (_example_of(name, key, tree[name]) if wrong else "")
-        problem = Problem(wrong or "", f"{schema.file_of(name)}{name}={_word(tree[name])}", near)
+        problem = Problem(wrong or "", f"{schema.file_of(name)}{name}={text_of_value(tree[name])}", near)
         if wrong and problem.where not in already:
             problems.append(problem)
     return problems
+
+
+def _phases_meant(text: str, schema: _Schema) -> str:
+    """Return what to say instead of phases=NAME, with names that the task has."""
+    known = [*(phase.declared.name for phase in schema.phases), INFERENCE] if schema.phases else ["train", INFERENCE]
+    names = [name if name in known else nearest(name, known) for name in re.split(r"[\s,+]+", text.strip("()[] "))]
+    return f"say phases=[{','.join(name for name in names if name)}]" if all(names) else f"say phases=[{known[0]}]"
 
 
 def _example_of(name: str, key: Key, value: Any) -> str:
     """Return a word that fits in the place of one that does not: what was meant, else the default."""
     if isinstance(value, float) and value.is_integer() and not fault(key.type, int(value)):
         return f"say {name}={int(value)}"
+    if said := fix_of_value(name, value):
+        return said
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not fault(key.type, str(value)):
+        return f"say '{name}=\"{value}\"', for a text"
+    written = f"[{','.join(map(text_of_value, value))}]" if isinstance(value, list) else text_of_value(value)
+    if word := next(
+        (word for word in other_ways(name, written) if word != f"{name}={written}" and _fits_key(word, name, key)), ""
+    ):
+        return f"say {word}"
     known = () if key.default in (None, REQUIRED) or fault(key.type, key.default) else (key.default,)
-    return fix_of_value(name, value) or next((f"say {name}={_word(default)}, the default" for default in known), "")
+    return next((f"say {name}={text_of_value(default)}, the default" for default in known), "")
+
+
+def _fits_key(word: str, name: str, key: Key) -> bool:
+    """Tell whether the word is accepted: for the key itself by its type, which a task may have declared."""
+    if not word.startswith(f"{name}=") or name in _all_keys():
+        return _is_accepted(word)
+    return fault(key.type, _plain_value(word.partition("=")[2])) is None
+
+
+def _plain_value(text: str) -> Any:
+    """Return what a word's text means: a number, a list or the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _contradictions(tree: Mapping[str, Any], schema: _Schema, *, is_alone: bool) -> list[Problem]:
@@ -1385,12 +1643,13 @@ def _named(value: Any) -> Any:
     return {str(key): _named(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _word(value: Any) -> str:
+def text_of_value(value: Any) -> str:
+    """Return a value as it is typed on a command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"[{','.join(_word(item) for item in value)}]" if isinstance(value, list) else str(value)
+    return f"[{','.join(text_of_value(item) for item in value)}]" if isinstance(value, (list, tuple)) else str(value)
 
 
 def _first_line(error: BaseException) -> str:

@@ -132,12 +132,19 @@ def _on_one_screen(problem: Problem, indent: str) -> str:
 
 
 class ConfigError(AccelRunError):
-    """The configuration is wrong; carries every problem that was found, not only the first."""
+    """The configuration is wrong; carries every problem that was found, not only the first.
+
+    of_known_keys  the keys are options that the command knows: names such as `pin` do not make their values secrets
+    """
 
     exit_code = Exit.CONFIG
 
-    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+    def __init__(self, problems: Problem | Iterable[Problem], *, of_known_keys: bool = False) -> None:
+        from runner.base.secret import without_value_of_secret  # here, because it imports this module
+
         given = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        if not of_known_keys:
+            given = tuple(map(without_value_of_secret, given))
         Exception.__init__(self, "\n".join(str(problem) for problem in given))
         self.problems = given
 

@@ -24,7 +24,7 @@ def descendants(pid: int) -> dict[int, str]:
     waiting = [pid]
     while waiting:
         for process in by_parent.get(waiting.pop(), ()):
-            if process.session != process.pid and process.state != "Z":
+            if process.session != process.pid and not process.is_zombie:
                 found[process.pid] = process.state
                 waiting.append(process.pid)
     return found
@@ -80,10 +80,16 @@ class _Process:
     parent: int
     session: int
     state: str
+    num_threads: int
 
     @property
     def is_zombie(self) -> bool:
-        return self.state == "Z"
+        """True once all of it has ended, and it can be reaped.
+
+        Where only its first thread has ended, as for a moment in every process of several threads that is killed, its
+        state is Z, too: it is neither gone nor to be reaped yet.
+        """
+        return self.state == "Z" and self.num_threads <= 1
 
 
 def _left(known: Set[int], sessions: Set[int]) -> Iterator[_Process]:
@@ -120,9 +126,9 @@ def _processes() -> Iterator[_Process]:
 def _read(path: Path) -> _Process | None:
     """Return the process of a file /proc/PID/stat; None where it has ended."""
     try:
-        state, parent, _, session, *_ = path.read_text(errors="replace").rpartition(") ")[2].split()
-        return _Process(int(path.parent.name), int(parent), int(session), state)
-    except (OSError, ValueError):
+        fields = path.read_text(errors="replace").rpartition(") ")[2].split()  # from the third on, see proc_pid_stat(5)
+        return _Process(int(path.parent.name), int(fields[1]), int(fields[3]), fields[0], int(fields[17]))
+    except (OSError, ValueError, IndexError):
         return None
 
 

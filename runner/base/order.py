@@ -22,12 +22,16 @@ class Micro(NamedTuple):
     """The key of one micro-batch: samples `indices` of epoch `epoch`; `last` closes the update of this rank.
 
     counts  False: read only to keep the ranks in step, or empty because this rank has nothing to do
+    first   place of the first sample in the order of the epoch
+    seed    of the run
     """
 
     epoch: int
     indices: Indices
     last: bool
     counts: bool = True
+    first: int = 0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,15 +85,17 @@ class Order:
         start = window * self.global_batch_size
         whole = permutation(self.seed, epoch, self.num_samples)[start : start + self.global_batch_size].tolist()
         dealt_as = shares or self.shares
-        parts = [whole[first:stop] for first, stop in slices(len(whole), dealt_as)] if dealt_as else [whole]
-        mine = parts[self.rank]
+        bounds = slices(len(whole), dealt_as) if dealt_as else [(0, len(whole))]
+        parts = [whole[first:stop] for first, stop in bounds]
+        mine, before = parts[self.rank], start + bounds[self.rank][0]
         size = self.size_of(update)
         passes = [mine[first : first + size] for first in range(0, len(mine), size)]
         wanted = max(-(-len(part) // size) for part in parts) if self.in_step else max(1, len(passes))
         for number in range(wanted):
             counts = number < len(passes)
             vain = (passes[-1] if passes else whole[:1]) if self.in_step else []
-            yield Micro(epoch, passes[number] if counts else vain, number == wanted - 1, counts)
+            indices = passes[number] if counts else vain
+            yield Micro(epoch, indices, number == wanted - 1, counts, before + number * size, self.seed)
 
     def samples_of_ranks(self, update: int, shares: Shares | None = None) -> Shares:
         """Return how many samples each rank has in update number `update`."""
@@ -111,8 +117,7 @@ class Order:
 @lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, num_samples: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return the order of the samples in one epoch, (num_samples,)."""
-    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
-    return rng.permutation(num_samples)
+    return np.random.Generator(np.random.Philox(_sequence(seed, epoch))).permutation(num_samples)
 
 
 def evenly_spread(num_samples: int, wanted: int | None) -> Indices:
@@ -126,4 +131,13 @@ def seed_of_rank(seed: int, rank: int, update: int = 0) -> int:
     """Return the seed of what a rank draws from an update on; rank 0 of a run that begins has the seed itself."""
     if rank == 0 and update == 0:
         return seed
-    return int(np.random.SeedSequence([seed, rank, update]).generate_state(1, np.uint64)[0] >> 1)
+    return int(_sequence(seed, rank, update).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _sequence(seed: int, *numbers: int) -> np.random.SeedSequence:
+    """Return what nothing but this seed and these numbers below 2**32 gives.
+
+    Smaller seeds keep the sequences of earlier versions, whose runs are resumed. Larger ones are two words for NumPy:
+    in one list with the numbers, they would be read as a smaller seed and other numbers.
+    """
+    return np.random.SeedSequence([seed, *numbers] if seed < 2**32 else seed, spawn_key=() if seed < 2**32 else numbers)

@@ -29,12 +29,40 @@ def unpin(folder: Path) -> None:
             os.close(descriptor)
 
 
+def unpin_all() -> None:
+    """Every folder is found by its path again, as after the end of the process."""
+    for folder in [*_pinned]:
+        unpin(folder)
+
+
+def place_of(folder: Path) -> Path | None:
+    """Return where a pinned folder is now: it may have been moved. None where it was deleted.
+
+    Where the system does not tell (no /proc), it is `folder`.
+    """
+    descriptor = _pinned[folder]
+    found = os.fstat(descriptor)
+    if found.st_nlink == 0:
+        return None
+    with suppress(OSError):
+        there = folder.stat(follow_symlinks=False)
+        if (there.st_dev, there.st_ino) == (found.st_dev, found.st_ino):
+            return folder
+    with suppress(OSError):
+        return Path(f"/proc/self/fd/{descriptor}").readlink()
+    return folder
+
+
 @contextmanager
 def beside(path: Path) -> Iterator[tuple[int | None, Path | str]]:
     """Give (descriptor of the folder, name in it) for calls that take `dir_fd`; (None, path) outside of what is pinned.
 
+    A pinned folder itself is "." in itself, so that it is found where it was moved to.
     Raises OSError where a folder between the pinned one and the name is a link, or not there.
     """
+    if path in _pinned:
+        yield _pinned[path], "."
+        return
     root = next((parent for parent in path.parents if parent in _pinned), None)
     if root is None:
         yield None, path

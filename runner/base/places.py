@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.values import LOCAL_PATH, URL
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -28,5 +32,10 @@ def cache_folder() -> Path:
 
 
 def as_path(text: str) -> Path:
-    """Return the path that a setting names; ~ is the home folder, as a shell leaves it where it follows =."""
+    """Return the path that a setting names; ~ is the home folder, as a shell leaves it where it follows =.
+
+    Raises ConfigError for a URL.
+    """
+    if re.match(URL, text):
+        raise ConfigError(Problem(f"must be {LOCAL_PATH}", text, "name a local folder, or mount the remote one"))
     return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises where there is none

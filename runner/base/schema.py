@@ -125,19 +125,60 @@ def in_words(annotation: Any) -> str:
     return _TYPE_WORDS.get(annotation, str(annotation))
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known word most like `word`, or None when nothing is near."""
+def choices_of(annotation: Any) -> set[str]:
+    """Return the texts that the type lists: those of `Literal["sum", "mean"] | float`."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return {item for item in typing.get_args(annotation) if isinstance(item, str)}
+    return set().union(*map(choices_of, typing.get_args(annotation)))
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
+    """Return the known word most like `word`, or None when nothing is near: a wrong guess is worse than none."""
     if len(word) > MAX_SHOWN:
         return None
     candidates = list(known)
     lowered = {candidate.lower(): candidate for candidate in candidates}
-    # One wrong letter of a short word leaves less in common than the same of a long one.
-    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.5 if len(word) <= 3 else cutoff)
-    if close:
-        return lowered[close[0]]
+    group, dot, name = word.lower().rpartition(".")
+    if dot:  # a long group in common makes no name alike
+        siblings = {key.removeprefix(f"{group}."): key for key in lowered if key.rpartition(".")[0] == group}
+        if close := _close(name, siblings, cutoff):
+            return lowered[siblings[close]]
+        lowered = {key: candidate for key, candidate in lowered.items() if key not in siblings.values()}
+    if close := _close(word.lower(), lowered, cutoff):
+        return lowered[close]
     last = {key.rsplit(".", 1)[-1].lower(): key for key in reversed(candidates)}
-    close = difflib.get_close_matches(word.rsplit(".", 1)[-1].lower(), last, n=1, cutoff=max(cutoff, 0.8))
-    return last[close[0]] if close else None
+    close = _close(word.rsplit(".", 1)[-1].lower(), last, max(cutoff, 0.85))
+    return last[close] if close else None
+
+
+def _close(word: str, known: Iterable[str], cutoff: float) -> str | None:
+    """Return a known word that is one typo away, else the closest one within a share of common letters.
+
+    A word of up to three letters may have the typo anywhere but in the first letter (l4 is not t4, tpu is not cpu);
+    one of up to four letters may have one typo and nothing more.
+    """
+    known = list(known)
+    one_away = [each for each in known if is_one_typo(word, each) and (len(word) > 3 or word[:1] in each[:2])]
+    if one_away:
+        cutoff = 0.0
+    elif len(word) <= 4:
+        return None
+    return next(iter(difflib.get_close_matches(word, one_away or known, n=1, cutoff=cutoff)), None)
+
+
+def is_one_typo(word: str, other: str) -> bool:
+    """Tell whether two words are equal or differ by one letter: replaced, added, omitted, or swapped with the next."""
+    if word == other:
+        return True
+    if not 0 <= abs(len(word) - len(other)) <= 1 or min(len(word), len(other)) < 2:
+        return False
+    start = next(
+        (at for at, pair in enumerate(zip(word, other, strict=False)) if pair[0] != pair[1]),
+        len(min(word, other, key=len)),
+    )
+    rests = word[start:], other[start:]
+    swapped = rests[0][:2] == rests[1][:2][::-1] and rests[0][2:] == rests[1][2:]
+    return swapped or rests[0][1:] == rests[1][1:] or rests[0][1:] == rests[1] or rests[0] == rests[1][1:]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

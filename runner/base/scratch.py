@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import multiprocessing.process
 import os
@@ -12,9 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runner.base.errors import CannotCreate
+from runner.base.errors import CannotCreate, Exit
+from runner.base.places import cache_folder
 
 PREFIX = "accelrun-"
+_CODES = {
+    errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.EACCES: Exit.PERMISSION, errno.EPERM: Exit.PERMISSION,
+}  # fmt: skip
 
 
 @contextmanager
@@ -35,6 +40,91 @@ def private_folder() -> Iterator[Path]:
         settings["tempdir"] = before
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def check_compile_cache(variable: str, *, is_needed: bool) -> None:
+    """Raise CannotCreate where the variable of the environment names a folder in which nothing can be written.
+
+    Inductor or Triton would find out in the first update, after minutes, in their own words.
+
+    is_needed  something will be written: the folder is created and tried. Else nothing is touched, for torch itself
+               sets TORCHINDUCTOR_CACHE_DIR to a place in /tmp in processes that import Inductor
+    """
+    folder = os.environ.get(variable)
+    if not folder:
+        return
+    try:
+        if is_needed:
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        else:
+            _check_nearest(Path(folder))
+    except OSError as error:
+        what = f"compiled code cannot be kept there: {error.strerror}"
+        raise _refused(error, what, f"{variable}={folder}", f"name another folder, or unset {variable}") from error
+
+
+def _check_nearest(folder: Path) -> None:
+    """Raise OSError where the folder, or the one in which it would be made, is none or may not be written to."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    number = errno.ENOTDIR if not there.is_dir() else 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
+    if number:
+        raise OSError(number, os.strerror(number))
+
+
+def _refused(error: OSError, what: str, where: str, fix: str) -> CannotCreate:
+    refused = CannotCreate(what, where=where, fix=fix)
+    refused.exit_code = _CODES.get(error.errno or 0, refused.exit_code)
+    return refused
+
+
+def keep_compiled_code_private() -> None:
+    """Let Inductor and Triton keep what they compile in a folder of mode 0700: the user's cache, else for one start.
+
+    Inductor's own default is /tmp/torchinductor_USER, and it runs the code that it finds there: whoever makes that
+    folder first decides what a training runs. A folder that the user names, TORCHINDUCTOR_CACHE_DIR, is left as it is.
+    """
+    names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    if all(os.environ.get(name) for name in names):
+        return
+    folder = cache_folder().resolve() / "compiled"
+    if not _made_private(folder):
+        folder = (shared_folder() or _made()[0]) / "compiled"
+    for variable, name in names.items():
+        os.environ[variable] = os.environ.get(variable) or str(folder / name)
+
+
+def _made_private(folder: Path) -> bool:
+    """Make the folder unless it exists, close it to others, and tell whether nobody else could put code into it.
+
+    The mode is set here: Inductor itself makes folders by the umask, which may let others write.
+    """
+    try:
+        if not _is_ours_alone(folder):
+            return False
+        for path in [each for each in (*reversed(folder.parents), folder) if not each.exists()]:
+            with suppress(FileExistsError):  # another start was faster
+                path.mkdir(mode=0o700)
+        if not (_is_ours_alone(folder) and _is_ours_alone(folder.parent)):  # who may rename it may replace it
+            return False
+        folder.chmod(0o700)
+    except OSError:  # a full disk, or one that is read-only
+        return False
+    return True
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    """Tell whether nobody else can write in the folder, or in the one in which it would be made."""
+    for path in (folder, *folder.parents):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return False
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return False
 
 
 def shared_folder() -> Path | None:
@@ -60,11 +150,9 @@ def _made() -> tuple[Path, int]:
         try:
             folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place()))
         except OSError as error:
-            raise CannotCreate(
-                f"the folder that the processes of a run share cannot be made: {error.strerror}",
-                where=error.filename or _place(),
-                fix="make room there, or name another place: TMPDIR=/path",
-            ) from error
+            what = f"the folder that the processes of a run share cannot be made: {error.strerror}"
+            fix = "make room there, or name another place: TMPDIR=/path"
+            raise _refused(error, what, str(error.filename or _place()), fix) from error
         lock = _locked(folder)
         if lock is not None:
             return folder, lock

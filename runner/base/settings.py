@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from runner.base.places import as_path
-from runner.base.values import Count, DeviceName, NonNegative, Place, Positive, PositiveInt
+from runner.base.values import Count, DeviceName, NonNegative, Place, Positive, PositiveInt, Seed
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Settings:
     global_batch_size: PositiveInt = 32
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
     max_grad_norm: Positive | None = 1.0
-    seed: Count = 0
+    seed: Seed = 0
     device: DeviceName = "auto"
     phases: list[str] | None = None
     run: str | None = None

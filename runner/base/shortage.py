@@ -23,7 +23,8 @@ class Shortage:
     side          whose memory: the GPU's or the machine's
     text          what was said of it, in one line
     wanted_bytes  of the allocation that failed, None where nobody says
-    place         of what was under way: reading, compiling, forward, backward, optimizer; BETWEEN where no pass was
+    place         of what was under way: reading, compiling, forward, backward, optimizer, COMMUNICATION (NCCL's own
+                  buffers: its communicator cannot be used again); BETWEEN where no pass was
     """
 
     side: Side
@@ -41,7 +42,8 @@ def shortage_of(error: BaseException) -> Shortage | None:
         side = _side(kinds, message)
         if side is not None:
             text = _of_sample(error) or first_line(message) or "MemoryError"
-            return Shortage(side, text, _wanted(message), _place(error))
+            place = COMMUNICATION if "NCCL" in message else _place(error)
+            return Shortage(side, text, _wanted(message), place)
     return None
 
 
@@ -126,6 +128,10 @@ _OF_DEVICES = (
     "CUSPARSE_STATUS_ALLOC_FAILED",
     "CUFFT_ALLOC_FAILED",
     "MPS backend out of memory",
+    "Failed to CUDA calloc",  # NCCL, as are the next
+    "Failed to CUDA host alloc",
+    "Cuda failure 'out of memory'",
+    "Cuda failure 2 'out of memory'",
 )
 _OF_HOSTS = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -138,6 +144,7 @@ _UNITS = {"bytes": 1} | {
     f"{letter}{more}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for more in ("b", "ib")
 }
 BETWEEN = "between updates"
+COMMUNICATION = "communication"
 _WITH_PASSES = (
     "runner/engine/loop.py:",
     "runner/engine/kinds.py:updates",

@@ -41,7 +41,7 @@ class SignBoard:
     """The sign of one rank: put up by it, read by another process. It outlives the rank, in whatever way that ends."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        size = _OFFSET + ctypes.sizeof(ctypes.c_uint64)
+        size = _END + ctypes.sizeof(ctypes.c_bool)
         descriptor = os.open(folder / f"sign-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, size)
@@ -52,6 +52,10 @@ class SignBoard:
     def made(self) -> ctypes.c_uint64:
         """Return the number of updates that the rank has made, in the memory itself: to be set, or read, by value."""
         return ctypes.c_uint64.from_buffer(self._memory, _OFFSET)
+
+    def ending(self) -> ctypes.c_bool:
+        """Return whether the rank's training is over, in the memory itself, as `made` does."""
+        return ctypes.c_bool.from_buffer(self._memory, _END)
 
     def put(self, sign: Sign) -> None:
         """Show this one. A reader may see half of it: what it concludes must hold twice."""
@@ -72,6 +76,7 @@ class SignBoard:
 
 _FORMAT = struct.Struct("<Qdd??q24s64s")
 _OFFSET = 128  # of the updates made: aligned, so that they are never seen half written
+_END = _OFFSET + ctypes.sizeof(ctypes.c_uint64)
 
 
 def _text(field: bytes) -> str:

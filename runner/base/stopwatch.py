@@ -25,6 +25,9 @@ wait: for other ranks, exchange included."""
 BETWEEN = ("hooks", "logging", "drawing", "evaluation", "saving")
 """Between updates; hooks: all that has no part of its own."""
 
+THROUGHPUT = "perf/throughput"
+"""Key in metrics.jsonl: items per second from the end of a process's first update until the row."""
+
 Seconds = Mapping[str, float]
 Bookmark = Callable[[], Seconds]
 
@@ -37,9 +40,13 @@ class Lap(NamedTuple):
 
 
 class Stopwatch:
-    """Adds up the seconds of each part: `lap` at the end of each part, `stop` at the end of each update."""
+    """Adds up the seconds of each part: `lap` at the end of each part, `stop` at the end of each update.
 
-    def __init__(self) -> None:
+    each  called with the lap of every update, in order, once it is known
+    """
+
+    def __init__(self, each: Callable[[Lap], object] | None = None) -> None:
+        self.each = each
         self.begin()
 
     def begin(self) -> None:
@@ -71,6 +78,8 @@ class Stopwatch:
     def stop(self, update: int) -> None:
         """Update number `update` is over; its last part has ended."""
         self._update, self._before, self._stopped = update, self._stopped, dict(self._spent)
+        if self.each is not None:
+            self.each(Lap(update, _less(self._stopped, self._before)))
 
     @property
     def last(self) -> Lap | None:
@@ -96,23 +105,25 @@ class Stopwatch:
 class _Group:
     """The marks of an update and of what lay before it; the first one is the last of the group before.
 
-    spent  seconds of the phase until its end, once that is known
+    is_rest  it is what followed the last update
+    spent    seconds of the phase until its end, once that is known
     """
 
     update: int
     marks: list[tuple[str, torch.Event]]
+    is_rest: bool = False
     spent: Seconds | None = None
 
 
 class DeviceStopwatch(Stopwatch):
     """The same by marks on the stream of a GPU; what is known lags behind by as much as the device does."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, each: Callable[[Lap], object] | None = None) -> None:
         from torch import Event
 
         self._new_mark = partial(Event, device, enable_timing=True)
         self._free: list[torch.Event] = []  # marks that are over: to make a new one takes longer
-        super().__init__()
+        super().__init__(each)
 
     def begin(self) -> None:
         super().begin()
@@ -144,12 +155,12 @@ class DeviceStopwatch(Stopwatch):
 
     def finish(self) -> Seconds:
         self.lap(self._between)
-        self._close_group(self._update)
+        self._close_group(self._update, is_rest=True)
         return self._at_the_end_of(self._under_way[-1])
 
-    def _close_group(self, update: int) -> None:
+    def _close_group(self, update: int, *, is_rest: bool = False) -> None:
         self._update = update
-        self._under_way.append(_Group(update, self._marks))
+        self._under_way.append(_Group(update, self._marks, is_rest))
         self._marks = [("", self._marks[-1][1])]
 
     def _at_the_end_of(self, group: _Group) -> Seconds:
@@ -171,6 +182,8 @@ class DeviceStopwatch(Stopwatch):
         for part, spent in seconds.items():
             self._spent[part] += spent
         self._last = Lap(group.update, dict(seconds))
+        if self.each is not None and not group.is_rest:
+            self.each(self._last)
         group.spent = dict(self._spent)
         self._free += (event for _, event in group.marks[:-1])
 
@@ -180,9 +193,9 @@ class DeviceStopwatch(Stopwatch):
         return event
 
 
-def stopwatch(device: torch.device) -> Stopwatch:
+def stopwatch(device: torch.device, each: Callable[[Lap], object] | None = None) -> Stopwatch:
     """Return the one that tells the time of this device."""
-    return DeviceStopwatch(device) if device.type == "cuda" else Stopwatch()
+    return DeviceStopwatch(device, each) if device.type == "cuda" else Stopwatch(each)
 
 
 def between(since: Seconds, until: Seconds) -> dict[str, float]:

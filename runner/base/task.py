@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-Sum = tuple[Tensor, "Tensor | int"]  # (sum over items, number of items)
+Sum = tuple[Tensor, "Tensor | int | float"]  # (sum over items, number of items)
 
 
 class Dataset(Protocol):
@@ -73,7 +73,7 @@ class Prediction:
 
     text   what to show on the screen, may be empty
     items  how many items (tokens, samples) were made, for the throughput; 0: a picture or a table of what was made
-           before, whose time does not count
+           before, which counts as no prediction
     plots  pictures for plots/ of the run directory: file name, such as maps.png, to its bytes (see runner.base.picture)
     """
 
@@ -120,6 +120,8 @@ class Task:
                       above may depend on it
     losses            phase name -> loss function, for tasks of several phases; "train" is `loss` by default
     fits              phase name -> Fit, for phases of kind "fit"
+    loss_is_additive  False: the loss of a batch is not the sum over its samples, as in a contrastive loss; such a loss
+                      depends on how an update is cut into micro-batches, and is not checked to be a sum
 
     A task of several phases says which ones in PHASES, a literal mapping in its file: see docs/phases.md.
     """
@@ -128,6 +130,7 @@ class Task:
     item: str = "sample"
     items_per_sample: float = 1.0
     phase: str = "train"
+    loss_is_additive: bool = True
 
     def loss(self, model: nn.Module, batch: Any) -> Sum:
         """Return the loss summed over the items of this batch, and how many items there were."""
@@ -145,6 +148,15 @@ class Task:
     @property
     def fits(self) -> Mapping[str, Fit]:
         """Phase name -> statistics to gather, for each phase of kind "fit"."""
+        return {}
+
+    @property
+    def packages(self) -> Mapping[str, Mapping[str, str]]:
+        """Phase name, or "infer" -> packages that it imports only on the way -> extra of accel-run that installs each.
+
+        They are looked for before the first update, so that a run does not train for hours and then stop for a package.
+        The extra is "" for a package that is installed by its own name.
+        """
         return {}
 
     def begin_phase(self, phase: str) -> None:
@@ -205,5 +217,14 @@ class Task:
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Return the random generator of one sample in one epoch: the same for any worker, rank or share."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, index])))
+    """Return the random generator of one sample in one epoch: the same for any worker, rank or share.
+
+    The streams of two keys differ, and none is that of the order of an epoch.
+    """
+    # Two words for each number: SeedSequence takes more than one for a number from 2**32 on, and what they are read as
+    # would depend on the numbers beside it.
+    words = [word for number in (epoch, index) for word in divmod(number, 2**32)]
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(_OF_SAMPLES, *words))))
+
+
+_OF_SAMPLES = 0x73616D70  # apart from other streams of the same seed

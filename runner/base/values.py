@@ -28,6 +28,7 @@ __all__ = [
     "Positive",
     "PositiveInt",
     "Range",
+    "Seed",
     "Threads",
 ]
 
@@ -67,18 +68,19 @@ NonNegative = Annotated[float, Range("a number of at least 0", low=0.0)]
 Fraction = Annotated[float, Range("a number between 0 and 1", low=0.0, high=1.0)]
 Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0, high_allowed=False)]
 Count = Annotated[int, Range("a whole number of at least 0", low=0)]
+Seed = Annotated[int, Range("a whole number from 0 to 2**64 - 1", low=0, high=2**64, high_allowed=False)]
 Interval = Annotated[float, Range("a number of seconds from 0.01 to 3600", low=0.01, high=3600.0)]
 PositiveInt = Annotated[int, Range("a whole number of at least 1", low=1)]
 MOST_THREADS = 1024  # systems refuse some thousands, and torch then crashes
 Threads = Annotated[int, Range(f"a whole number from 1 to {MOST_THREADS}", low=1, high=MOST_THREADS)]
 DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N or mps", r"auto|cpu|cuda(:\d+)?|mps")]
+# s3://bucket/x is a valid name of a local folder, `s3:`, which nobody means: files are read and written locally only.
+URL = r"[A-Za-z][A-Za-z0-9+.-]*://"
+LOCAL_PATH = "a local path in one line without control characters; URLs such as s3:// are not supported"
 # A place reaches scripts line by line, and terminals: nothing that ends a line, steers or cannot be seen is part of it.
 Place = Annotated[
     str,
-    Matches(
-        "text in one line without control characters",
-        r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*",
-    ),
+    Matches(LOCAL_PATH, rf"(?!{URL})[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*"),
 ]
 Every = Annotated[
     str,

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from runner.base.secret import redacted
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -84,7 +86,7 @@ def message_of(error: BaseException) -> str:
         text = str(error)
     except Exception as second:
         return f"(its __str__ raises {type(second).__name__})"
-    return on_a_screen(text)
+    return on_a_screen(redacted(text))  # before it is cut: a part of a secret would not be known as one
 
 
 def words_of(error: BaseException) -> str:
@@ -153,6 +155,35 @@ def for_terminal(text: str, stream: IO[str] | None = None) -> str:
     return wrapped(text, columns) if columns else text
 
 
+def help_page(text: str, stream: IO[str] | None = None) -> str:
+    """Return a help text broken for the width of the terminal, or for $COLUMNS where the stream is none.
+
+    stream  standard output where none is named
+    """
+    wanted = os.environ.get("COLUMNS", "")
+    columns = columns_of(stream) or (int(wanted) if wanted.isdecimal() else 0)
+    return reflowed(text, columns) if columns else text
+
+
+def reflowed(text: str, columns: int) -> str:
+    """Return the text with the lines of a paragraph, or of a table's cell, joined and broken again at so many columns.
+
+    A paragraph is what stands at the left edge, line below line; the last cell of a row goes on below where it begins.
+    """
+    joined: list[str] = []
+    cell = 0  # column at which the last cell of the row begins
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        before = joined[-1] if joined else ""
+        is_prose = bool(before) and before[0] != " " and line[:1] not in ("", " ") and not before.startswith("usage:")
+        if line.strip() and ((is_prose and not before.endswith(":")) or (cell and indent == cell and before)):
+            joined[-1] = f"{before} {line.strip()}"
+            continue
+        joined.append(line)
+        cell = max((found.end() for found in re.finditer(r"\S {2,}(?=\S)", line)), default=0)
+    return "\n".join(part for line in joined for part in _parts(line, columns, 0 if line[:1].isupper() else 2))
+
+
 def wrapped(text: str, columns: int) -> str:
     """Return the text in lines of at most so many columns; only a word or a command that is longer stays whole.
 
@@ -162,7 +193,7 @@ def wrapped(text: str, columns: int) -> str:
     return "\n".join(part for line in text.split("\n") for part in _parts(line, columns))
 
 
-def _parts(line: str, columns: int) -> list[str]:
+def _parts(line: str, columns: int, hanging: int = 2) -> list[str]:
     if len(line) <= columns:
         return [line]
     cells = [found.end() for found in re.finditer(r"\S {2,}(?=\S)", line) if found.end() <= columns // 2]
@@ -170,7 +201,8 @@ def _parts(line: str, columns: int) -> list[str]:
     lead = len(line) - len(text)
     parts = textwrap.wrap(
         _COMMAND.sub(lambda found: found[0].replace(" ", "\0"), text), columns, initial_indent=" " * lead,
-        subsequent_indent=" " * (cells[-1] if cells else lead + 2), break_long_words=False, break_on_hyphens=False,
+        subsequent_indent=" " * (cells[-1] if cells else lead + hanging),
+        break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
     return [part.replace("\0", " ") for part in parts] or [""]
 
@@ -186,12 +218,26 @@ def is_number(value: object) -> bool:
     return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
-def bytes_in_words(size: float) -> str:
-    """Return bytes with a unit that can be read."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1024:.1f} KiB"
+def rate(items_per_s: float) -> str:
+    """Return items per second without an exponent, with three digits or more."""
+    return f"{items_per_s:,.0f}" if items_per_s >= 100 else f"{items_per_s:.3g}"
+
+
+def sized(size: float) -> str:
+    """Return bytes with three digits or more, in the largest unit of which they are at least a tenth.
+
+    Every size that is shown is made here, so that the same memory reads the same everywhere: 64 KiB, never 6.4e-05 GiB.
+    """
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        value = size / scale
+        if value >= 0.1:
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{size:.0f} B" if size else "0"
+
+
+def sized_gib(gib: float) -> str:
+    """Return an amount of GiB with the unit that suits it."""
+    return sized(gib * 2**30)
 
 
 def _escaped(char: str) -> str:

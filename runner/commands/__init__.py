@@ -25,3 +25,9 @@ COMMANDS = {
     "completion": ("completion", "print what makes bash, zsh or fish complete these words"),
     "complete": ("complete", ""),
 }
+
+# those that compute: a terminal or a pipe whose reader has stopped does not hold them, and misses what does not fit;
+# all others wait for their reader, as `accel-run runs | less` expects
+TRAINING = frozenset(
+    {"train", "resume", "search", "inference", "infer", "both", "profile", "advise", "benchmark", "tune"}
+)

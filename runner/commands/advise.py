@@ -119,7 +119,7 @@ def _of_run(given: Request) -> tuple[Request, Known, tuple[str, ...]]:
     from runner.measure.advise import Known
     from runner.measure.facts import monitored
 
-    directory, root = find_run(given)
+    directory, root = find_run(given, teller("advise"))
     own = tuple(word for word in given.overrides if not word.startswith(("run=", "output_root=")))
     origin = origin_of(directory, root, given)
     request = origin.request(replace(given, overrides=own), without=("run", "resume", "output_root"))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runner.base.configuration import Request, word_of
+from runner.base.configuration import Request, parse, word_of
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
 from runner.base.words import for_terminal
@@ -44,6 +44,8 @@ def read(words: list[str], *, positional: int = 0, multirun: bool = False, own: 
             paths[flag] = Path(value).expanduser()
         elif word in ("-m", "--multirun") and multirun:
             sweep = True
+        elif word.startswith("-") and not has_value and rest and "=" not in rest[0] and not rest[0].startswith("-"):
+            overrides += [word, rest.pop(0)]  # its value, as other tools are given one, and no name of a run
         elif (
             len(lone) < positional
             and "=" not in word
@@ -63,10 +65,13 @@ def read(words: list[str], *, positional: int = 0, multirun: bool = False, own: 
 def read_of_a_run(words: list[str], own: Iterable[str] = ()) -> Request:
     """Return the request of `COMMAND [last|NAME|DIR] [key=value ...]`: the run stands in it as run=, if it is named.
 
-    Raises ConfigError where two runs are named.
+    Raises ConfigError where two runs are named, and for options of other tools, before the run is looked for.
     """
     arguments = read(words, positional=1, own=own)
     given = arguments.request
+    if any(word.startswith("-") for word in given.overrides):
+        _, problems = parse(given)
+        raise ConfigError(problems)
     named = [word for word in given.overrides if word.startswith("run=")]
     if arguments.positional and named:
         what = f"names a second run, besides {arguments.positional[0]}"

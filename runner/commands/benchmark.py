@@ -54,7 +54,7 @@ def run(words: list[str]) -> int:
     from runner.measure.results import Results
     from runner.measure.suite import screen
 
-    suite, wanted, as_json = _wanted(words)
+    suite, wanted, as_json = read_words(words)
     Results(wanted.folder, wanted.prefix).check()  # before anything is measured
     report = suite.run(wanted)
     if as_json:
@@ -64,7 +64,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _wanted(words: list[str]) -> tuple[Any, Any, bool]:
+def read_words(words: list[str]) -> tuple[Any, Any, bool]:
     """Return the module of the suite, what it is to do, and whether as JSON. Raises ConfigError."""
     from runner.measure.suite import Wanted
 

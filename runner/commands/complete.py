@@ -48,14 +48,14 @@ def candidates(words: Sequence[str]) -> list[str]:
     if not before:
         visible = [name for name, (_, summary) in COMMANDS.items() if summary]
         return _beginning_with(last, [*visible, "--help", "--version"] if last.startswith("-") else visible)
-    line = _Line.read(before, last)
+    line = TypedLine.read(before, last)
     offer = _COMMANDS.get(COMMANDS.get(line.command, ("", ""))[0])
     found = dict.fromkeys(_beginning_with(last, offer(line))) if offer else ()
     return [word for word in found if _UNQUOTED.fullmatch(word.removeprefix(last))]
 
 
 @dataclass
-class _Line:
+class TypedLine:
     """What was typed before the word under the cursor."""
 
     command: str
@@ -66,7 +66,7 @@ class _Line:
     lone: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, before: Sequence[str], last: str) -> _Line:
+    def read(cls, before: Sequence[str], last: str) -> TypedLine:
         line = cls(before[0], last, before[-1])
         rest = list(before[1:])
         while rest:
@@ -158,7 +158,7 @@ class _Line:
 # ---------------------------------------------------------------- one offer per command
 
 
-def _settings_or_flags(line: _Line, *more: str) -> list[str]:
+def _settings_or_flags(line: TypedLine, *more: str) -> list[str]:
     """Return flags, files after them, keys, or values after `key=`."""
     if line.previous in _PATH_FLAGS:
         return _paths(line.last, _PATH_FLAGS[line.previous])
@@ -170,23 +170,23 @@ def _settings_or_flags(line: _Line, *more: str) -> list[str]:
     return _with_values(line, key, value) if has_value else [f"{key}=" for key in _names(line)] + _beginnings(line)
 
 
-def _plan(line: _Line) -> list[str]:
+def _plan(line: TypedLine) -> list[str]:
     return _settings_or_flags(line, "--probe")
 
 
-def _train(line: _Line) -> list[str]:
+def _train(line: TypedLine) -> list[str]:
     from runner.commands.sweep_words import GRID
 
     return _of_sweep(line, GRID) if {"-m", "--multirun"} & line.flags.keys() else _settings_or_flags(line, "-m")
 
 
-def _search(line: _Line) -> list[str]:
+def _search(line: TypedLine) -> list[str]:
     from runner.commands.search import OWN
 
     return _of_sweep(line, OWN)
 
 
-def _of_sweep(line: _Line, own: Mapping[str, str]) -> list[str]:
+def _of_sweep(line: TypedLine, own: Mapping[str, str]) -> list[str]:
     """Return settings, and the words of a sweep that are none."""
     key, has_value, _ = line.last.partition("=")
     if has_value and key in own:
@@ -196,7 +196,7 @@ def _of_sweep(line: _Line, own: Mapping[str, str]) -> list[str]:
     return [*(f"{name}=" for name in names), *_settings_or_flags(line)]
 
 
-def _profile(line: _Line) -> list[str]:
+def _profile(line: TypedLine) -> list[str]:
     """Return what `train` has, and the keys of the profile without their group."""
     from runner.commands.profile import OWN
 
@@ -207,24 +207,24 @@ def _profile(line: _Line) -> list[str]:
     return [*(f"{name}=" for name in OWN if not line.last.startswith("-")), *_settings_or_flags(line)]
 
 
-def _explain(line: _Line) -> list[str]:
+def _explain(line: TypedLine) -> list[str]:
     if line.lone or line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
         return _settings_or_flags(line)
     return _names(line) + _beginnings(line)
 
 
-def _inference(line: _Line) -> list[str]:
+def _inference(line: TypedLine) -> list[str]:
     if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
         return _settings_or_flags(line)
     keys = [f"{key}=" for key in ("run", "device", "output_root", *line.inference_keys()) if key not in line.overrides]
     return [*_run_names(line), *keys]
 
 
-def _resume(line: _Line) -> list[str]:
+def _resume(line: TypedLine) -> list[str]:
     return [*([] if "=" in line.last or line.last.startswith("-") else _run_names(line)), *_settings_or_flags(line)]
 
 
-def _export(line: _Line) -> list[str]:
+def _export(line: TypedLine) -> list[str]:
     key, has_value, value = line.last.partition("=")
     if key == "format" and has_value:
         before = value[: value.rfind(",") + 1]
@@ -234,13 +234,13 @@ def _export(line: _Line) -> list[str]:
     return [*_run_names(line), *(f"{key}=" for key in ("format", "device", "output_root") if key not in line.overrides)]
 
 
-def _list_of_runs(line: _Line) -> list[str]:
+def _list_of_runs(line: TypedLine) -> list[str]:
     if line.last.startswith("-"):
         return ["--json", "--help"]
     return _with_values(line, "output_root", line.last.partition("=")[2]) if "=" in line.last else ["output_root="]
 
 
-def _report(line: _Line) -> list[str]:
+def _report(line: TypedLine) -> list[str]:
     key, has_value, value = line.last.partition("=")
     if line.last.startswith("-"):
         return ["--help"]
@@ -255,7 +255,7 @@ def _report(line: _Line) -> list[str]:
     return [*named, *(f"{key}=" for key in ("out", "benchmarks", "output_root") if key not in line.overrides)]
 
 
-def _status(line: _Line) -> list[str]:
+def _status(line: TypedLine) -> list[str]:
     key, has_value, value = line.last.partition("=")
     if line.last.startswith("-"):
         return ["--help"]
@@ -264,7 +264,7 @@ def _status(line: _Line) -> list[str]:
     return [*_run_names(line), *([] if line.lone else _sweeps(line)), "output_root="]
 
 
-def _monitor(line: _Line) -> list[str]:
+def _monitor(line: TypedLine) -> list[str]:
     from runner.commands.monitor import FLAGS, Options
 
     key, has_value, value = line.last.partition("=")
@@ -277,7 +277,7 @@ def _monitor(line: _Line) -> list[str]:
     return [f"{name}=" for name in settings_keys(Options) if name not in line.overrides]
 
 
-def _advise(line: _Line) -> list[str]:
+def _advise(line: TypedLine) -> list[str]:
     if line.last.startswith("apply="):
         return ["apply=true", "apply=false"]
     if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
@@ -286,7 +286,7 @@ def _advise(line: _Line) -> list[str]:
     return [*_run_names(line), *own, *_settings_or_flags(line)]
 
 
-def _benchmark(line: _Line) -> list[str]:
+def _benchmark(line: TypedLine) -> list[str]:
     from runner.commands.benchmark import OWN
     from runner.measure.suites import SUITES
     from runner.measure.technique import files_of
@@ -327,7 +327,7 @@ def _literals_of(suite: str) -> dict[str, Any]:
     return found
 
 
-def _tune(line: _Line) -> list[str]:
+def _tune(line: TypedLine) -> list[str]:
     from runner.commands.tune import OWN
 
     if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
@@ -335,7 +335,7 @@ def _tune(line: _Line) -> list[str]:
     return [*(f"{key}=" for key in OWN if key not in line.overrides), *_settings_or_flags(line)]
 
 
-def _doctor(line: _Line) -> list[str]:
+def _doctor(line: TypedLine) -> list[str]:
     if line.last.startswith("-"):
         return ["--quick", "--json", "--help"]
     key, has_value, value = line.last.partition("=")
@@ -347,17 +347,17 @@ def _doctor(line: _Line) -> list[str]:
     return _with_values(line, key, value) if has_value else ["checks=", "device=", "output_root="]
 
 
-def _new(line: _Line) -> list[str]:
+def _new(line: TypedLine) -> list[str]:
     return ["--help"] if line.last.startswith("-") else []
 
 
-def _import(line: _Line) -> list[str]:
+def _import(line: TypedLine) -> list[str]:
     if line.last.startswith("-"):
         return ["--help"]
     return ["key="] if line.lone else [path for ending in _FOREIGN for path in _paths(line.last, ending)]
 
 
-def _completion(line: _Line) -> list[str]:
+def _completion(line: TypedLine) -> list[str]:
     from runner.commands.completion import SCRIPTS
 
     return ["--help"] if line.last.startswith("-") else [] if line.lone else list(SCRIPTS)
@@ -366,7 +366,7 @@ def _completion(line: _Line) -> list[str]:
 # ---------------------------------------------------------------- keys and values
 
 
-def _names(line: _Line) -> list[str]:
+def _names(line: TypedLine) -> list[str]:
     """Return the groups and keys that `last` may become; those with a dot only once there is a dot."""
     plus = "+" if line.last.startswith("+") else ""
     typed = line.last.lstrip("+")
@@ -374,7 +374,7 @@ def _names(line: _Line) -> list[str]:
     return [plus + name for name in names if ("." in typed or "." not in name) and name not in line.overrides]
 
 
-def _beginnings(line: _Line) -> list[str]:
+def _beginnings(line: TypedLine) -> list[str]:
     """Return `optimizer.` and the like for keys whose dot is still to be typed."""
     typed = line.last.lstrip("+")
     groups = {name.split(".")[0] for name in line.keys(typed) if "." in name} if "." not in typed else set()
@@ -382,7 +382,7 @@ def _beginnings(line: _Line) -> list[str]:
     return [f"{plus}{group}." for group in sorted(groups)]
 
 
-def _with_values(line: _Line, key: str, value: str) -> list[str]:
+def _with_values(line: TypedLine, key: str, value: str) -> list[str]:
     """Return `key=value` for every value that can be named; in a sweep for the last of a comma list."""
     lead = ""
     if {"-m", "--multirun"} & line.flags.keys() and "," in value:
@@ -390,7 +390,7 @@ def _with_values(line: _Line, key: str, value: str) -> list[str]:
     return [f"{key}={lead}{candidate}" for candidate in _values_of(line, key.lstrip("+"), value)]
 
 
-def _values_of(line: _Line, key: str, value: str) -> Iterable[str]:
+def _values_of(line: TypedLine, key: str, value: str) -> Iterable[str]:
     if key in GROUPS:
         return _plain(options_of(key, line.config_dir))
     if key == "run":
@@ -436,18 +436,18 @@ def _typed(value: object) -> str:
 # ---------------------------------------------------------------- names of files and runs
 
 
-def _run_names(line: _Line, *, several: bool = False) -> list[str]:
+def _run_names(line: TypedLine, *, several: bool = False) -> list[str]:
     """Return what names a run, where none is named yet or several may be."""
     return ["last", *_runs(line)] if several or not (line.lone or "run" in line.overrides) else []
 
 
-def _runs(line: _Line, *, in_sweeps: bool = True) -> list[str]:
+def _runs(line: TypedLine, *, in_sweeps: bool = True) -> list[str]:
     from runner.durable.directory import runs
 
     return _plain(path.name for path in runs(line.root, in_sweeps=in_sweeps))
 
 
-def _sweeps(line: _Line) -> list[str]:
+def _sweeps(line: TypedLine) -> list[str]:
     from runner.durable.directory import sweeps
 
     return _plain(path.name for path in sweeps(line.root))
@@ -508,7 +508,7 @@ _PATH_KEYS = {"output_root": "/", "data.path": "", "weights": ".safetensors"}
 _FOREIGN = (".pt", ".pth", ".bin", ".ckpt")
 _PATH_FLAGS = {"--task": ".py", "--config-dir": "/"}
 # module of the command -> what it offers
-_COMMANDS: Mapping[str, Callable[[_Line], list[str]]] = {
+_COMMANDS: Mapping[str, Callable[[TypedLine], list[str]]] = {
     "train": _train,
     "search": _search,
     "both": _settings_or_flags,

@@ -32,7 +32,9 @@ _accel_run() {
     while IFS= read -r word; do
         COMPREPLY+=("${word#"$prefix"}")
     done < <("$1" complete -- "${words[@]}" 2>/dev/null)
-    [[ $3 == --task || $3 == --config-dir ]] && compopt -o filenames 2>/dev/null
+    if [[ $3 == --task || $3 == --config-dir ]]; then
+        compopt -o filenames 2>/dev/null && COMPREPLY=("${COMPREPLY[@]%/}")  # readline adds the slash of a folder
+    fi
     [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=./] ]] && compopt -o nospace 2>/dev/null
     return 0
 }

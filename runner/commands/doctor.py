@@ -42,11 +42,11 @@ def run(words: list[str]) -> int:
     from runner.doctor.findings import Finding
     from runner.doctor.screen import Screen
 
-    settings, flags = _read(words)
+    settings, flags = read_words(words)
     if settings.get("checks") == "help":
         print("\n".join(f"{name:<15}{check.tries}" for name, check in CHECKS.items()))
         return int(Exit.DONE)
-    names = _chosen(settings.get("checks"), "--quick" in flags)
+    names = chosen_checks(settings.get("checks"), "--quick" in flags)
     root = Path(settings.get("output_root", "outputs")).expanduser().absolute()
     examination = Examination(names, settings.get("device", "auto"), root)
     is_json = "--json" in flags
@@ -70,7 +70,7 @@ def run(words: list[str]) -> int:
     return int(code)
 
 
-def _read(words: list[str]) -> tuple[dict[str, str], set[str]]:
+def read_words(words: list[str]) -> tuple[dict[str, str], set[str]]:
     """Return settings and flags. Raises ConfigError with everything that is neither."""
     settings: dict[str, str] = {}
     flags, problems = set[str](), list[Problem]()
@@ -78,7 +78,7 @@ def _read(words: list[str]) -> tuple[dict[str, str], set[str]]:
         key, has_value, value = word.partition("=")
         if word in _FLAGS:
             flags.add(word)
-        elif has_value and key in _KEYS:
+        elif has_value and key in KEYS:
             settings[key] = value
         else:
             problems.append(Problem("is not known to doctor", word, _meant(key)))
@@ -96,11 +96,11 @@ def _meant(word: str) -> str:
 
     if word in CHECKS:
         return f"say checks=[{word}]"
-    close = difflib.get_close_matches(word, [*_FLAGS, *_KEYS], n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, [*_FLAGS, *KEYS], n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else "accel-run doctor --help shows what there is"
 
 
-def _chosen(text: str | None, is_quick: bool) -> list[str]:
+def chosen_checks(text: str | None, is_quick: bool) -> list[str]:
     """Return the names of the checks to make; text None: all, or all quick ones.
 
     Raises ConfigError for a name that there is not, for no name, and for one that --quick leaves out.
@@ -133,5 +133,5 @@ def _shown(value: Any) -> str:
 
 
 _FLAGS = ("--quick", "--json")
-_KEYS = ("checks", "device", "output_root")
+KEYS = ("checks", "device", "output_root")
 _STATES = ("ok", "warn", "FAIL", "skip")

@@ -38,7 +38,7 @@ def run(words: list[str]) -> int:
     if key not in configuration.flat():
         raise ConfigError(Problem("unknown key", key, _instead(key, configuration)))
     value = shown(configuration.flat()[key])
-    lines = [f"{key} = {value}", f"  set by {_who(key, configuration)}"]
+    lines = [f"{key} = {value}", f"  set by {source_of(key, configuration)}"]
     for words_left_out, asked in _without(key, request):
         try:
             lines.append(f"  without {words_left_out}: {_told(key, compose(asked))}")
@@ -81,12 +81,12 @@ def _told(key: str, configuration: Configuration) -> str:
     """Return the value and who set it."""
     found = configuration.flat()
     if key in found:
-        return f"{shown(found[key])}, set by {_who(key, configuration)}"
+        return f"{shown(found[key])}, set by {source_of(key, configuration)}"
     group = key.split(".", maxsplit=1)[0]
     return f"not there, {group}={configuration.choices[group].name} has no such key"
 
 
-def _who(key: str, configuration: Configuration) -> str:
+def source_of(key: str, configuration: Configuration) -> str:
     """Return who set the key, with the file or the words."""
     from runner.base.configuration import options_of
 

@@ -44,15 +44,15 @@ def run(words: list[str]) -> int:
     from concurrent.futures.process import BrokenProcessPool
 
     from runner.base.errors import DataError
+    from runner.base.subprocesses import in_subprocess
     from runner.durable import files
     from runner.engine.weights import convert, refuse_taken, settle
-    from runner.launch.apart import apart
 
     refuse_taken(target)
     temporary = target.absolute().with_name(f"{files.TEMPORARY}{target.name}-{secrets.token_hex(4)}")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
     try:
-        made = apart(convert, source.absolute(), temporary, keys[0] if keys else None)
+        made = in_subprocess(convert, source.absolute(), temporary, keys[0] if keys else None)
         settle(temporary, target.absolute())
     except BrokenProcessPool as error:
         raise DataError("ended the process that read it", where=str(source), fix="it is damaged, or hostile") from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from runner.commands.arguments import read_of_a_run
+from runner.commands.arguments import read, read_of_a_run
+from runner.commands.complete import candidates
 
 HELP = """usage: accel-run inference [last|NAME|DIR] [key=value ...]      (short: accel-run infer)
 
@@ -25,4 +26,19 @@ def run(words: list[str]) -> int:
     """Predict and write the predictions."""
     from runner.engine.infer import infer
 
-    return int(infer(read_of_a_run(words)))
+    return int(infer(read_of_a_run(words, _own_keys(words))))
+
+
+def _own_keys(words: list[str]) -> tuple[str, ...]:
+    """Return the keys of the prediction, such as inference.samples, where a word may have meant one of them.
+
+    They are those of the run's task, or of the default task where there is no such run.
+    """
+    arguments = read(words, positional=1)
+    overrides = arguments.request.overrides
+    if all(word.startswith(("inference.", "run=", "output_root=", "device=")) for word in overrides):
+        return ()
+    run = [word for word in overrides if word.startswith(("run=", "output_root="))]
+    flags = [f"--task={arguments.request.task_file}"] if arguments.request.task_file else []
+    found = candidates(["inference", *flags, *run, *arguments.positional, "inference."])
+    return tuple(word.removesuffix("=") for word in found)

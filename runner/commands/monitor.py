@@ -22,7 +22,6 @@ from runner.base.errors import (
     DataError,
     DeviceMissing,
     InputMissing,
-    MissingPackage,
     Problem,
     StorageError,
     readable,
@@ -30,6 +29,7 @@ from runner.base.errors import (
 from runner.base.places import as_path
 from runner.base.secret import fit_to_show
 from runner.base.values import Interval, Place, Positive
+from runner.commands.arguments import teller
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
@@ -77,20 +77,20 @@ class Options:
 
 def run(words: list[str]) -> int:
     """Watch, or show what was watched."""
-    options, given, flags = _read(words)
+    options, given, flags = read_words(words)
     root = as_path(options.output_root)
     if options.run is not None:
         return _of_run(root, options, as_json="--json" in flags, in_its_folder="log_dir" not in given)
     if "--once" in flags:
-        return _once(_Runs(root), options, as_json="--json" in flags)
+        return _once(RunningRuns(root), options, as_json="--json" in flags)
     folder = _new_folder(options.log_dir, by_name="log_dir" in given) if options.log_dir else None
-    return _live(_Runs(root), options, folder, as_json="--json" in flags)
+    return _live(RunningRuns(root), options, folder, as_json="--json" in flags)
 
 
 # ---------------------------------------------------------------- watching
 
 
-def _once(runs: _Runs, options: Options, *, as_json: bool) -> int:
+def _once(runs: RunningRuns, options: Options, *, as_json: bool) -> int:
     from runner.observe.machine_display import as_object
     from runner.observe.machine_screen import View, lines_of
 
@@ -112,7 +112,7 @@ def _once(runs: _Runs, options: Options, *, as_json: bool) -> int:
     return 0
 
 
-def _live(runs: _Runs, options: Options, folder: Path | None, *, as_json: bool) -> int:
+def _live(runs: RunningRuns, options: Options, folder: Path | None, *, as_json: bool) -> int:
     """Show each sample until the end, then what they say together."""
     from runner.observe.machine_display import make_display
     from runner.observe.machine_screen import View
@@ -140,7 +140,7 @@ def _live(runs: _Runs, options: Options, folder: Path | None, *, as_json: bool) 
 
 
 def _follow(
-    monitor: NoMonitor, view: View, display: Display, stop: threading.Event, seconds: float | None, runs: _Runs
+    monitor: NoMonitor, view: View, display: Display, stop: threading.Event, seconds: float | None, runs: RunningRuns
 ) -> None:
     begun = drawn = time.monotonic()
     tick = min(0.1, view.interval_s / 4)
@@ -164,7 +164,7 @@ def _follow(
         stop.wait(tick)
 
 
-def _take(view: View, readings: Mapping[str, float], monitor: NoMonitor, runs: _Runs) -> None:
+def _take(view: View, readings: Mapping[str, float], monitor: NoMonitor, runs: RunningRuns) -> None:
     """The sample is in the view, where there is one."""
     if not readings:
         return
@@ -181,7 +181,7 @@ def _nothing(monitor: NoMonitor) -> DeviceMissing:
     return DeviceMissing(f"the machine cannot be watched: {why}", where="monitor", fix=fix)
 
 
-def _uses(users: Mapping[str, Sequence[GpuUser]], runs: _Runs) -> list[Use] | None:
+def _uses(users: Mapping[str, Sequence[GpuUser]], runs: RunningRuns) -> list[Use] | None:
     """Return who uses which GPU, None where the driver does not tell of any."""
     from runner.observe.machine_screen import Use
 
@@ -198,7 +198,7 @@ def _uses(users: Mapping[str, Sequence[GpuUser]], runs: _Runs) -> list[Use] | No
     ]  # fmt: skip
 
 
-class _Runs:
+class RunningRuns:
     """Which processes belong to the runs that are under way here; looked up as seldom as the processes are."""
 
     SELDOM_S = 10.0
@@ -284,11 +284,13 @@ def _asked_to_stop() -> Iterator[threading.Event]:
 
 def _of_run(root: Path, options: Options, *, as_json: bool, in_its_folder: bool) -> int:
     """Show what a run has left; the plots lie in its folder, or in a new one in log_dir."""
-    from runner.durable.directory import RunDirectory
+    from runner.durable.directory import LAST, RunDirectory
     from runner.durable.files import read_object
+    from runner.durable.origin import say_skipped
     from runner.observe.samples import Summary, read_samples
 
-    directory = RunDirectory.find(root, options.run or "last")
+    directory = RunDirectory.find(root, options.run or LAST)
+    say_skipped(directory, teller("monitor"))
     samples = read_samples(directory.gpu_csv)
     if not len(samples):
         what = "there is no sample in it yet"
@@ -443,15 +445,10 @@ def _draw(
 
     lead  what their names begin with there
     """
-    try:
-        from runner.observe.machine_plots import pictures
+    from runner.observe.machine_plots import pictures
 
-        drawn = pictures(samples)
-    except MissingPackage as error:
-        say(f"no plots: {error.problems[0].what}; {error.problems[0].fix}")
-        return []
     faults, written = [], []
-    for name, content in drawn.items():
+    for name, content in pictures(samples).items():
         try:
             write(name, content)
             written.append(f"{lead}{name}")
@@ -488,7 +485,7 @@ def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
 # ---------------------------------------------------------------- words
 
 
-def _read(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
+def read_words(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
     """Return the options, the keys that were given, and the flags. Raises ConfigError with every problem."""
     from runner.base.schema import fault, settings_keys
 

@@ -86,9 +86,9 @@ def _means_probe(word: str) -> bool:
 
 def _needs(configuration: Configuration, inventory: Inventory, long: Callable[[], object]) -> Needs:
     """Return what the run takes, traced in a process of its own."""
-    from runner.launch.apart import needs_apart
+    from runner.launch.needs import needs_in_subprocess
 
-    return needs_apart(configuration, inventory, beyond=True, long=long)
+    return needs_in_subprocess(configuration, inventory, beyond=True, long=long)
 
 
 def _memory(
@@ -101,10 +101,10 @@ def _memory(
     changes: Sequence[Change] = ()
     untried: Sequence[tuple[str, ...]] = ()
     if not all(each.prediction.fits for each in plan.memory):
+        from runner.base.subprocesses import in_subprocess
         from runner.engine.changes import changes_of
-        from runner.launch.apart import apart
 
-        changes, untried = apart(changes_of, configuration, inventory, plan, needs, profiles, long=long)
+        changes, untried = in_subprocess(changes_of, configuration, inventory, plan, needs, profiles, long=long)
     return sheet(plan, needs, peaks_of_ranks(plan, needs, profiles), changes, untried), changes
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.secret import fit_to_show
-from runner.commands.arguments import own_words
+from runner.commands.arguments import own_words, teller
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
@@ -26,7 +26,6 @@ Runs are read and not changed, finished or not.
                     comparison.html beside the first of them)
   benchmarks=DIR    show the results of accel-run benchmark in that folder too (default: those in the run's folder)
 
-The charts need matplotlib: pip install "accel-run[plots]"
 
 examples
   accel-run report
@@ -41,12 +40,15 @@ def run(words: list[str]) -> int:
     """Write the page, and say where it is."""
     from runner.base.places import as_path
     from runner.durable.directory import LAST, RunDirectory, find_sweep
+    from runner.durable.origin import say_skipped
 
-    own, rest = _read(words)
+    own, rest = read_words(words)
     root = as_path(own["output_root"])
     if len(rest) == 1 and (folder := find_sweep(root, rest[0])):
         return _of_sweep(folder, own["out"])
     directories = [RunDirectory.find(root, wanted) for wanted in rest or [LAST]]
+    for directory in directories:
+        say_skipped(directory, teller("report"))
     _refuse_twice(directories, rest)
     benchmarks = as_path(own["benchmarks"]) if own["benchmarks"] else None
     if benchmarks is not None and not benchmarks.is_dir():
@@ -87,7 +89,7 @@ def _of_sweep(folder: Path, given: str) -> int:
     return 0
 
 
-def _read(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the values of the command's keys, and the runs. Raises ConfigError with every slip."""
     from runner.base.schema import did_you_mean
 

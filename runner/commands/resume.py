@@ -44,10 +44,10 @@ def run(words: list[str]) -> int:
     from runner.durable.origin import find_run, origin_of
     from runner.engine.again import words_of
 
-    directory, root = find_run(given)
+    say = teller("resume")
+    directory, root = find_run(given, say)
     origin = origin_of(directory, root, given)
     own = tuple(word for word in given.overrides if key_of(word) not in ("run", "output_root"))
-    say = teller("resume")
     if origin.folder is not None and origin.folder.is_dir():
         os.chdir(origin.folder)
     elif origin.folder is not None:

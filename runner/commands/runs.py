@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
+from runner.base.figures import metric_text
 from runner.base.secret import fit_to_show
-from runner.base.words import aligned, bytes_in_words, columns_of, for_terminal, is_number
+from runner.base.stopwatch import THROUGHPUT
+from runner.base.words import aligned, columns_of, for_terminal, is_number, rate, sized
 from runner.commands.arguments import own_words
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
@@ -36,7 +38,8 @@ class Row:
 
     phase    the one it is in, or was in last; trials: it is a sweep, and the updates are trials
     update   of that phase, and `total` of it
-    metrics  of the last evaluation; of a run without one the last loss
+    metrics  of the last evaluation, None for one without items; of a run without an evaluation the last loss
+    items_per_s  throughput
     written  seconds since 1970
     """
 
@@ -48,9 +51,10 @@ class Row:
     phase: str | None
     update: int | None
     total: int | None
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float | None]
     written: float
     bytes: int
+    items_per_s: float | None = None
 
 
 def run(words: list[str]) -> int:
@@ -87,13 +91,15 @@ def row_of(path: Path) -> Row:
     from runner.durable.directory import last_written
     from runner.durable.files import read_last_row, read_object
     from runner.durable.standing import standing
+    from runner.engine.evidence import evidence_in, throughput
 
     record, plan = read_object(path / "run.json"), read_object(path / "plan.json")
     last = read_last_row(path / "metrics.jsonl")
     stands = standing(record)
     task, phase, update = record.get("task"), last.get("phase"), last.get("update")
     known = record.get("metrics")
-    metrics: dict[str, Any] = known if isinstance(known, dict) and known else {"train/loss": last.get("train/loss")}
+    loss = {"train/loss": last["train/loss"]} if is_number(last.get("train/loss")) else {}
+    metrics: dict[str, Any] = known if isinstance(known, dict) and known else loss
     phases = plan.get("phases")
     phases = [each for each in phases if isinstance(each, dict)] if isinstance(phases, list) else []
     totals = {str(each.get("name")): each.get("updates") for each in phases}
@@ -107,9 +113,14 @@ def row_of(path: Path) -> Row:
         phase if isinstance(phase, str) and len(totals) > 1 else None,
         update if isinstance(update, int) else None,
         total if isinstance(total, int) else None,
-        {str(name): float(value) for name, value in metrics.items() if is_number(value)},
+        {
+            str(name): None if value is None else float(value)
+            for name, value in metrics.items()
+            if value is None or is_number(value)
+        },
         last_written(path),
         _size_of(path),
+        throughput(evidence_in(record), read_last_row(path / "metrics.jsonl", THROUGHPUT)),
     )
 
 
@@ -141,23 +152,25 @@ def table(rows: Sequence[Row], now: float, columns: int = 0) -> list[str]:
     now      seconds since 1970
     columns  of the terminal, 0 for none
     """
-    lines = [("run", "task", "state", "updates", "metric", "written", "size"), *(_cells(row, now) for row in rows)]
-    return aligned(lines, "<<<><>>", ("size", "written", "task"), columns)
+    head = ("run", "task", "state", "updates", "metric", "items/s", "written", "size")
+    lines = [head, *(_cells(row, now) for row in rows)]
+    return aligned(lines, "<<<><>>>", ("size", "items/s", "written", "task"), columns)
 
 
 def _cells(row: Row, now: float) -> tuple[str, ...]:
     code = f" ({row.exit_code})" if row.exit_code and row.state in ("failed", "preempted", "interrupted") else ""
     made = "-" if row.update is None else str(row.update)
     made += f"/{row.total}" if row.total is not None and row.update is not None else ""
-    name, value = next(iter(row.metrics.items()), ("", math.nan))
+    shown = [*(name for name, value in row.metrics.items() if value is not None), *row.metrics]
     cells = (
         row.name,
         row.task or "-",
         f"{row.state}{code}",
         f"{row.phase} {made}" if row.phase else made,
-        f"{name} {value:.4g}" if name else "-",
+        f"{shown[0]} {metric_text(row.metrics[shown[0]])}" if shown else "-",
+        "-" if row.items_per_s is None else rate(row.items_per_s),
         _ago(now - row.written) if row.written else "-",
-        bytes_in_words(row.bytes),
+        sized(row.bytes),
     )
     return tuple(fit_to_show(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in cells)
 

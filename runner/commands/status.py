@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from runner.base.figures import metric_text
 from runner.base.secret import fit_to_show
-from runner.base.words import columns_of, for_terminal
-from runner.commands.arguments import read_of_a_run
+from runner.base.stopwatch import THROUGHPUT
+from runner.base.words import columns_of, for_terminal, rate
+from runner.commands.arguments import read_of_a_run, teller
 from runner.durable.files import TEMPORARY, mapped, read_object, read_rows
 
 HELP = """usage: accel-run status [last|NAME|DIR] [output_root=DIR]
@@ -26,13 +28,15 @@ examples
 def run(words: list[str]) -> int:
     """Print the state of a run."""
     from runner.base.configuration import compose
-    from runner.durable.directory import RunDirectory, find_sweep
+    from runner.durable.directory import LAST, RunDirectory, find_sweep
+    from runner.durable.origin import say_skipped
     from runner.durable.standing import standing
 
     settings = compose(read_of_a_run(words)).settings
-    if folder := find_sweep(settings.root, settings.run or "last"):
+    if folder := find_sweep(settings.root, settings.run or LAST):
         return _of_sweep(folder)
-    directory = RunDirectory.find(settings.root, settings.run or "last")
+    directory = RunDirectory.find(settings.root, settings.run or LAST)
+    say_skipped(directory, teller("status"))
     record = read_object(directory.run_json)
     _print(f"{directory.name}: {standing(record).sentence}   ({directory.shown})")
     _print(
@@ -94,25 +98,35 @@ def _print(text: str) -> None:
 
 
 def _phases(directory: Any) -> None:
+    from runner.engine.evidence import evidence_in, throughput
+
     plan = read_object(directory.plan)
     reached: dict[str, dict[str, Any]] = {}
-    losses: dict[str, dict[str, float]] = {}
-    ended = mapped(read_object(directory.run_json).get("phases"))
+    losses: dict[str, dict[str, float | None]] = {}
+    record = read_object(directory.run_json)
+    last: dict[str, Any] = {}
+    ended = mapped(record.get("phases"))
     for row in read_rows(directory.metrics):
+        last = row if row.get(THROUGHPUT) is not None else last
         phase = str(row.get("phase"))
         reached[phase] = row
         seen = losses.setdefault(phase, {})
-        seen |= {key: value for key, value in row.items() if key.endswith("loss") and _is_number(value)}
+        seen |= {
+            key: value for key, value in row.items() if key.endswith("loss") and (value is None or _is_number(value))
+        }
     totals = {
         str(row.get("phase")): row.get("total") for row in read_rows(directory.events) if row.get("kind") == "phase"
     }
     for phase, row in reached.items():
         total = totals.get(phase) or plan.get("updates") or "?"
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in losses[phase].items())
+        shown = "  ".join(f"{name} {metric_text(value)}" for name, value in losses[phase].items())
         early = ", finished" if mapped(ended.get(phase)).get("finished") and row.get("update") != total else ""
         _print(f"  phase       {phase}: update {row.get('update')} of {total}{early}   {shown}")
     if not reached:
         _print("  phase       no update reported yet")
+    found = throughput(evidence_in(record), last)
+    if found is not None:
+        _print(f"  throughput  {rate(found)} items/s after the first update")
 
 
 def _is_number(value: Any) -> bool:
@@ -126,10 +140,11 @@ def _checkpoints(directory: Any) -> None:
     found = sorted(directory.checkpoints.glob("*update-*")) if directory.checkpoints.is_dir() else []
     if not found:
         _print("  checkpoints none yet")
+    run = directory.owner
     for number, path in enumerate(found):
         lead = "checkpoints" if number == 0 else ""
         if path.name.startswith("update-"):
-            problems = verify(path)
+            problems = verify(path, run)
             _print(f"  {lead:<11} {path.name}: {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
         else:
             is_begun = path.name.startswith(TEMPORARY)

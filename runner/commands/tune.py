@@ -43,7 +43,7 @@ def run(words: list[str]) -> int:
     from runner.measure.hardware_profile import check_profile, write_profile
     from runner.measure.tune import as_json, profile_of, tune
 
-    request, budget_s, name, is_json = _wish(words)
+    request, budget_s, name, is_json = read_words(words)
     check_profile(request, name)
     tuned = tune(request, budget_s, teller("tune"))
     if not is_json:  # before anything is written: what was measured must not be lost with it
@@ -64,7 +64,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _wish(words: list[str]) -> tuple[Request, float, str, bool]:
+def read_words(words: list[str]) -> tuple[Request, float, str, bool]:
     """Return the training, the seconds, the name of the profile, and whether as JSON. Raises ConfigError."""
     own, rest, is_json = own_words(words, OWN)
     budget_s = budget(own["budget_s"], OWN["budget_s"])

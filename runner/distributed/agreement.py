@@ -20,23 +20,6 @@ def start_alike(model: nn.Module) -> None:
             _take_from_first(tensor)
 
 
-def settle_buffers(model: nn.Module, world: World) -> None:
-    """Average the running statistics of batch norms over the ranks; other buffers are those of rank 0."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-    statistics = {id(buffer): buffer for module in norms for buffer in module.buffers()}
-    for buffer in statistics.values():
-        summed = buffer.contiguous().clone()
-        if buffer.is_floating_point():
-            dist.all_reduce(summed)
-            buffer.copy_(summed / world.world_size)
-        else:
-            dist.all_reduce(summed, dist.ReduceOp.MAX)
-            buffer.copy_(summed)
-    for buffer in model.buffers():
-        if id(buffer) not in statistics:
-            _take_from_first(buffer)
-
-
 def merge_states(merge: Callable[[State, State], State], state: State, world: World) -> State:
     """Return the state of the data of all ranks, merged in the order of the ranks, on every rank alike.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from runner.base.world import World
 from runner.distributed.interface import choose_interface
 from runner.distributed.patience import within
 
-MEETING_S = 120.0  # ranks that were not all there after that are not coming
+MEETING_S = 120.0  # ranks that were not all there after that, and half a second for each, are not coming
+ABORT_S = 10.0  # for aborting the kernels of a process group
 TIMEOUT_S = 600.0  # a collective that takes longer is taken for a hang
 
 
@@ -30,7 +31,8 @@ TIMEOUT_S = 600.0  # a collective that takes longer is taken for a hang
 def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
     """The world of `member`, whose ranks have found each other; they part at the end.
 
-    CPU tensors go through gloo, those of a GPU through NCCL. Raises SystemLimit where they cannot meet.
+    CPU tensors go through gloo, those of a GPU through NCCL. In an error the group is left, not destroyed.
+    Raises SystemLimit where they cannot meet.
     """
     is_ours = member.store.startswith("file:")  # our own launcher's; others end all when one leaves
     folder = Path(member.store.removeprefix("file://")).parent if is_ours else None
@@ -45,7 +47,7 @@ def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S
         if member.store.startswith("file:"):
             _meet(member, device, timeout_s)
         else:  # a port may be anybody's
-            within(min(timeout_s, MEETING_S) + 5.0, lambda: _meet(member, device, timeout_s))
+            within(_meeting_s(member, timeout_s) + 5.0, lambda: _meet(member, device, timeout_s))
     except (RuntimeError, OSError) as error:
         raise SystemLimit(
             f"rank {member.rank} of {member.world_size} cannot meet the others: {str(error).splitlines()[0]}",
@@ -54,9 +56,22 @@ def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S
         ) from error
     try:
         yield world
-    finally:
-        gc.collect()  # whatever still holds the group must let go of it before it ends
-        dist.destroy_process_group()
+    except BaseException:
+        _leave(is_ours=is_ours)
+        raise
+    gc.collect()  # whatever still holds the group must let go of it before it ends
+    dist.destroy_process_group()
+
+
+def _leave(*, is_ours: bool) -> None:
+    """Leave the process group in an error, while other ranks may be inside a collective that this one never joins.
+
+    Destroying an NCCL group waits for the kernels of such collectives until their timeout, and the cause would be lost.
+    A rank of our own launcher reports and ends by os._exit; the process of torchrun or srun first aborts its kernels.
+    """
+    if not is_ours:
+        with suppress(Exception):
+            within(ABORT_S, dist.distributed_c10d._abort_process_group)
 
 
 @contextmanager
@@ -111,7 +126,9 @@ class _Imagined(World):
 
 def _meet(member: Member, device: torch.device, timeout_s: float) -> None:
     """The process group is there. Raises RuntimeError or OSError."""
-    store = _store(member, timedelta(seconds=min(timeout_s, MEETING_S)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own, and NCCL starts here on the current one
+    store = _store(member, timedelta(seconds=_meeting_s(member, timeout_s)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=PrefixStore(f"attempt-{member.attempt}-of-{member.world_size}", store),
@@ -120,6 +137,11 @@ def _meet(member: Member, device: torch.device, timeout_s: float) -> None:
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def _meeting_s(member: Member, timeout_s: float) -> float:
+    """Return how long ranks wait for each other: NCCL connects them while they meet, which grows with their number."""
+    return min(timeout_s, MEETING_S + 0.5 * member.world_size)
 
 
 def _store(member: Member, timeout: timedelta) -> Store:

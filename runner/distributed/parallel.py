@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from runner.base.batch import MicroBatch
+from runner.base.errors import TaskFault
 from runner.base.stopwatch import Stopwatch, stopwatch
 from runner.base.task import State, Sum
 from runner.base.world import World
@@ -23,6 +25,18 @@ Copy = Callable[[Tensor], Tensor]
 def on_the_host(tensor: Tensor) -> Tensor:
     """Return a copy in fresh host memory."""
     return tensor.detach().to("cpu", copy=True)
+
+
+def dense_gradient(weight: nn.Parameter, name: str = "") -> Tensor:
+    """Return the gradient of a parameter. Raises TaskFault for a sparse one: norms and sums over ranks are of dense."""
+    assert weight.grad is not None
+    if weight.grad.layout is not torch.strided:
+        raise TaskFault(
+            "a gradient is sparse, but must be dense",
+            where=f"parameter {name}" if name else f"a parameter of shape {tuple(weight.shape)}",
+            fix="use sparse=False where the nn.Embedding is made",
+        )
+    return weight.grad
 
 
 class Discarded(Exception):
@@ -56,7 +70,7 @@ class Sums(NamedTuple):
     """Loss and items of the micro-batches of an update, of one rank or of all; tensors stay on the device."""
 
     loss_sum: Tensor
-    items: Tensor | int
+    items: Tensor | int | float
     bad: tuple[tuple[int, str], ...] = ()
     failed: bool = False  # this rank's passes: there is nothing to be added
 
@@ -118,23 +132,22 @@ class Parallel:
 
     def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
         """Add the gradients of all micro-batches of an update of this rank; return their sums."""
-        loss_sum: Tensor | None = None
-        items: Tensor | int = 0
+        loss_sum = self.world.zeros()  # wider than the loss, which may be of bfloat16
+        items: Tensor | int | float = 0
         bad: tuple[tuple[int, str], ...] = ()
         last = False
         watch = self.watch
         while not last:
-            batch, last, skipped, _ = next(batches)
+            batch, last, skipped, _, _ = next(batches)
             watch.lap("data")
             with passes.forward():
                 loss, count = passes.loss(passes.model, batch)
             watch.lap("forward")
             passes.backward(loss)
             watch.lap("backward")
-            loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
+            loss_sum += loss.detach()
             items = items + count
             bad += skipped
-        assert loss_sum is not None
         return Sums(loss_sum, items, bad)
 
     def reduce(self, sums: Sums) -> Sums:
@@ -162,8 +175,15 @@ class Parallel:
 
     # ------------------------------------------------------------ between updates
 
-    def settle(self, model: nn.Module) -> None:
-        """What ranks keep apart while they train, such as the statistics of batch norms, is made one."""
+    def update_of_buffers(self) -> AbstractContextManager[None]:
+        """Return a context around an update without gradients, after which ranks have the same buffers again.
+
+        `reduce` does the same at the end of an update with gradients.
+        """
+        return nullcontext()
+
+    def check_buffers(self) -> None:
+        """Raise TaskFault, on every rank, where ranks have different buffers; updates leave them equal."""
 
     def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
         """Return copies of the whole tensors in host memory, on rank 0; the others help and return nothing.

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from runner.base import partition
+from runner.base import noise, partition
 from runner.base.batch import MicroBatch, map_tensors
+from runner.base.buffers import restored
 from runner.base.errors import AccelRunError, RankLost, TaskFault
 from runner.base.generators import seed_everything
 from runner.base.order import Micro
@@ -31,10 +32,22 @@ from runner.base.task import State
 from runner.base.world import World
 from runner.distributed import parcel
 from runner.distributed.agreement import start_alike
+from runner.distributed.buffers import BufferSync, check_copies
 from runner.distributed.faults import caught, described, raise_of_any
 from runner.distributed.layers import ADAMW_BYTES
 from runner.distributed.parallel import Copy, Parallel, Passes, Sums, on_the_host
-from runner.distributed.placing import WHERE, Example, Placement, Tie, Wanted, check_layers, free, placed, ties_of
+from runner.distributed.placing import (
+    WHERE,
+    Example,
+    Placement,
+    Tie,
+    Wanted,
+    check_layers,
+    free,
+    modules_of_several,
+    placed,
+    ties_of,
+)
 from runner.distributed.stages import (
     Call,
     Called,
@@ -88,12 +101,14 @@ class Pipelined(Parallel):
         self._stages: list[Stage] = []
         self._mine: set[nn.Parameter] = set()
         self._tied: list[Tie] = []
+        self._copied: list[nn.Module] = []
         self._forward: Callable[..., Any] = self._evaluated
         self._steps: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._shapes: dict[int, list[Shapes]] = {}
         self._placeholder: nn.Parameter | None = None
         self._num_steps: list[int] = []
         self._foreseen: Sequence[Shapes] = ()
+        self._buffers: BufferSync
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -130,7 +145,12 @@ class Pipelined(Parallel):
         kept = {module for stage in self._stages for layer in stage.layers for module in layer.modules()}
         self._mine = {weight for stage in self._stages for weight in stage.parameters()}
         self._tied = ties_of(self.world, model, found, self.placement.split)
-        free(model, kept, self._mine, of_layers={module for layer in found for module in layer.modules()})
+        self._copied = modules_of_several(self.world, model, found, self.placement.split)
+        of_layers = {module for layer in found for module in layer.modules()}
+        free(model, kept, self._mine, of_layers)
+        # What the loss changes beside the layers, it changes on the rank that computes it.
+        last = (self.num_stages - 1) % self.world.world_size
+        self._buffers = BufferSync(model, self.world, last, others=of_layers)
         for stage in self._stages:
             tensors = (*stage.parameters(), *stage.buffers())
             if any(tensor.device != self.world.device for tensor in tensors):  # weights without content cannot be moved
@@ -161,6 +181,7 @@ class Pipelined(Parallel):
     # ------------------------------------------------------------ an update
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._buffers.begin_phase()
         self._steps.clear()  # another phase may have another loss
         self._shapes.clear()
 
@@ -169,7 +190,9 @@ class Pipelined(Parallel):
         self._shapes.clear()
 
     def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+        self._buffers.begin_update()
         micros, bad, failure = self._read(batches)
+        noise.start_pass(None)  # passes overlap: each step says whose samples it computes
         self.watch.lap("data")
         seed = int(torch.randint(2**62, ()))
         inputs: list[Call] = []
@@ -195,6 +218,8 @@ class Pipelined(Parallel):
             tie.add()
         assert isinstance(sums.items, Tensor)
         loss_sum, items = self.world.sum(torch.stack([sums.loss_sum, sums.items]))
+        if self._buffers.modules:
+            self._buffers.apply(self.world.sum(self._buffers.flags()))
         self.watch.lap("wait")
         return Sums(loss_sum, items, sums.bad)
 
@@ -212,6 +237,10 @@ class Pipelined(Parallel):
         return self.world.largest(found)
 
     # ------------------------------------------------------------ between updates
+
+    def check_buffers(self) -> None:
+        self._buffers.check()
+        check_copies(self._buffers.model, self._copied, self.world)
 
     def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
         """Gather by name; of one that several ranks have, the first one's."""
@@ -294,7 +323,7 @@ class Pipelined(Parallel):
         found: list[nn.Module] = []
         failure = caught(lambda: found.extend(layers()))
         if isinstance(failure, NotImplementedError):
-            failure = TaskFault(str(failure), where=WHERE, fix="define layers(), or take another one")
+            failure = TaskFault(str(failure), where=WHERE, fix="say parallelism=fsdp, or define layers() in the task")
         failure = failure or caught(lambda: check_layers(model, found))
         raise_of_any(failure, self.world, WHERE)
         return found
@@ -304,33 +333,37 @@ class Pipelined(Parallel):
     def _has(self, stage: int) -> bool:
         return stage % self.world.world_size == self.world.rank
 
-    def _read(self, batches: Iterator[MicroBatch]) -> tuple[list[Any], tuple[tuple[int, str], ...], Exception | None]:
+    def _read(
+        self, batches: Iterator[MicroBatch]
+    ) -> tuple[list[MicroBatch], tuple[tuple[int, str], ...], Exception | None]:
         """Return all micro-batches of the update, samples that were left out, and why it could not be read."""
-        micros: list[Any] = []
+        micros: list[MicroBatch] = []
         bad: list[tuple[int, str]] = []
 
         def read() -> None:
             last = False
             while not last:
-                batch, last, skipped, counts = next(batches)
-                bad.extend(skipped)
-                if counts:
-                    micros.append(batch)
+                micro = next(batches)
+                last = micro.last
+                bad.extend(micro.bad)
+                if micro.counts:
+                    micros.append(micro)
 
         failure = caught(read)
         return micros, tuple(bad), failure
 
-    def _called_with(self, passes: Passes, micros: Sequence[Any], seed: int) -> Iterator[Call]:
+    def _called_with(self, passes: Passes, micros: Sequence[MicroBatch], seed: int) -> Iterator[Call]:
         """Yield what the loss calls the model with."""
 
         def called(*inputs: Any, **named: Any) -> Any:
             raise Called(Call(inputs, named))
 
-        for number, batch in enumerate(micros):
+        for number, micro in enumerate(micros):
             seed_everything(seed_of(seed + number))
+            noise.switch_pass(micro.samples)
             try:
                 with self._answering(called), passes.forward():
-                    passes.loss(passes.model, batch)
+                    passes.loss(passes.model, micro.batch)
             except Called as found:
                 yield map_tensors(lambda tensor: tensor.detach(), found.call)
             else:
@@ -416,19 +449,18 @@ class Pipelined(Parallel):
 
         It shows what is wrong with layers and loss while no rank waits for another one.
         """
-        buffers = [buffer for stage in self._stages for buffer in stage.buffers()]
-        kept = [buffer.clone() for buffer in buffers]
+        modules = {module for stage in self._stages for module in stage.modules()} | {*self._buffers.modules}
         call = work.inputs[0] if work.inputs else Call((), {})
 
         def checked(output: Any) -> None:
             fresh = map_tensors(_as_leaf, output)
             with torch.enable_grad(), self._answering(Once(fresh)), work.passes.forward():
-                work.passes.loss(work.passes.model, work.micros[0])
+                noise.switch_pass(work.micros[0].samples)
+                work.passes.loss(work.passes.model, work.micros[0].batch)
 
-        with torch.no_grad():
+        noise.switch_pass(work.micros[0].samples)
+        with torch.no_grad(), restored(modules):
             outcome = self._through(call, work.passes.forward, checked)
-            for buffer, before in zip(buffers, kept, strict=True):
-                buffer.copy_(before)
         raise_of_any(outcome.failure, self.world, WHERE)
         told = self.world.gather({str(number): shapes for number, shapes in outcome.shapes.items()})
         by_stage = {int(number): shapes for of_rank in told for number, shapes in of_rank.items()}

@@ -144,6 +144,18 @@ def ties_of(world: World, model: nn.Module, layers: Sequence[nn.Module], split: 
     return ties
 
 
+def modules_of_several(
+    world: World, model: nn.Module, layers: Sequence[nn.Module], split: partition.Split
+) -> list[nn.Module]:
+    """Return the modules that are in layers of several ranks, in the order of the model."""
+    holders: dict[nn.Module, set[int]] = {}
+    for number, stage in enumerate(split.ranges):
+        for layer in stage:
+            for module in layers[layer].modules():
+                holders.setdefault(module, set()).add(number % world.world_size)
+    return [module for module in model.modules() if len(holders.get(module, ())) > 1]
+
+
 def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Raise where the layers do not hold the model's parameters, or where the model is compiled as a whole."""
     inner = {weight for layer in layers for weight in layer.parameters()}

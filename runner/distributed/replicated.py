@@ -8,6 +8,7 @@ Its collectives depend on the parameters only: the same buckets in the same orde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from runner.base.errors import TaskFault
 from runner.base.order import Micro
 from runner.base.task import State
 from runner.base.world import World
-from runner.distributed.agreement import merge_states, settle_buffers, start_alike
-from runner.distributed.parallel import Copy, Discarded, Parallel, Passes, Sums, on_the_host
+from runner.distributed.agreement import merge_states, start_alike
+from runner.distributed.buffers import BufferSync
+from runner.distributed.parallel import Copy, Discarded, Parallel, Passes, Sums, dense_gradient, on_the_host
 from runner.distributed.vain import pass_in_vain
 
 BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's: large enough for the bandwidth, small enough to start early
@@ -35,15 +37,18 @@ class Replicated(Parallel):
         self.in_step = in_step  # norms have collectives in each pass
         self.bucket_bytes = bucket_bytes
         self._reducer: Reducer | None = None
+        self._buffers: BufferSync
 
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
     ) -> nn.Module:
         start_alike(model)
+        self._buffers = BufferSync(model, self.world)
         return model
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         self._reducer = Reducer(parameters, self.world, self.bucket_bytes)
+        self._buffers.begin_phase()
 
     def end(self) -> None:
         if self._reducer is not None:
@@ -61,12 +66,13 @@ class Replicated(Parallel):
 
     def _accumulated(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
         assert self._reducer is not None, "begin comes first"
+        self._buffers.begin_update()
         watch, device = self.watch, self.world.device
         loss_sum, items = self.world.zeros(), self.world.zeros()
         bad: tuple[tuple[int, str], ...] = ()
         last = False
         while not last:
-            batch, last, skipped, counts = next(batches)
+            batch, last, skipped, counts, _ = next(batches)
             watch.lap("data")
             bad += skipped
             if counts:
@@ -79,24 +85,33 @@ class Replicated(Parallel):
                 passes.backward(loss)
                 watch.lap("backward")
                 loss_sum += loss.detach()
-                items += count if isinstance(count, int) else count.to(device)
+                items += count.to(device) if isinstance(count, Tensor) else count
             elif self.in_step:
                 pass_in_vain(passes, batch, self._reducer.parameters)
                 watch.lap("wait")
+            else:
+                with passes.forward():  # keeps what an overflow on another rank must undo here too
+                    pass
         return Sums(loss_sum, items, bad)
 
     def reduce(self, sums: Sums) -> Sums:
         assert self._reducer is not None, "begin comes first"
         assert isinstance(sums.items, Tensor)
-        total, num_failed = self._reducer.finish(torch.stack([sums.loss_sum, sums.items]), failed=sums.failed)
+        numbers = torch.stack([sums.loss_sum, sums.items])
+        total, num_failed, changed = self._reducer.finish(numbers, self._buffers.flags(), failed=sums.failed)
+        if not num_failed:
+            self._buffers.apply(changed)
         self.watch.lap("wait")
         if num_failed:
             raise Discarded
         loss_sum, items = total
         return Sums(loss_sum, items, sums.bad)
 
-    def settle(self, model: nn.Module) -> None:
-        settle_buffers(model, self.world)
+    def update_of_buffers(self) -> AbstractContextManager[None]:
+        return self._buffers.update()
+
+    def check_buffers(self) -> None:
+        self._buffers.check()
 
     def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
         return super().whole(tensors, copy) if self.world.is_first else {}
@@ -133,7 +148,7 @@ class _Bucket:
             self.flat.zero_()
         if there:
             torch._foreach_copy_(
-                [self.views[index] for index in there], [_dense(self.parameters[index]) for index in there]
+                [self.views[index] for index in there], [dense_gradient(self.parameters[index]) for index in there]
             )
         self.work = dist.all_reduce(self.flat, async_op=True)
 
@@ -170,12 +185,16 @@ class Reducer:
             hook.remove()
         self._hooks.clear()
 
-    def finish(self, sums: Tensor, *, failed: bool = False) -> tuple[Tensor, int]:
+    def finish(self, sums: Tensor, flags: Tensor, *, failed: bool = False) -> tuple[Tensor, int, Tensor]:
         """All gradients are those of all ranks, None where no rank had one.
 
-        Returns `sums` added over the ranks, and how many of them have `failed`: nobody's gradients count then.
+        flags  of anything, on the host
+
+        Returns `sums` added over the ranks, how many of them have `failed` (nobody's gradients count then), and `flags`
+        added over the ranks.
         """
-        absent = torch.tensor([*(float(weight.grad is None) for weight in self.parameters), float(failed)])
+        absent = torch.tensor([float(weight.grad is None) for weight in self.parameters])
+        absent = torch.cat([absent, torch.tensor([float(failed)]), flags])
         while self._next < len(self.buckets):  # first, as on ranks whose buckets have left already
             self._launch()
         on_host = sums.device.type == "cpu"
@@ -188,11 +207,11 @@ class Reducer:
         if other is not None:
             other.wait()  # a word among the hosts: the device is not waited for
         told = numbers[len(sums) :] if on_host else absent
-        num_absent, num_failed = told[:-1], int(told[-1])
+        num_absent, rest = torch.split(told, [len(self.parameters), 1 + len(flags)])
         for index in (num_absent == self.world.world_size).nonzero().flatten().tolist():
             self.parameters[index].grad = None
         self._next, self.is_last = 0, False
-        return numbers[: len(sums)], num_failed
+        return numbers[: len(sums)], int(rest[0]), rest[1:]
 
     def _ready_in(self, bucket: _Bucket) -> Callable[[Tensor], None]:
         def ready(weight: Tensor) -> None:
@@ -241,14 +260,3 @@ def _strides(weight: Tensor) -> tuple[int, ...]:
     """Return the strides of a dense tensor; those of row-major order for one that is not dense."""
     dense = torch.empty_like(weight, memory_format=torch.preserve_format, device="meta")
     return tuple(dense.stride())
-
-
-def _dense(weight: nn.Parameter) -> Tensor:
-    assert weight.grad is not None
-    if weight.grad.layout is not torch.strided:
-        raise TaskFault(
-            "a gradient is sparse, and ranks add dense ones only",
-            where=f"a parameter of shape {tuple(weight.shape)}",
-            fix="say sparse=False where the nn.Embedding is made",
-        )
-    return weight.grad

@@ -9,7 +9,7 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.order import Micro
-from runner.base.task import State
+from runner.base.task import State, Sum
 from runner.base.words import shortened
 from runner.base.world import World
-from runner.distributed.agreement import merge_states, settle_buffers, start_alike
+from runner.distributed.agreement import merge_states, start_alike
+from runner.distributed.buffers import BufferSync
 from runner.distributed.parallel import Copy, Parallel, Passes, Sums, on_the_host
 from runner.distributed.vain import unnoticed
 
@@ -49,6 +50,7 @@ class Sharded(Parallel):
         self.reshard_after_forward = reshard_after_forward
         self.communicate = communicate
         self._root: FSDPModule | None = None
+        self._buffers: BufferSync
         self._whole: dict[nn.Parameter, _Scalar] = {}
         self._used: dict[nn.Parameter, bool] = {}  # whether a pass that counts gave it a gradient in this update
         self._counts = True
@@ -87,6 +89,7 @@ class Sharded(Parallel):
         self._watch_gradients(model)
         self._keep_scalars_whole(model, mesh)
         model.register_forward_hook(self._free_without_backward)
+        self._buffers = BufferSync(model, self.world)
         return model
 
     def _shard(
@@ -155,15 +158,17 @@ class Sharded(Parallel):
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         self._trained = list(parameters)
         self._used.clear()
+        self._buffers.begin_phase()
 
     def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
         assert self._root is not None, "wrap comes first"
+        self._buffers.begin_update()
         watch, device = self.watch, self.world.device
         loss_sum, items = self.world.zeros(), self.world.zeros()
         bad: tuple[tuple[int, str], ...] = ()
         last, is_first = False, True
         while not last:
-            batch, last, skipped, counts = next(batches)
+            batch, last, skipped, counts, _ = next(batches)
             watch.lap("data")
             if last and not is_first:
                 _complete(passes.model)
@@ -179,7 +184,7 @@ class Sharded(Parallel):
                 watch.lap("backward")
             if counts:
                 loss_sum += loss.detach()
-                items += count if isinstance(count, int) else count.to(device)
+                items += count.to(device) if isinstance(count, Tensor) else count
                 bad += skipped
         self._counts = True
         self._show_scalars(inside=False)
@@ -188,17 +193,20 @@ class Sharded(Parallel):
     def reduce(self, sums: Sums) -> Sums:
         """Parameters that no rank used have no gradient, as in one process; the others have that of all ranks."""
         assert isinstance(sums.items, Tensor)
-        used = torch.tensor([self._used.get(weight, False) for weight in self._trained], dtype=torch.float32)
+        used = torch.tensor([float(self._used.get(weight, False)) for weight in self._trained])
+        num_trained = len(used)
+        used = torch.cat([used, self._buffers.flags()])
         told = dist.all_reduce(used, async_op=True)  # a word among the hosts: the device is not waited for
         for weight in self._trained:
             if weight in self._whole:
                 self._whole[weight].reduce()
         loss_sum, items = self.world.sum(torch.stack([sums.loss_sum, sums.items]))
         told.wait()
-        for weight, times in zip(self._trained, used.tolist(), strict=True):
+        for weight, times in zip(self._trained, used[:num_trained].tolist(), strict=True):
             if not times:
                 weight.grad = None
         self._used.clear()
+        self._buffers.apply(used[num_trained:])
         self.watch.lap("wait")
         return Sums(loss_sum, items, sums.bad)
 
@@ -220,8 +228,11 @@ class Sharded(Parallel):
 
     # ------------------------------------------------------------ between updates
 
-    def settle(self, model: nn.Module) -> None:
-        settle_buffers(model, self.world)
+    def update_of_buffers(self) -> AbstractContextManager[None]:
+        return self._buffers.update()
+
+    def check_buffers(self) -> None:
+        self._buffers.check()
 
     def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
         """Gather one tensor after the other: the device needs room for the largest only."""
@@ -350,7 +361,7 @@ def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
     return map_tensors(lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output)
 
 
-def _explained(passes: Passes, batch: Any) -> tuple[Tensor, Tensor | int]:
+def _explained(passes: Passes, batch: Any) -> Sum:
     try:
         return passes.loss(passes.model, batch)
     except RuntimeError as error:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from runner.base.batch import map_tensors
+from runner.base import noise
+from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import TaskFault
 from runner.base.generators import seed_everything
 from runner.base.stopwatch import Stopwatch
@@ -48,7 +49,7 @@ class Work(NamedTuple):
     """Micro-batches of one step, with what the model is called with on the rank that has the first stage."""
 
     passes: Passes
-    micros: Sequence[Any]
+    micros: Sequence[MicroBatch]
     inputs: Sequence[Call]
     seed: int
     tally: Tally
@@ -126,6 +127,7 @@ class Stage(nn.Module):
         work = self._work
         try:
             seed_everything(seed_of(work.seed + number, self.number + 1))
+            noise.switch_pass(work.micros[number].samples)
             value: Any = received if self._shapes[self.number].is_tuple else received[0]
             if self._works_in_place and self.number:
                 value = map_tensors(lambda tensor: tensor.clone(), value)  # a leaf cannot be changed in place
@@ -153,11 +155,12 @@ class Stage(nn.Module):
 
     def _loss(self, output: Any, work: Work, number: int) -> Tensor:
         seed_everything(seed_of(work.seed + number))  # draws what it drew when the inputs were asked for
+        noise.switch_pass(work.micros[number].samples)
         once = Once(output)
         with self._answering(once), work.passes.forward():
-            loss, count = work.passes.loss(work.passes.model, work.micros[number])
+            loss, count = work.passes.loss(work.passes.model, work.micros[number].batch)
         work.tally.loss_sum += loss.detach()
-        work.tally.items += count if isinstance(count, int) else count.to(self.world.device)
+        work.tally.items += count.to(self.world.device) if isinstance(count, Tensor) else count
         return work.passes.scale(loss).to(self.world.widest).reshape(())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.base.buffers import restored
 from runner.distributed.parallel import Passes
 
 
@@ -25,20 +26,16 @@ class Counted(nn.Module):
 @contextmanager
 def unnoticed(model: nn.Module) -> Iterator[None]:
     """Passes inside leave the buffers of the model as they were; norms of all ranks learn from the others only."""
-    norms = [module for module in model.modules() if isinstance(module, Counted)]
-    agreed = {id(buffer) for norm in norms for buffer in norm.buffers()}
-    buffers = [buffer for buffer in model.buffers() if id(buffer) not in agreed]
-    kept = [buffer.clone() for buffer in buffers]
+    modules = list(model.modules())
+    norms = [module for module in modules if isinstance(module, Counted)]
     for norm in norms:
         norm.counts = False
     try:
-        yield
+        with restored(module for module in modules if not isinstance(module, Counted)):
+            yield
     finally:
         for norm in norms:
             norm.counts = True
-        with torch.no_grad():
-            for buffer, before in zip(buffers, kept, strict=True):
-                buffer.copy_(before)
 
 
 def pass_in_vain(passes: Passes, batch: Any, parameters: Sequence[nn.Parameter]) -> None:

@@ -45,7 +45,7 @@ def matmul(context: Context) -> Iterator[Finding]:
 
 def convolution(context: Context) -> Iterator[Finding]:
     """A 3 x 3 convolution per device and format, compared with float64."""
-    yield from _each(context, _convolutions, "a convolution")
+    yield from _each(context, convolutions, "a convolution")
 
 
 def formats(device: Device, inventory: Inventory) -> list[Format]:
@@ -107,7 +107,7 @@ def products() -> Work:
     return Work(make, torch.matmul, exact, lambda size: 2.0 * size**3, (256, 8192), 256)
 
 
-def _convolutions() -> Work:
+def convolutions() -> Work:
     """Return a block of a ResNet: 64 channels of 56 x 56; the size counts the images."""
     import torch
     from torch.nn import functional
@@ -144,7 +144,7 @@ def _each(context: Context, work: Callable[[], Work], what: str) -> Iterator[Fin
             yield skip(number.subject, number.why_not)
             continue
         try:
-            finding = _tried(number, made, what)
+            finding = try_format(number, made, what)
         except RuntimeError as error:  # torch has no such kernel; where the device has the format, that is wrong
             if number.is_own or number.name not in ("bf16", "fp16"):
                 raise
@@ -157,12 +157,13 @@ def _each(context: Context, work: Callable[[], Work], what: str) -> Iterator[Fin
         yield finding
 
 
-def _tried(number: Format, work: Work, what: str) -> Finding:
+def try_format(number: Format, work: Work, what: str) -> Finding:
+    """Compute `work` in this format: FAIL where rounding does not explain the error, else ok with the rate."""
     import torch
 
     dtype, device = dtype_of(number), torch.device(number.device.torch_name)
     with torch.inference_mode(), float32_of(number):
-        error, allowed = _error(number, work, device, dtype), _allowed(number, work)
+        error, allowed = error_of(number, work, device, dtype), allowed_error(number, work)
         if not error <= allowed:  # also of NaN
             seen = f"{what} is wrong by {error:.1e} of its size, {allowed:.1e} is what rounding explains"
             return failed(number.subject, seen, _fix(number), _WHY_WRONG, {"error": error})
@@ -191,7 +192,7 @@ def float32_of(number: Format) -> AbstractContextManager[None]:
     return float32_matmul("high" if number.name == "tf32" else "highest", cudnn=number.name == "tf32")
 
 
-def _error(number: Format, work: Work, device: torch.device, dtype: torch.dtype) -> float:
+def error_of(number: Format, work: Work, device: torch.device, dtype: torch.dtype) -> float:
     """Return the largest difference from float64, in units of the typical size of a number of the result."""
     import torch
 
@@ -201,7 +202,7 @@ def _error(number: Format, work: Work, device: torch.device, dtype: torch.dtype)
     return float((found - expected).abs().max() / expected.square().mean().sqrt())
 
 
-def _allowed(number: Format, work: Work) -> float:
+def allowed_error(number: Format, work: Work) -> float:
     """Return what rounding explains: that of factors and result, and that of the sum, which is at most float32's.
 
     Errors of a sum of n terms grow as the square root of n where they are random.

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -29,12 +30,21 @@ class Examination:
 
     device  as in Context
     root    where runs are written
+    clock   as in Context
     """
 
-    def __init__(self, names: Iterable[str], device: str, root: Path, *, checks: Mapping[str, Check] = CHECKS) -> None:
+    def __init__(
+        self,
+        names: Iterable[str],
+        device: str,
+        root: Path,
+        *,
+        checks: Mapping[str, Check] = CHECKS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.names = _with_needed(set(names), checks)
         self.inventory: Inventory | None = None
-        self._checks, self._device, self._root = checks, device, root
+        self._checks, self._device, self._root, self._clock = checks, device, root, clock
         self._answers: dict[str, str] = {}
 
     def findings(self, watch: Watch) -> Iterator[Finding]:
@@ -44,7 +54,7 @@ class Examination:
         """
         with private_folder() as scratch, adopting_orphans(), _leaving_nothing(scratch, self._root):
             for name in self.names:
-                yield from self._made(name, Context(self._root, scratch, self._device), watch)
+                yield from self._made(name, Context(self._root, scratch, self._device, clock=self._clock), watch)
 
     def _made(self, name: str, context: Context, watch: Watch) -> Iterator[Finding]:
         check = self._checks[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +85,7 @@ class Context:
     begin      tells that a subject is being tried from now on: a crash is laid to it
     begun      subjects that an earlier process of this check began: they are not tried again
     found      what was found of them, also that one crashed
+    clock      monotonic seconds, for the limits and durations of checks
     """
 
     root: Path
@@ -93,6 +95,7 @@ class Context:
     begin: Callable[[str], None] = lambda subject: None
     begun: frozenset[str] = frozenset()
     found: tuple[Finding, ...] = ()
+    clock: Callable[[], float] = time.monotonic
 
     @property
     def here(self) -> Inventory:

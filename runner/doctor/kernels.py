@@ -34,7 +34,7 @@ def attention(context: Context) -> Iterator[Finding]:
     states = {finding.subject: finding.state for finding in context.found}
     pairs = [(device, kernel) for device in context.devices for kernel in KERNELS]
     for device, kernel in context.each(pairs, lambda pair: f"{pair[0].torch_name} {pair[1]}"):
-        finding = _attended(device, kernel)
+        finding = try_kernel(device, kernel)
         states[finding.subject] = finding.state
         yield finding
     for name in (device.torch_name for device in context.devices):
@@ -65,7 +65,7 @@ def reason_of(kernel: str, said: Sequence[str]) -> str:
 # ---------------------------------------------------------------- attention
 
 
-def _attended(device: Device, kernel: str) -> Finding:
+def try_kernel(device: Device, kernel: str) -> Finding:
     """Try one kernel with nothing to fall back on."""
     import torch
 
@@ -85,12 +85,12 @@ def _attended(device: Device, kernel: str) -> Finding:
     if kernel not in {each.removesuffix("_for_cpu") for each in ran}:
         reason = why_not(kernel, SHAPE, dtype, where) or f"torch ran {', '.join(ran) or 'another one'} in its place"
         return skip(name, reason)
-    wrong, allowed = _error_of(kernel, inputs), _allowed(dtype)
+    wrong, allowed = error_of(kernel, inputs), allowed_error(dtype)
     if not wrong <= allowed:  # also of NaN
         seen = f"output or gradients are wrong by {wrong:.1e} of their size, {allowed:.1e} is what rounding explains"
         other = next(each for each in ("math", "flash") if each != kernel)
         return failed(name, seen, f"attention={other}", figures={"error": wrong})
-    took_ms = _milliseconds(lambda: _backward(kernel, inputs), where)
+    took_ms = _milliseconds(lambda: output_and_gradients(kernel, inputs), where)
     shown = str(dtype).removeprefix("torch.")
     return ok(
         name,
@@ -115,7 +115,7 @@ def _forward(kernel: str, inputs: list[torch.Tensor]) -> torch.Tensor:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def _backward(kernel: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def output_and_gradients(kernel: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the output, and the gradients of its sum over the inputs."""
     import torch
 
@@ -124,14 +124,14 @@ def _backward(kernel: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
 
 
-def _error_of(kernel: str, inputs: list[torch.Tensor]) -> float:
+def error_of(kernel: str, inputs: list[torch.Tensor]) -> float:
     """Return the typical difference from the plain formula in float64, in units of the typical size, on one head.
 
     Where one number is off by more than rounding scatters, its share of that counts instead.
     """
     part = [each[:, :1, :128].contiguous() for each in inputs]
-    exact = _backward("math", [each.cpu().double() for each in part])
-    pairs = zip(_backward(kernel, part), exact, strict=True)
+    exact = output_and_gradients("math", [each.cpu().double() for each in part])
+    pairs = zip(output_and_gradients(kernel, part), exact, strict=True)
     errors = []
     for one, other in pairs:
         difference, size = one.cpu().double() - other, other.square().mean().sqrt()
@@ -139,7 +139,7 @@ def _error_of(kernel: str, inputs: list[torch.Tensor]) -> float:
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
-def _allowed(dtype: torch.dtype) -> float:
+def allowed_error(dtype: torch.dtype) -> float:
     """Return what rounding explains: of inputs, scores, weights and results, and of sums over the keys in float32."""
     import torch
 

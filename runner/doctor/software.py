@@ -24,7 +24,7 @@ DISTRIBUTION = "accel-run"
 
 def python(context: Context) -> Iterator[Finding]:
     """Whether Python is new enough."""
-    needed, found = _requires_python(), platform.python_version()
+    needed, found = required_python(), platform.python_version()
     if Version(found) in needed.specifier:
         yield ok("", f"{found} ({needed.specifier}), {sys.executable}")
     else:
@@ -34,7 +34,7 @@ def python(context: Context) -> Iterator[Finding]:
 
 def packages(context: Context) -> Iterator[Finding]:
     """Whether what accel-run always needs can be imported, in a version that it supports; torch has its own check."""
-    needed = [each for each in _needed() if not each.extra and each.name != "torch"]
+    needed = [each for each in required_packages() if not each.extra and each.name != "torch"]
     if not needed:
         yield skip("", f"{DISTRIBUTION} is not installed, so nothing says what it needs", "pip install -e .")
     for package in context.each(needed, lambda package: package.name):
@@ -43,8 +43,8 @@ def packages(context: Context) -> Iterator[Finding]:
 
 def extras(context: Context) -> Iterator[Finding]:
     """Whether the packages of the extras can be imported; those that are not there are left out."""
-    by_name: dict[str, list[_Needed]] = {}
-    for package in _needed():
+    by_name: dict[str, list[Package]] = {}
+    for package in required_packages():
         if package.extra and package.extra not in _FOR_DEVELOPERS:
             by_name.setdefault(package.name, []).append(package)
     for wanted in context.each(sorted(by_name.values(), key=lambda group: group[0].name), lambda group: group[0].name):
@@ -61,8 +61,8 @@ def configuration(context: Context) -> Iterator[Finding]:
 
 def torch(context: Context) -> Iterator[Finding | Answer]:
     """Whether torch can be imported, and is new enough."""
-    needed = next((each for each in _needed() if each.name == "torch"), None)
-    broken = _broken("torch")
+    needed = next((each for each in required_packages() if each.name == "torch"), None)
+    broken = import_error("torch")
     if broken:
         again = f'pip install --force-reinstall "torch{needed.specifier if needed else ""}"'
         yield failed("", f"cannot be imported: {broken}", again)
@@ -99,7 +99,7 @@ def wandb(context: Context) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True)
-class _Needed:
+class Package:
     """A line of the dependencies in pyproject.toml."""
 
     name: str
@@ -115,7 +115,8 @@ class _Needed:
         return Requirement(f"x{self.specifier}").specifier.contains(version, prereleases=True)
 
 
-def _needed() -> list[_Needed]:
+def required_packages() -> list[Package]:
+    """Return what the installed metadata of accel-run names as required; nothing where it is not installed."""
     found = []
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
@@ -124,11 +125,12 @@ def _needed() -> list[_Needed]:
     for requirement in map(Requirement, lines):
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
         if requirement.name != DISTRIBUTION:
-            found.append(_Needed(requirement.name, str(requirement.specifier), extra[1] if extra else ""))
+            found.append(Package(requirement.name, str(requirement.specifier), extra[1] if extra else ""))
     return found
 
 
-def _requires_python() -> Requirement:
+def required_python() -> Requirement:
+    """Return the versions of Python that the installed metadata asks for."""
     try:
         stated = importlib.metadata.metadata(DISTRIBUTION)["Requires-Python"]
     except importlib.metadata.PackageNotFoundError:
@@ -136,11 +138,11 @@ def _requires_python() -> Requirement:
     return Requirement(f"python{stated or '>=3.11'}")
 
 
-def _required(package: _Needed) -> Finding:
+def _required(package: Package) -> Finding:
     version = _version_of(package.name)
     if version is None:
         return failed(package.name, "is not installed", _line(package.name, package.specifier))
-    broken = _broken(package.module)
+    broken = import_error(package.module)
     if broken:
         again = f'pip install --force-reinstall "{package.name}{package.specifier}"'
         return failed(package.name, f"{version} cannot be imported: {broken}", again)
@@ -150,11 +152,11 @@ def _required(package: _Needed) -> Finding:
     return ok(package.name, f"{version} ({package.specifier})")
 
 
-def _optional(package: _Needed, extras: list[str]) -> Finding:
+def _optional(package: Package, extras: list[str]) -> Finding:
     version = _version_of(package.name)
     if version is None:
         return skip(package.name, "is not installed", _extra(extras[0]))
-    broken = _broken(package.module)
+    broken = import_error(package.module)
     if broken:
         again = f'pip install --force-reinstall "{package.name}{package.specifier}"'
         return warn(package.name, f"{version} cannot be imported: {broken}", again)
@@ -165,7 +167,7 @@ def _optional(package: _Needed, extras: list[str]) -> Finding:
     return ok(package.name, f"{version} (extra {', '.join(extras)})")
 
 
-def _broken(module: str) -> str:
+def import_error(module: str) -> str:
     """Return why a module cannot be imported: the last line of its traceback."""
     try:
         import_module(module)

@@ -79,7 +79,7 @@ def shared_memory(context: Context) -> Iterator[Finding]:
     yield warn(
         "",
         f"{seen}; {workers} workers with {_BATCHES_PER_WORKER} batches each of {_IMAGES} take {needed / GIB:.2f}",
-        "docker run --shm-size=8g, or mount -o remount,size=50% /dev/shm; or dataloader=thread, which needs none",
+        "docker run --shm-size=8g, or mount -o remount,size=50% /dev/shm; or dataloader.num_workers=0",
         figures={"free_gib": usage.free / GIB},
     )
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 MIB = 2**20
+SumAs = Callable[[int, tuple[str, ...], str], tuple[float, float, float]]
 BATCH_BYTES = 16 * MIB
 
 
@@ -55,7 +56,7 @@ def loader(context: Context) -> Iterator[Finding]:
                 began = time.perf_counter()
             if int(batch[0]) != index or int(batch[-1]) != index:
                 yield failed(
-                    "", f"batch {index} arrived damaged", "dataloader=thread; and see that the memory is sound"
+                    "", f"batch {index} arrived damaged", "dataloader.num_workers=0; and see that the memory is sound"
                 )
                 return
     except RuntimeError as error:
@@ -74,7 +75,7 @@ def allreduce(context: Context) -> Iterator[Finding]:
     else:
         yield skip("nccl", f"needs two GPUs, and there {'is one' if gpus else 'are none'}")
     for name, devices in context.each(wanted, lambda pair: pair[0]):
-        yield _added(name, devices, context.scratch)
+        yield sum_over_processes(name, devices, context.scratch)
 
 
 # ---------------------------------------------------------------- host and GPU
@@ -109,19 +110,24 @@ def _copied(device: Device) -> Finding:
 # ---------------------------------------------------------------- ranks
 
 
-def _added(name: str, devices: tuple[str, ...], scratch: Path) -> Finding:
-    """Let a process per device add up; this one is rank 0, the others are forked from it."""
+def sum_over_processes(name: str, devices: tuple[str, ...], scratch: Path, sum_as: SumAs | None = None) -> Finding:
+    """All-reduce with one process per device; this one is rank 0, the others are forked from it.
+
+    name    the backend, gloo or nccl
+    sum_as  what each rank runs: (rank, devices, store) -> error, seconds of a small sum, bytes/s of a large one
+    """
+    sum_as = sum_as or _rank
     store = f"file://{scratch}/store-{name}"
     fork = get_context("fork")
     told = fork.SimpleQueue()
 
     def tell(rank: int) -> None:
-        told.put((rank, _rank(rank, devices, store)[0]))
+        told.put((rank, sum_as(rank, devices, store)[0]))
 
     others = {rank: fork.Process(target=tell, args=(rank,), daemon=True) for rank in range(1, len(devices))}
     for other in others.values():
         other.start()
-    error, latency_s, rate = _rank(0, devices, store)
+    error, latency_s, rate = sum_as(0, devices, store)
     for other in others.values():
         other.join()
     errors = {0: error}
@@ -181,4 +187,4 @@ _PATIENCE_S, _MEETING_S = 10.0, 30.0
 _SMALL_SUMS, _LARGE_SUMS = 20, 4
 _ON_ONE = "do not train on several devices"
 _SLOW_PCIE_GB_PER_S = 3.0  # a slot of four lanes of the third generation, or a full one that fell back to the first
-_MORE_SHARED_MEMORY = "docker run --shm-size=8g, or mount -o remount,size=50% /dev/shm; or dataloader=thread"
+_MORE_SHARED_MEMORY = "docker run --shm-size=8g, or mount -o remount,size=50% /dev/shm; or dataloader.num_workers=0"

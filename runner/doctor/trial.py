@@ -11,7 +11,6 @@ import select
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, suppress
@@ -51,8 +50,8 @@ def tried(name: str, check: Check, context: Context, watch: Watch, answers: dict
     watch    called about every TICK_S, and as soon as a subject is begun
     answers  what a check hands on to later ones is put here under its name
     """
-    ends_at = time.monotonic() + check.limit_s
-    since = time.monotonic()
+    ends_at = context.clock() + check.limit_s
+    since = context.clock()
     while True:
         try:
             trial = _Trial(check, context, ends_at)
@@ -63,7 +62,7 @@ def tried(name: str, check: Check, context: Context, watch: Watch, answers: dict
         try:
             for finding in trial.findings(watch):
                 yield _signed(finding, name, check, finding.took_s)
-                since = time.monotonic()
+                since = context.clock()
         finally:
             trial.close()
         told = trial.told
@@ -71,9 +70,9 @@ def tried(name: str, check: Check, context: Context, watch: Watch, answers: dict
             answers[name] = told.answer
         if told.has_ended:
             return
-        end = _signed(trial.how_it_ended(), name, check, time.monotonic() - since)
+        end = _signed(trial.how_it_ended(), name, check, context.clock() - since)
         yield end
-        since = time.monotonic()
+        since = context.clock()
         fresh = set(told.begun) - context.begun
         if trial.is_late or not fresh:
             return
@@ -87,7 +86,8 @@ class _Trial:
         self.told = Told()
         self.is_late = False
         self._limit_s, self._ends_at = check.limit_s, ends_at
-        self._began = time.monotonic()
+        self._clock = context.clock
+        self._began = context.clock()
         self._status: int | None = None
         self._text = ""  # what it printed
         self._known: Set[int] = children()
@@ -103,7 +103,7 @@ class _Trial:
             try:
                 self.pid = os.fork()
                 if self.pid == 0:
-                    _live(check, context, theirs, self._said.fileno(), parent, ends_at - time.monotonic())
+                    _live(check, context, theirs, self._said.fileno(), parent, ends_at - context.clock())
             finally:
                 os.close(theirs)
             _living[self.pid] = self._known
@@ -114,7 +114,7 @@ class _Trial:
         """Yield the findings as they are told, until the process has ended or its time is up."""
         num_yielded = 0
         while True:
-            left_s = self._ends_at - time.monotonic()
+            left_s = self._ends_at - self._clock()
             ready, _, _ = select.select([self._pipe, self._ended], [], [], max(0.0, min(TICK_S, left_s)))
             if ready:
                 self._hear()
@@ -125,7 +125,7 @@ class _Trial:
             if left_s <= 0:
                 self.is_late = True
                 return
-            watch(self.told.begun[-1] if self.told.begun else "", time.monotonic() - self._began)
+            watch(self.told.begun[-1] if self.told.begun else "", self._clock() - self._began)
 
     def how_it_ended(self) -> Finding:
         """Return why there was no regular end."""
@@ -210,13 +210,13 @@ def _live(check: Check, context: Context, line: int, said: int, parent: int, lim
     try:
         die_with_parent(parent)
         _settle_in(said, limit_s)
-        since = time.monotonic()
+        since = context.clock()
         for found in check.function(dataclasses.replace(context, begin=lambda subject: tell(begin=subject))):
             if isinstance(found, Answer):
                 tell(answer=str(found))
                 continue
-            tell(finding=dataclasses.replace(found, took_s=time.monotonic() - since).to_json())
-            since = time.monotonic()
+            tell(finding=dataclasses.replace(found, took_s=context.clock() - since).to_json())
+            since = context.clock()
         tell(end=True)
         code = 0
     except AccelRunError as error:

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.base.errors import DataError, StorageError
+from runner.base.errors import DataError, IncompatibleResume, StorageError
 from runner.durable import files
+from runner.durable.owner import Owner, uid_of
 
 if TYPE_CHECKING:  # to tell valid from damaged, as `status` does, takes no torch
     from torch import Tensor
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # to tell valid from damaged, as `status` does, takes no torc
 FORMAT_VERSION = 1
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
+ANY_RUN = Owner()  # where it is not asked which run a checkpoint is of
 ANOTHER = "name another checkpoint of the run: accel-run status lists them, valid or damaged"
 
 
@@ -39,7 +41,7 @@ class Snapshot:
     update: int
     tensors: Mapping[str, Mapping[str, Tensor]]  # file stem -> name -> CPU tensor
     state: Mapping[str, Any]  # JSON; becomes state.json
-    facts: Mapping[str, Any]  # JSON; go into the manifest: epoch, samples, phase, world_size, run_id, ...
+    facts: Mapping[str, Any]  # JSON; go into the manifest: epoch, samples, phase, world_size, run_id, run_uid, ...
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,15 @@ def path_of(directory: Path, update: int) -> Path:
     """Return where the checkpoint of `update` lies in `directory`."""
     assert 0 <= update < 10**_NUM_DIGITS
     return directory / f"update-{update:0{_NUM_DIGITS}}"
+
+
+def states_before(start: Loaded) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number, state) of each older checkpoint of its run beside `start`; they are not verified."""
+    for other in newest_first(start.path.parent):
+        if other.name >= start.path.name:
+            continue
+        if uid_of(files.read_object(other / MANIFEST)) in (None, uid_of(start.manifest)):
+            yield int(other.name.removeprefix("update-")), files.read_object(other / STATE)
 
 
 def rank_stem(stem: str, rank: int) -> str:
@@ -166,10 +177,13 @@ def load(path: Path) -> Loaded:
         raise DataError(f"the checkpoint is damaged: {damage}", where=str(path), fix=ANOTHER) from None
 
 
-def verify(path: Path) -> list[str]:
-    """Return what is wrong with the checkpoint at `path`; nothing where it is valid."""
+def verify(path: Path, run: Owner = ANY_RUN) -> list[str]:
+    """Return what is wrong with the checkpoint at `path`; nothing where it is valid.
+
+    run  as for `recover`
+    """
     try:
-        _examine(path)
+        _must_be_of(_examine(path), run)
     except _Damaged as damage:
         return list(damage.reasons)
     except StorageError as error:
@@ -177,14 +191,18 @@ def verify(path: Path) -> list[str]:
     return []
 
 
-def recover(directory: Path) -> Recovery:
+def recover(directory: Path, run: Owner = ANY_RUN, *, allows_others: bool = False) -> Recovery:
     """The newest valid checkpoint is found, half written ones are swept, newer ones moved aside.
+
+    run            one of a run with another name, copied in, is moved aside as a damaged one is
+    allows_others  a checkpoint with the uid of another run is accepted
 
     To be called by who holds the lock of the run. What cannot be read may be good: it is read once more, and moved
     aside only where there is another one to go on from, since under its name it would later be taken for one that the
     run has written since.
     Raises DataError where there are checkpoints and none is valid, on every call, so that a run never starts again at
-    0 in silence (see `set_aside`), and StorageError where one that cannot be read cannot be moved either.
+    0 in silence (see `set_aside`), IncompatibleResume where the newest has the uid of another run with the same name,
+    and StorageError where one that cannot be read cannot be moved either.
     """
     unswept = [(name, (f"cannot be removed: {reason}",)) for name, reason in files.sweep(directory)]
     try:
@@ -193,16 +211,19 @@ def recover(directory: Path) -> Recovery:
         unswept.append((_REPLACED, (error.problems[0].what,)))
     passed_over: list[tuple[str, tuple[str, ...]]] = []
     unread: list[Path] = []
-    for path in _newest_first(directory):
+    for path in newest_first(directory):
         try:
             found = _examine_twice(path)
+            _must_be_of(found, run, allows_others=allows_others)
+        except _Namesake:
+            raise _of_a_namesake(found, run) from None
         except StorageError as error:
             unread.append(path)
             passed_over.append((path.name, (error.problems[0].what,)))
         except _Damaged as damage:
             passed_over.append((path.name, damage.reasons))
             try:
-                _move_aside(path, "damaged")
+                _move_aside(path, "foreign" if isinstance(damage, _Foreign) else "damaged")
             except StorageError as error:
                 passed_over.append((path.name, (error.problems[0].what,)))
         else:
@@ -215,30 +236,34 @@ def recover(directory: Path) -> Recovery:
     return Recovery(None, tuple(unswept))
 
 
-def newest_valid(directory: Path) -> Path | None:
+def newest_valid(directory: Path, run: Owner = ANY_RUN) -> Path | None:
     """Return where the newest valid checkpoint is, None where there is none; needs no lock."""
-    found = load_newest(directory)
+    found = load_newest(directory, run)
     return found.path if found else None
 
 
-def load_newest(directory: Path) -> Loaded | None:
+def load_newest(directory: Path, run: Owner = ANY_RUN) -> Loaded | None:
     """Return the newest valid checkpoint, None where there is none; changes nothing, so it needs no lock.
 
     Who holds the lock may save and remove older ones meanwhile.
+
+    run  as for `recover`; one of another run is passed over
     """
     for _ in range(_NUM_LOOKS):
-        before = _newest_first(directory)
+        before = newest_first(directory)
         for path in before:
             with suppress(_Damaged, StorageError):
-                return _examine(path)
-        if _newest_first(directory) == before:
+                found = _examine(path)
+                _must_be_of(found, run)
+                return found
+        if newest_first(directory) == before:
             break
     return None
 
 
 def newest(directory: Path) -> str | None:
     """Return the name of the newest checkpoint, None where there is none; that it is whole is not looked at."""
-    return next((path.name for path in _newest_first(directory)), None)
+    return next((path.name for path in newest_first(directory)), None)
 
 
 def set_aside(directory: Path) -> int:
@@ -371,11 +396,13 @@ class Writer:
             raise fault
         if self._in_a_row >= _NUM_FAILURES:
             last = self.failures[-1].problems[0]
-            raise StorageError(
+            lasting = StorageError(
                 f"{self._in_a_row} saves in a row failed, the last one: {last.what}",
                 where=last.where,
                 fix=last.fix or "see that the disk can be written, then run the same command again",
             )
+            lasting.exit_code = self.failures[-1].exit_code
+            raise lasting
         return self.acknowledged
 
     def close(self) -> None:
@@ -417,7 +444,7 @@ class Writer:
 
     def _saved(self, snapshot: Snapshot, anew: bool) -> Path:
         """The snapshot is on disk; returns its path. Raises the StorageError of the last attempt."""
-        for pause_s in _PAUSES_S:
+        for pause_s in PAUSES_S:
             try:
                 return save(self.directory, snapshot, anew=anew, sync_first=self._sync_first)
             except StorageError as error:
@@ -476,7 +503,7 @@ def _write(temporary: Path, snapshot: Snapshot) -> None:
         size, sha256 = files.write_new(temporary / name, chunks)
         entries.append({"name": name, "size": size, "sha256": sha256})
     manifest = {"format_version": FORMAT_VERSION, "update": snapshot.update, **snapshot.facts, "files": entries}
-    files.write_new(temporary / MANIFEST, [_sealed(manifest)])
+    files.write_new(temporary / MANIFEST, [sealed(manifest)])
     files.fsync_directory(temporary)
 
 
@@ -511,7 +538,7 @@ def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[bytes | memory
     yield STATE, [json.dumps(snapshot.state, indent=1).encode()]
 
 
-def _sealed(manifest: Mapping[str, Any]) -> bytes:
+def sealed(manifest: Mapping[str, Any]) -> bytes:
     """Return the text of a manifest, its first key the hash of all the rest in canonical JSON."""
     rest = json.loads(json.dumps(manifest))  # as a reader will see it: keys are text, tuples are lists
     canonical = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
@@ -524,6 +551,38 @@ class _Damaged(Exception):
     def __init__(self, *reasons: str) -> None:
         super().__init__("; ".join(reasons))
         self.reasons = reasons
+
+
+class _Foreign(_Damaged):
+    """That a checkpoint is of another run."""
+
+
+class _Namesake(_Foreign):
+    """That a checkpoint is of another run with the same name, such as one in another output_root."""
+
+
+def _must_be_of(found: Loaded, run: Owner, *, allows_others: bool = False) -> None:
+    """Raise _Foreign where the checkpoint is of another run; the numbers of updates would be its own.
+
+    The uid decides where both have one: a run that was renamed keeps it.
+    """
+    has_other_uid = run.has_other_uid(found.manifest)
+    if has_other_uid is False or (has_other_uid and allows_others):
+        return
+    if run.has_other_name(found.manifest):
+        name = found.manifest["run_id"]
+        raise _Foreign(f"it is of another run, {name}; to begin with it: resume=FOLDER in a new run")
+    if has_other_uid:
+        raise _Namesake(f"it is of another run with the same name, {uid_of(found.manifest)}; this one is {run.uid}")
+
+
+def _of_a_namesake(found: Loaded, run: Owner) -> IncompatibleResume:
+    return IncompatibleResume(
+        f"{found.path.name} is of another run with the same name: {uid_of(found.manifest)}, and this run is {run.uid}",
+        where=str(found.path.parent),
+        fix="move it out of this folder, or continue from it with resume_allow=[run]; to begin a new run with it: "
+        f"run=NAME resume={found.path}",
+    )
 
 
 def _must(holds: bool, otherwise: str) -> None:
@@ -583,9 +642,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _is_sealed(manifest: Mapping[str, Any], text: bytes) -> bool:
-    """Tell whether `text` is, byte for byte, what `_sealed` makes of it: even a changed space is noticed."""
+    """Tell whether `text` is, byte for byte, what `sealed` makes of it: even a changed space is noticed."""
     try:
-        return _sealed({key: value for key, value in manifest.items() if key != "sha256"}) == text
+        return sealed({key: value for key, value in manifest.items() if key != "sha256"}) == text
     except RecursionError:
         return False
 
@@ -623,13 +682,13 @@ def _parse(text: bytes) -> Any:
         return None
 
 
-def _newest_first(directory: Path) -> list[Path]:
+def newest_first(directory: Path) -> list[Path]:
     return [directory / name for name in reversed(files.names(directory)) if _NAME.fullmatch(name)]
 
 
 def _superfluous(directory: Path, keep_last: int, known: set[Path]) -> list[Path]:
     """Return what is older than both the newest `keep_last` checkpoints and the two newest valid ones."""
-    paths = _newest_first(directory)
+    paths = newest_first(directory)
     if len(paths) <= max(keep_last, _NUM_VALID):
         return []
     num_valid = 0
@@ -666,13 +725,13 @@ _NUM_VALID = 2  # never fewer are kept
 _MOMENT_S = 0.1  # for a disk or a limit to recover
 _NUM_LOOKS = 10  # for one that is there from the first look at its name to the last
 _NUM_FAILURES = 3  # in a row, then saving is given up
-_PAUSES_S = (0.5, 1.0)  # before the second and the third attempt at one save
+PAUSES_S = (0.5, 1.0)  # before the second and the third attempt at one save
 _MANIFEST_BYTES = 16 << 20  # a manifest has about 200 bytes per file
 _STATE_BYTES = 256 << 20  # it has no tensors, but the generators of every rank
 _SUFFIX = ".safetensors"
 _OUTGOING = f"{files.TEMPORARY}old-"
 _REPLACED = "replaced-"
-_ASIDE = ("damaged-", "unreadable-")
+_ASIDE = ("damaged-", "foreign-", "unreadable-")
 _NAME = re.compile(rf"update-(\d{{{_NUM_DIGITS}}})", re.ASCII)
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OWN_KEYS = frozenset({"sha256", "format_version", "update", "files"})

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -23,9 +24,10 @@ from runner.base.errors import (
     SecurityRefusal,
     StorageError,
 )
-from runner.base.pinned import pin, unpin
+from runner.base.pinned import pin, place_of, unpin
 from runner.base.words import shortened
 from runner.durable import files
+from runner.durable.owner import Owner, owner_of
 
 LAST = "last"  # in place of a name: the newest run
 SWEEP = "sweep.json"  # in the folder of a sweep, which lies where runs do and holds those of its trials
@@ -39,7 +41,12 @@ class RunDirectory:
     path   from the root of the file system: a task may go to another folder
     shown  as it was given
     is_new there was no such folder before
+    lacked_lock  it was there, but no lock file in it: somebody has removed that
+    skipped  names of newer runs that `last` does not mean
     """
+
+    skipped: tuple[str, ...] = ()
+    lacked_lock = False
 
     def __init__(self, path: Path, *, writable: bool, lock: files.Lock | None = None, is_new: bool = False) -> None:
         self.path, self.shown = path.absolute(), path
@@ -77,7 +84,8 @@ class RunDirectory:
             files.make_directory(path)
             with files.storage("open", path):
                 pin(path)
-            lock = files.Lock(path / ".lock", json.dumps(_note()))
+            has_lock = files.exists(path / _LOCK)
+            lock = files.Lock(path / _LOCK, json.dumps(_note()))
         except files.Held as held:
             unpin(path)
             raise _in_use(name, held.note) from None
@@ -85,6 +93,7 @@ class RunDirectory:
             unpin(path)
             raise _cannot_create(error) from error
         run = cls(root / name, writable=True, lock=lock, is_new=is_new)
+        run.lacked_lock = not is_new and not has_lock
         try:
             files.sync_names_of(path)
             files.sweep(path)
@@ -107,13 +116,18 @@ class RunDirectory:
     def find(cls, root: Path, run: str = LAST) -> RunDirectory:
         """Return an existing run for reading: the newest one ("last"), one in `root` by name, or one by its path.
 
-        A run of a sweep in `root` has its name too. Raises InputMissing with the names that exist.
+        A run of a sweep in `root` has its name too. The newest run is one that has an update, so that a start that
+        failed does not hide the run before it; `skipped` of the result then has the newer ones. Where none has, it is
+        the newest of all. Raises InputMissing with the names that exist.
         """
         known = runs(root)
         if run == LAST:
             if not known:
                 raise InputMissing(f"there is no run in {root} yet", where="run=last", fix=_START_ONE)
-            return cls(known[0], writable=False)
+            place = next((place for place, path in enumerate(known) if _has_update(path)), 0)
+            found = cls(known[place], writable=False)
+            found.skipped = tuple(path.name for path in known[:place])
+            return found
         by_name = (root / run, *(path for path in known if path.name == run)) if _NAME.fullmatch(run) else ()
         for path in (*by_name, Path(run).expanduser()):
             if _is_run(path):
@@ -129,19 +143,34 @@ class RunDirectory:
             what = f"the folder {run} is no run: it has none of {', '.join(_SIGNS_OF_A_RUN)}"
         raise InputMissing(what, where=f"run={run}", fix=_offer(run, known))
 
+    @property
+    def owner(self) -> Owner:
+        """The run as its checkpoints name it, as far as run.json knows."""
+        return owner_of(files.read_object(self.run_json), self.name)
+
     def write(self, name: str, data: bytes | str) -> Path:
         """The file `name`, a path inside this directory, holds `data` and is on disk; returns its path.
 
         Without the lock only `report.html`, and what lies in `predictions`, `plots`, `profile` and `export`.
         Raises StorageError.
         """
-        parts = name.split("/")
-        assert all(_NAME.fullmatch(part) for part in parts), f"must be a plain path inside the run, but is {name!r}"
-        assert self.writable or parts[0] in _MADE_AGAIN, f"{name} is written by the process that holds the lock"
-        path = self.path.joinpath(*parts)
-        self.inner(*parts[:-1])
+        path = self._place(name)
+        self.inner(*name.split("/")[:-1])
         files.atomic_write(path, data)
         return path
+
+    def write_all(self, contents: Mapping[str, bytes | str]) -> None:
+        """Write files as `write` does, with one wait for the disk. Raises as it does."""
+        paths = {self._place(name): data for name, data in contents.items()}
+        for folder in dict.fromkeys(tuple(name.split("/")[:-1]) for name in contents):
+            self.inner(*folder)
+        files.atomic_write_all(paths)
+
+    def _place(self, name: str) -> Path:
+        parts = name.split("/")
+        assert is_plain_path(name), f"must be a plain path inside the run, but is {name!r}"
+        assert self.writable or parts[0] in _MADE_AGAIN, f"{name} is written by the process that holds the lock"
+        return self.path.joinpath(*parts)
 
     def inner(self, *parts: str) -> Path:
         """The folder of these names inside the run is there and is no link; returns its path.
@@ -156,9 +185,38 @@ class RunDirectory:
                 raise SecurityRefusal("must be a folder of the run, but is a link", where=str(path), fix="remove it")
         return path
 
+    def check_place(self, warn: Callable[[str], None]) -> None:
+        """See that the folder is there and that nobody else can write to it, as before each save.
+
+        One that was moved is written to where it is now, because its descriptor follows it. A lock file that was
+        removed is created again.
+
+        warn  receives each of both, each time that it is seen
+        Raises StorageError where the folder was deleted, RunInUse where another process has its lock.
+        """
+        if self._lock is None:
+            return
+        place = place_of(self.path)
+        if place is None:
+            what = "the run directory was deleted while the run was writing to it: nothing can be saved any more"
+            raise StorageError(what, where=str(self.shown), fix="start it again with the same command")
+        if place != self.path:
+            warn(f"the run directory was moved to {place}: the run goes on writing there")
+        if not self._lock.holds(self.path / _LOCK):
+            try:
+                lock = files.Lock(self.path / _LOCK, json.dumps(_note()))
+            except files.Held as held:
+                raise _in_use(self.name, held.note) from None
+            self._lock.release()
+            self._lock = lock
+            warn(f"{_LOCK} of the run directory was removed and is created again: without it two processes could write")
+
     def discard(self) -> None:
         """The folder of a new run that came to nothing is gone, with all that is in it. Raises StorageError."""
         assert self.is_new, f"{self.path} was there before"
+        for name in files.names(self.path):
+            files.remove(self.path / name)
+        unpin(self.path)  # a folder cannot be removed as "."
         files.remove(self.path)
 
     def release(self) -> None:
@@ -308,9 +366,26 @@ def last_written(path: Path) -> float:
     return written
 
 
+def _has_update(path: Path) -> bool:
+    """Tell whether the run in `path` has finished an update: before its first row only events.jsonl has it."""
+    if files.read_last_row(path / "metrics.jsonl"):
+        return True
+    try:
+        if any(name.startswith("update-") for name in files.names(path / "checkpoints")):
+            return True
+    except StorageError:
+        return False
+    return any(row.get("kind") == "first update" for row in files.read_rows(path / "events.jsonl"))
+
+
 def is_name(name: str) -> bool:
     """Tell whether a run may be called that."""
     return name != LAST and _NAME.fullmatch(name) is not None
+
+
+def is_plain_path(name: str) -> bool:
+    """Tell whether a file in a run may be called that: letters, digits, '.', '_' and '-' between slashes."""
+    return all(_NAME.fullmatch(part) and len(part) <= _NAME_LETTERS for part in name.split("/"))
 
 
 def check_name(name: str) -> None:
@@ -357,6 +432,8 @@ def _cannot_create(error: StorageError) -> AccelRunError:
         denied = AccelRunError(what, where=problem.where, fix="set output_root to a folder that you may write to")
         denied.exit_code = Exit.PERMISSION
         return denied
+    if error.exit_code != StorageError.exit_code:  # a limit of the system: elsewhere it would be the same
+        return error
     return CannotCreate(what, where=problem.where, fix=problem.fix or "set output_root to another folder")
 
 
@@ -368,6 +445,7 @@ def _offer(run: str, known: list[Path]) -> str:
     return (f"did you mean {close[0]}? " if close else "") + f"runs, newest first: {shortened(names, _NUM_OFFERED)}"
 
 
+_LOCK = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NAME_LETTERS = 200  # systems take 255, and the runs of a sweep are called NAME-1, NAME-2, ...
 _SIGNS_OF_A_RUN = ("run.json", "metrics.jsonl", "config.yaml", "checkpoints")

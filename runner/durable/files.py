@@ -14,13 +14,14 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import StorageError
+from runner.base.errors import Exit, StorageError
 from runner.base.pinned import beside
+from runner.base.secret import redacted
 from runner.durable.system import System
 
 TEMPORARY = ".tmp-"  # how the names begin of what a crash may leave behind; swept when a run is opened
@@ -29,10 +30,11 @@ TEMPORARY = ".tmp-"  # how the names begin of what a crash may leave behind; swe
 def atomic_write(path: Path, data: bytes | str) -> None:
     """`path` holds `data` and is on disk; a crash at any moment leaves the old content or the new, whole.
 
+    Secrets in a text are replaced; bytes are written as they are.
     Raises StorageError; the old content is then still there.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
-    write_new(temporary, [data.encode() if isinstance(data, str) else data])
+    write_new(temporary, [redacted(data).encode() if isinstance(data, str) else data])
     try:
         rename(temporary, path)
     except StorageError:
@@ -42,7 +44,64 @@ def atomic_write(path: Path, data: bytes | str) -> None:
     fsync_directory(path.parent)
 
 
-def write_new(path: Path, chunks: Sequence[bytes | bytearray | memoryview]) -> tuple[int, str]:
+def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
+    """Each path holds its content and is on disk, as after `atomic_write` of each, with one sync for all of them.
+
+    To sync each of a thousand small files waits a thousand times for the disk. A crash leaves of each file the old
+    content or the new, whole. Where the system has no sync of a file system, each file is synced; so are few files, as
+    the other sync writes what every program has written there.
+    Raises StorageError; the files written until then may have their old content or their new.
+    """
+    temporaries: dict[Path, Path] = {}
+    folders = list(dict.fromkeys(path.parent for path in contents))
+    with ExitStack() as stack:
+        # Opened before anything is written: a sync reports the errors of writing since its descriptor was opened.
+        opened = [stack.enter_context(_opened(folder)) for folder in folders]
+        try:
+            for path, data in contents.items():
+                temporaries[path] = temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+                write_new(temporary, [redacted(data).encode() if isinstance(data, str) else data], is_synced=False)
+            is_synced = len(contents) > _FEW and all(_is_file_system_synced(*each) for each in opened)
+            if not is_synced:
+                for temporary in temporaries.values():
+                    with _opened(temporary, os.O_RDWR | os.O_NOFOLLOW) as (_, descriptor), storage("sync", temporary):
+                        _system.fsync(descriptor)
+            for path in contents:  # after the sync: a name is never there without its content
+                rename(temporaries[path], path)
+                del temporaries[path]
+        finally:
+            for temporary in temporaries.values():
+                with suppress(OSError):
+                    _system.unlink(temporary)
+        for folder in folders:
+            fsync_directory(folder)
+
+
+@contextmanager
+def _opened(path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> Iterator[tuple[Path, int]]:
+    with storage("open", path):
+        descriptor = _system.open(path, flags)
+    try:
+        yield path, descriptor
+    finally:
+        _system.close(descriptor)
+
+
+def _is_file_system_synced(folder: Path, descriptor: int) -> bool:
+    """Sync the file system of a folder; return False where the system has no such call."""
+    with storage("sync the file system of", folder):
+        try:
+            _system.sync_file_system(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EPERM):  # refused by a sandbox
+                raise
+            return False
+    return True
+
+
+def write_new(
+    path: Path, chunks: Sequence[bytes | bytearray | memoryview], *, is_synced: bool = True
+) -> tuple[int, str]:
     """`path` is a new file with the content of `chunks`, synced; returns its size in bytes and its SHA-256.
 
     The hash is taken of what is handed to the system, not of what is read back, and beside the writing; nobody may
@@ -55,7 +114,8 @@ def write_new(path: Path, chunks: Sequence[bytes | bytearray | memoryview]) -> t
         try:
             try:
                 size = _write_in_blocks(descriptor, views)
-                _system.fsync(descriptor)
+                if is_synced:
+                    _system.fsync(descriptor)
             finally:
                 _system.close(descriptor)
         except Exception:
@@ -70,13 +130,13 @@ def make_directory(path: Path) -> None:
 
     Names above an existing parent are taken to be on disk; see `sync_names_of`.
     """
-    if not path.is_dir():
+    if not _is_directory(path):
         make_directory(path.parent)
         with storage("create the folder", path):
             try:
                 _system.mkdir(path)
             except FileExistsError:
-                if not path.is_dir():  # else another process was as quick
+                if not _is_directory(path):  # else another process was as quick
                     raise
     fsync_directory(path.parent)  # also of a folder that is there: who made it may not have come so far
 
@@ -158,7 +218,7 @@ def names(directory: Path) -> list[str]:
     """Return the sorted names in `directory`; a folder that is not there has none."""
     with storage("list", directory):
         try:
-            return sorted(os.listdir(directory))
+            return _names_in(directory)
         except FileNotFoundError:
             return []
 
@@ -181,7 +241,7 @@ def exists(path: Path) -> bool:
 def size_of(path: Path) -> int:
     """Return the size of the file `path` in bytes."""
     with storage("read", path):
-        return os.lstat(path).st_size
+        return _lstat(path).st_size
 
 
 def read(path: Path, *, at_most: int | None = None) -> bytes:
@@ -240,15 +300,18 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
                 yield row
 
 
-def read_last_row(path: Path) -> dict[str, Any]:
+def read_last_row(path: Path, key: str | None = None) -> dict[str, Any]:
     """Return the last JSON object in the lines of the file `path`, an empty one where there is none.
 
     Only the end of the file is read.
+
+    key  the object must have it, and not as null
     """
     with suppress(OSError), open(_open_plain(path), "rb") as file:
         file.seek(-min(_LINE_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
         found = (_object_in(line) for line in reversed(file.read(_LINE_BYTES).splitlines()))
-        return next((row for row in found if row is not None), {})
+        rows = (row for row in found if row is not None)
+        return next((row for row in rows if key is None or row.get(key) is not None), {})
     return {}
 
 
@@ -294,7 +357,8 @@ class AppendLog:
             return self._length + sum(map(len, self._rows))
 
     def write(self, row: str) -> None:
-        """`row` will be a line of the file after the next flush."""
+        """`row`, its secrets replaced, will be a line of the file after the next flush."""
+        row = redacted(row)
         line = row if row.endswith("\n") else row + "\n"
         with self._guard:
             self._rows.append(line.encode())
@@ -404,6 +468,13 @@ class Lock:
         self._descriptor = descriptor
         _held_locks.add(descriptor)
 
+    def holds(self, path: Path) -> bool:
+        """Tell whether the file `path` is still the one that is locked: a removed file keeps nobody out."""
+        with suppress(OSError):
+            found, ours = _lstat(path), os.fstat(self._descriptor)
+            return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+        return False
+
     def release(self) -> None:
         """Others may take the lock; a second release does nothing, nor does one in a forked child."""
         if self._descriptor in _held_locks:
@@ -418,7 +489,11 @@ def storage(action: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"cannot {action}: {in_words(error)}", where=str(path), fix=_fix(error)) from error
+        out_of_inodes = error.errno == errno.ENOSPC and _has_no_inodes(path)
+        reason, fix = (_NO_INODES, _REMOVE_FILES) if out_of_inodes else (in_words(error), _fix(error))
+        refused = StorageError(f"cannot {action}: {reason}", where=str(path), fix=fix)
+        refused.exit_code = _CODES.get(error.errno or 0, refused.exit_code)
+        raise refused from error
     finally:
         _has_answered()
 
@@ -452,17 +527,32 @@ def through(system: System) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    if not stat.S_ISDIR(os.lstat(path).st_mode):
+    if not stat.S_ISDIR(_lstat(path).st_mode):
         _system.unlink(path)
         return
-    for name in sorted(os.listdir(path)):
+    for name in _names_in(path):
         _remove(path / name)
     _system.rmdir(path)
+
+
+def _has_no_inodes(path: Path) -> bool:
+    """Tell whether a write failed for want of inodes: ENOSPC means either, and `df` then shows free space.
+
+    Some file systems (btrfs, many network mounts) have no fixed number of inodes and report 0 in total.
+    """
+    with suppress(OSError):
+        folder = next((each for each in (path, *path.parents) if each.is_dir()), None)
+        if folder is not None:
+            found = os.statvfs(folder)
+            return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
+    return False
 
 
 def _fix(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space there, then run the same command again: it resumes"
+    if error.errno == errno.EMFILE:
+        return "raise the limit with ulimit -n, then run the same command again"
     return ""
 
 
@@ -547,9 +637,32 @@ def _mode(path: Path) -> int:
     """Return the type and permissions of what is at `path` itself, 0 where nothing is."""
     with storage("look at", path):
         try:
-            return os.lstat(path).st_mode
+            return _lstat(path).st_mode
         except (FileNotFoundError, NotADirectoryError):
             return 0
+
+
+def _lstat(path: Path) -> os.stat_result:
+    with beside(path) as (folder, name):
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+
+def _is_directory(path: Path) -> bool:
+    """Tell whether `path` is a folder, or a link to one."""
+    with suppress(OSError, ValueError), beside(path) as (folder, name):
+        return stat.S_ISDIR(os.stat(name, dir_fd=folder).st_mode)
+    return False
+
+
+def _names_in(path: Path) -> list[str]:
+    with beside(path) as (folder, name):
+        if folder is None:
+            return sorted(os.listdir(path))
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            return sorted(os.listdir(descriptor))
+        finally:
+            os.close(descriptor)
 
 
 def _open_plain(path: Path) -> int:
@@ -578,7 +691,7 @@ def _end_of_last_line(descriptor: int, size: int) -> int:
     return 0
 
 
-def _forget_locks() -> None:
+def forget_locks() -> None:
     for descriptor in _held_locks:
         with suppress(OSError):
             os.close(descriptor)
@@ -588,13 +701,17 @@ def _forget_locks() -> None:
 _system = System()
 _answers: dict[int, int] = {}
 _held_locks: set[int] = set()
-os.register_at_fork(after_in_child=_forget_locks)
+os.register_at_fork(after_in_child=forget_locks)
 
 _BLOCK = 8 << 20  # bytes handed to the system, or hashed, at once; below 4 MiB the calls cost time
 _PAGE = 4096
+_FEW = 2  # files that are synced one by one
 _LOOK_BACK = 1 << 20
+_NO_INODES = "the file system has free space but no free inodes (ENOSPC)"
+_REMOVE_FILES = "remove files there (df -i shows how many it may hold), then run the same command again: it resumes"
 _OBJECT_BYTES = 64 << 20  # run.json and plan.json have some thousands
 _LINE_BYTES = 1 << 20
+_CODES = {errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.ENOMEM: Exit.HOST_MEMORY}  # no fault of a disk
 _WORDS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -605,5 +722,5 @@ _WORDS = {
     errno.ELOOP: "it is a link, and links are not followed",
     errno.EEXIST: "it exists already",
     errno.ENOENT: "it does not exist",
-    errno.EMFILE: "too many files are open; raise the limit with ulimit -n",
+    errno.EMFILE: "too many files are open",
 }

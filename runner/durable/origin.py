@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import AccelRunError, DataError, SecurityRefusal
-from runner.durable.directory import RunDirectory, is_sweep
+from runner.base.words import shortened
+from runner.durable.directory import LAST, RunDirectory, is_sweep
 from runner.durable.files import read, read_object
 
 
@@ -35,14 +36,25 @@ class Origin:
         return replace(given, overrides=words, task_file=task_file, config_dir=config_dir)
 
 
-def find_run(request: Request) -> tuple[RunDirectory, Path]:
+def find_run(request: Request, say: Callable[[str], None]) -> tuple[RunDirectory, Path]:
     """Return the run that the request names, the last one where it names none, and the folder in which it was sought.
 
     Of the words only run= and output_root= are read: the others can be judged only by that run's task.
+
+    say  receives which newer runs `last` skipped
     """
     words = tuple(word for word in request.overrides if word.partition("=")[0] in ("run", "output_root"))
     settings = compose(Request(words, None, request.config_dir)).settings
-    return RunDirectory.find(settings.root, settings.run or "last"), settings.root
+    found = RunDirectory.find(settings.root, settings.run or LAST)
+    say_skipped(found, say)
+    return found, settings.root
+
+
+def say_skipped(found: RunDirectory, say: Callable[[str], None]) -> None:
+    """Report newer runs that `last` skipped, because they have no update."""
+    if found.skipped:
+        runs = "newer runs" if len(found.skipped) > 1 else "a newer run"
+        say(f"last run: {found.name}; skipped {runs} without an update: {shortened(found.skipped)}")
 
 
 def origin_of(directory: RunDirectory, root: Path, given: Request) -> Origin:

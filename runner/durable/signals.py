@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from runner.base.errors import Exit
+from runner.base.output import write_at_once
 
 
 class StopRequest:
@@ -20,7 +21,8 @@ class StopRequest:
     SIGHUP comes when the terminal goes away; under nohup it is ignored, here too. SIGUSR1 is what SLURM is told to send
     before the time is up. A second SIGINT or SIGTERM leaves at once with 130, which is safe at any moment: nothing
     under a final name is ever half written. SIGUSR1 does not count as the first, since SLURM follows it with SIGTERM
-    while the run is still saving, nor does SIGHUP, which comes with a SIGTERM where a session is ended.
+    while the run is still saving, nor does SIGHUP, which comes with a SIGTERM where a session is ended. After
+    `begin_end` it takes a third one: the exit code is known, and 130 would hide it.
     Only the main thread may open it.
     """
 
@@ -28,6 +30,7 @@ class StopRequest:
         self._requested: str | None = None
         self._requested_at: float | None = None
         self._stops = 0
+        self._is_ending = False
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -39,6 +42,10 @@ class StopRequest:
     def requested_at(self) -> float | None:
         """When the first signal came, by `time.monotonic`."""
         return self._requested_at
+
+    def begin_end(self) -> None:
+        """Training is over, and what is left takes seconds at most."""
+        self._is_ending = True
 
     def __enter__(self) -> StopRequest:
         assert threading.current_thread() is threading.main_thread(), "signals reach the main thread only"
@@ -56,7 +63,7 @@ class StopRequest:
         if self._requested is None:
             self._requested, self._requested_at = signal.Signals(number).name, time.monotonic()
         self._stops += number not in (signal.SIGUSR1, signal.SIGHUP)  # a session that ends sends SIGHUP too
-        if self._stops > 1:
+        if self._stops > 1 + self._is_ending:
             self._leave()
 
     def _leave(self) -> None:
@@ -65,8 +72,7 @@ class StopRequest:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the signal may have come in the middle of a print
                 stream.flush()
-        with suppress(OSError):
-            os.write(2, b"\nStopped at once, without saving; earlier checkpoints are whole.\n")
+        write_at_once("\nStopped at once, without saving; earlier checkpoints are whole.\n")
         os._exit(Exit.INTERRUPTED)
 
     @staticmethod

@@ -5,6 +5,8 @@ Tests put something else in its place, to see each call, to let one fail, or to 
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -42,6 +44,17 @@ class System:
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
         else:
             os.fsync(descriptor)
+
+    def sync_file_system(self, descriptor: int) -> None:
+        """All files of the descriptor's file system are on disk. Raises OSError where there is no such call.
+
+        syncfs(2) of Linux, which Python does not have; since Linux 5.8 it reports errors of writing.
+        """
+        syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+        if syncfs is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        if syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def close(self, descriptor: int) -> None:
         """The descriptor is given back."""

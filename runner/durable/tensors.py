@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import threading
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -32,20 +33,24 @@ class Room:
         self._chunk = self._used = 0  # where the next copy begins
         self._maker: threading.Thread | None = None
 
-    def prepare(self, nbytes: int, *, for_gpu: bool) -> None:
+    def prepare(self, nbytes: int, device: torch.device) -> None:
         """Memory for so many bytes is being taken by a thread, so that not even the first copy waits for the system.
 
         Does nothing for what the system gives at once, and where there is room already.
+
+        device  from which will be copied
         """
         if self._maker is None and not self._chunks and nbytes >= _WORTH_A_THREAD:
-            maker = threading.Thread(target=self._make, args=(nbytes, for_gpu), name="room", daemon=True)
+            maker = threading.Thread(target=self._make, args=(nbytes, device), name="room", daemon=True)
             with suppress(RuntimeError):  # the system gives no more threads: the first copy waits for the memory
                 maker.start()
                 self._maker = maker
 
-    def _make(self, nbytes: int, for_gpu: bool) -> None:
+    def _make(self, nbytes: int, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins on device 0, where this would create another context
         with suppress(MemoryError):  # the copy itself will say so
-            chunk = _fresh(nbytes, page_locked=for_gpu)
+            chunk = _fresh(nbytes, device)
             view = chunk.numpy()
             for start in range(0, len(view), _HUGE_PAGE):  # numpy lets other threads run meanwhile
                 np.copyto(view[start : start + _HUGE_PAGE], 0)
@@ -70,11 +75,11 @@ class Room:
         if tensor.layout != torch.strided:
             return tensor.detach().to("cpu", copy=True)  # the format does not hold it, which is said by its name
         size = tensor.numel() * tensor.element_size()
-        place = self._place(size, for_gpu=tensor.is_cuda)
+        place = self._place(size, tensor.device)
         kept = place.view(tensor.dtype).view(tensor.shape) if size else torch.empty(tensor.shape, dtype=tensor.dtype)
         return kept.copy_(tensor.detach())
 
-    def _place(self, size: int, *, for_gpu: bool) -> Tensor:
+    def _place(self, size: int, device: torch.device) -> Tensor:
         while self._chunk < len(self._chunks):
             chunk, start = self._chunks[self._chunk], self._used
             if start + size <= chunk.numel():
@@ -82,8 +87,8 @@ class Room:
                 return chunk[start : start + size]
             self._chunk, self._used = self._chunk + 1, 0
         wanted = max(size, min(self.nbytes, _LARGEST_CHUNK), _SMALLEST_CHUNK)
-        self._chunks.append(_fresh(wanted, page_locked=for_gpu))
-        return self._place(size, for_gpu=for_gpu)
+        self._chunks.append(_fresh(wanted, device))
+        return self._place(size, device)
 
 
 def pieces(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
@@ -99,7 +104,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
         # The memory of a conjugated view is not conjugated, and safetensors 0.8 writes it as it is.
         dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
         size = dense.numel() * dense.element_size()
-        header[name] = {"dtype": _DTYPES[_word(tensor)], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+        header[name] = {"dtype": DTYPES[_word(tensor)], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
         end += size
         if size:
             data.append(memoryview(dense.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
@@ -110,7 +115,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 
 def fault(tensor: Tensor) -> str | None:
     """Return why the format cannot hold the tensor, None where it can."""
-    if str(tensor.layout) != "torch.strided" or _word(tensor) not in _DTYPES:
+    if str(tensor.layout) != "torch.strided" or _word(tensor) not in DTYPES:
         return f"it is {tensor.layout} and {tensor.dtype}"
     return None
 
@@ -119,8 +124,8 @@ def _word(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _fresh(size: int, *, page_locked: bool) -> Tensor:
-    """Return `size` bytes in whole pages that were never used."""
+def _fresh(size: int, device: torch.device) -> Tensor:
+    """Return `size` bytes of the host in whole pages that were never used, page-locked for copies from a GPU."""
     size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -133,13 +138,31 @@ def _fresh(size: int, *, page_locked: bool) -> Tensor:
             except OSError:  # a system without huge pages
                 continue
     chunk = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory`
-    if page_locked:
-        # Where it is refused, the copies are slower.
-        torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
+    if device.type == "cuda" and _page_lock(chunk, device):
+        # Before the pages are unmapped: memory that is mapped there later would be taken for registered.
+        weakref.finalize(memory, _unlock, chunk.data_ptr()).atexit = False
     return chunk
 
 
-_DTYPES: Mapping[str, str] = {
+def _page_lock(chunk: Tensor, device: torch.device) -> bool:
+    """Page-lock memory that exists already; return False where the system refuses, and copies are slower.
+
+    Not `pin_memory=True`: torch rounds its page-locked memory to powers of two, keeps it, and forked children copy it.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if runtime.cudaHostRegister(chunk.data_ptr(), chunk.numel(), 0) == runtime.cudaError.success:
+        return True
+    # A refusal (WSL, a limit on locked memory) stays this thread's last error, and its next kernel would raise it.
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
+    return False
+
+
+def _unlock(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+DTYPES: Mapping[str, str] = {
     "uint64": "U64",
     "int64": "I64",
     "float64": "F64",
@@ -157,7 +180,7 @@ _DTYPES: Mapping[str, str] = {
     "uint8": "U8",
     "bool": "BOOL",
 }  # what safetensors both writes and reads back, in the order in which it lays it down: torch's word -> the format's
-_RANK = {word: rank for rank, word in enumerate(_DTYPES)}
+_RANK = {word: rank for rank, word in enumerate(DTYPES)}
 _ALIGNMENT = 64  # bytes; a cache line
 _HUGE_PAGE = 2 << 20
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 2 << 20, 1 << 30

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner.base.configuration import Request
+from runner.base.secret import redacted
 
 
 def script(request: Request, name: str, folder: Path, python: str, *, started_elsewhere: bool = False) -> bytes:
@@ -18,7 +19,8 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     started_elsewhere  the ranks were started by torchrun or srun, which the script does not
     -P: no runner.py of that folder is taken for ours.
     `resume=fresh` is left out: a new run has nothing to put aside, and with the old name it is to go on.
-    Settings hold no secrets (runner/base/secret.py refuses them), and of the environment nothing is kept.
+    Settings hold no secrets (runner/base/secret.py refuses them), and of the environment nothing is kept; a folder's
+    name that holds one is written without it.
     """
     words = words_of(replace(request, overrides=tuple(word for word in request.overrides if not _is_of_that_run(word))))
     lines = [
@@ -32,7 +34,7 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
         f'[ ! -x {shlex.quote(python)} ] || exec {shlex.quote(python)} -P -m runner "$@"',
         'exec accel-run "$@"',
     ]
-    return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+    return redacted("".join(f"{line}\n" for line in lines)).encode(errors="surrogateescape")
 
 
 def words_of(request: Request) -> list[str]:

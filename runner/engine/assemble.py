@@ -22,9 +22,11 @@ from runner.axes.precision import PRECISIONS, Precision
 from runner.axes.prefetch import PREFETCHES, Prefetch
 from runner.base.choice import make
 from runner.base.configuration import Choice, task_source
-from runner.base.errors import DataError, TaskFault
+from runner.base.errors import CannotCreate, DataError, TaskFault
 from runner.base.generators import seed_everything
 from runner.base.order import seed_of_rank
+from runner.base.scratch import check_compile_cache, keep_compiled_code_private
+from runner.base.streams import drawing_apart
 from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.batch_norm import synchronized
@@ -61,7 +63,10 @@ class Parts:
 
         Raises DataError where there are none, NotImplementedError where a task has no such split but that for training.
         """
-        with explained(self.source, f'dataset("{split}")', letting=() if split == "train" else NotImplementedError):
+        allowed = () if split == "train" else NotImplementedError
+        # The same draws on every rank: a data set that is split at random must be split alike.
+        draws = drawing_apart(self.plan.settings.seed, split, "dataset")
+        with draws, explained(self.source, f'dataset("{split}")', letting=allowed):
             dataset = self.task.dataset(split)
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             what = (
@@ -70,7 +75,7 @@ class Parts:
             raise TaskFault(what, where=place_of(self.task.dataset, self.source), fix="a list of samples will do")
         limit = self.plan.settings.data.train_samples if split == "train" else None
         bad = str(self.plan.choices["dataloader"].options["bad_samples"])
-        fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit, model=self.bare)
+        fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit, model=self.bare, split=split)
         if not len(fetcher):
             where = str(self.plan.settings.data.path or self.source)
             fix = f"dataset({split!r}) must hold samples; see data.path and data.train_samples"
@@ -89,6 +94,12 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     world  the ranks that train together; None: this process alone, on the device of rank 0
     """
     choices = plan.choices
+    uses_inductor = (
+        choices["compile"].function != "off" and choices["compile"].options.get("backend", "inductor") == "inductor"
+    )
+    _check_cache("TORCHINDUCTOR_CACHE_DIR", is_needed=uses_inductor)
+    _check_cache("TRITON_CACHE_DIR", is_needed=uses_inductor and plan.device.startswith("cuda"))
+    keep_compiled_code_private()  # before the task, or anything else, imports Inductor, which names its folder at once
     world = world or World(torch.device(plan.device))
     stack.enter_context(_made(BACKENDS, choices["backend"], world.num_local_ranks))
     attention: Attention = _made(ATTENTIONS, choices["attention"], world.device)
@@ -121,6 +132,17 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     if not world.is_first:  # every rank drew the same weights; what it draws from now on is its own
         seed_everything(seed_of_rank(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
+
+
+def _check_cache(variable: str, *, is_needed: bool) -> None:
+    """Raise CannotCreate where compiled code is to be kept in a folder that cannot be written; else warn of it."""
+    try:
+        check_compile_cache(variable, is_needed=is_needed)
+    except CannotCreate as error:
+        if is_needed:
+            raise
+        problem = error.problems[0]
+        warnings.warn(f"{problem.where}: {problem.what}; {problem.fix}", stacklevel=2)
 
 
 def _is_on(device: torch.device, model: nn.Module) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +15,30 @@ from torch import Tensor, nn
 from runner.axes.dataloader import Loader
 from runner.axes.precision import Precision
 from runner.axes.prefetch import Prefetch
+from runner.base import noise
+from runner.base.buffers import restored
 from runner.base.generators import random_state, restore_random_state, seed_everything
 from runner.base.order import Indices, Micro, seed_of_rank
 from runner.base.task import Task
+from runner.base.world import World
 from runner.distributed.parallel import Parallel
+from runner.engine.contract import Number, checked_figures, checked_metrics, must_count
 from runner.engine.redo import release
+
+
+class Measured(NamedTuple):
+    """What an evaluation has found.
+
+    metrics  NaN where nothing was measured
+    empty    metrics without a single item
+    """
+
+    metrics: dict[str, float]
+    empty: tuple[str, ...] = ()
+
+    def known(self) -> dict[str, float]:
+        """Return the metrics that were measured."""
+        return {name: value for name, value in self.metrics.items() if name not in self.empty}
 
 
 @dataclass
@@ -48,12 +70,14 @@ def evaluate(
     samples: Indices,
     sizes: Sizes,
     seed: int,
+    source: Path,
     stopped: Callable[[], bool] = lambda: False,
     all_measured: Callable[[], object] = lambda: None,
-) -> dict[str, float] | None:
+) -> Measured | None:
     """Return the task's metrics over `samples`, each counted once; None where `stopped` said so on some rank.
 
     sizes         of a batch
+    source        file of the task
     stopped       called before each batch
     all_measured  called after the last one: what follows takes as long as the task's summary does
 
@@ -65,29 +89,28 @@ def evaluate(
     world, before = parallel.world, sizes.now
     in_one = sizes.now if parallel.in_step else sizes.asked  # in step, all ranks make as many batches
     keys = [
-        Micro(0, samples[first : first + in_one], last=first + in_one >= len(samples))
+        Micro(0, samples[first : first + in_one], last=first + in_one >= len(samples), first=first, seed=seed)
         for first in range(0, len(samples), in_one)
     ]
     mine = parallel.dealt(keys)
 
-    def measured() -> tuple[bool, dict[str, list[Tensor]], dict[str, Tensor | int]]:
-        sums: dict[str, list[Tensor]] = {}
-        counts: dict[str, Tensor | int] = {}
-        with as_in_use(model, world.device), parallel.gathered(model), torch.no_grad():
+    def measured() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
+        pairs: dict[str, list[tuple[Number, Number]]] = {}
+        with as_in_use(model, world.device), parallel.gathered(model), torch.no_grad(), noise.no_pass():
             seed_everything(seed_of_rank(seed, world.rank))
-            for batch, _, _, counted in prefetch(iter(loader.batches(_cut(mine, sizes.now)))):
+            for micro in prefetch(iter(loader.batches(_cut(mine, sizes.now)))):
                 if stopped() and not parallel.in_step:  # else the others would wait for this rank
-                    return True, sums, counts
+                    return True, pairs
+                noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
                 with precision.forward():
-                    found = task.evaluate(model, batch)
-                for name, (total, count) in found.items() if counted else ():
-                    sums.setdefault(name, []).append(total.detach().to(world.widest))
-                    counts[name] = counts.get(name, 0) + count
-        return False, sums, counts
+                    found = checked_metrics(task.evaluate(model, micro.batch), task.evaluate, source)
+                for name, pair in found.items() if micro.counts else ():
+                    pairs.setdefault(name, []).append((_kept(pair[0]), _kept(pair[1])))
+        return False, pairs
 
     while True:
         try:
-            is_stopped, sums, counts = measured()
+            is_stopped, pairs = measured()
             break
         except Exception as error:
             if parallel.in_step or sizes.failed is None:
@@ -95,17 +118,44 @@ def evaluate(
             sizes.now = sizes.failed(error, sizes.now)
         release(world.device)  # out of the `except`, which holds what the batch made
     all_measured()
-    found = {name: [float(sum(parts)), float(counts[name])] for name, parts in sums.items()}
+    found = {name: _added(of_batches, world) for name, of_batches in pairs.items()}
     told = world.gather([is_stopped, found, [before, sizes.now]])
     sizes.of_ranks = [(old, new) for _, _, (old, new) in told]
     if any(stopped_there for stopped_there, _, _ in told):
         return None
     of_ranks = [there for _, there, _ in told]
-    divided = {}
+    divided: dict[str, float] = {}
+    lost: set[str] = set()  # metrics whose sum is no number: what `summarize` makes of them was measured
     for name in dict.fromkeys(name for there in of_ranks for name in there):
-        pairs = [there[name] for there in of_ranks if name in there]
-        divided[name] = sum(total for total, _ in pairs) / max(sum(count for _, count in pairs), 1e-30)
-    return dict(task.summarize(divided))
+        rows = [there[name] for there in of_ranks if name in there]
+        for _, _, least in rows:
+            must_count(least, f"evaluate ({name})", task.evaluate, source)
+        total, count = (sum(column) for column in list(zip(*rows, strict=True))[:2])
+        if not math.isfinite(total):
+            lost.add(name)
+        divided[name] = total / count if count else math.nan
+    metrics = checked_figures(task.summarize(divided), task.summarize, source)
+    uncounted = {name for name, value in divided.items() if math.isnan(value) and name not in lost}
+    empty = [name for name, value in metrics.items() if math.isnan(value) and (not lost or name in uncounted)]
+    return Measured(metrics, tuple(empty))
+
+
+def _kept(number: Number) -> Number:
+    """Return a number whose memory the next batch does not use again, as a model in CUDA graphs does."""
+    return number.clone() if isinstance(number, Tensor) else number
+
+
+def _added(pairs: Sequence[tuple[Number, Number]], world: World) -> list[float]:
+    """Return the sum and the count over batches, and the least count of a batch; a sum over no items counts nothing."""
+    totals, counts = (_floats(column, world) for column in zip(*pairs, strict=True))
+    return [sum(total for total, count in zip(totals, counts, strict=True) if count), sum(counts), min(counts)]
+
+
+def _floats(numbers: Sequence[Number], world: World) -> list[float]:
+    """Return the numbers on the host; those of a device are read at once."""
+    there = [number.to(world.device, world.widest) for number in numbers if isinstance(number, Tensor)]
+    read = iter(torch.stack(there).tolist() if there else ())
+    return [next(read) if isinstance(number, Tensor) else float(number) for number in numbers]
 
 
 def _cut(keys: Sequence[Micro], size: int) -> Iterator[Micro]:
@@ -113,18 +163,22 @@ def _cut(keys: Sequence[Micro], size: int) -> Iterator[Micro]:
     for key in keys:
         for first in range(0, len(key.indices), size):
             yield key._replace(
-                indices=key.indices[first : first + size], last=key.last and first + size >= len(key.indices)
+                indices=key.indices[first : first + size],
+                last=key.last and first + size >= len(key.indices),
+                first=key.first + first,
             )
 
 
 @contextmanager
 def as_in_use(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put the model in eval mode, and afterwards its mode and the state of all global generators back."""
-    training = model.training
+    """Put the model in eval mode, and leave no trace: modes, buffers and global generators are restored at the end."""
+    modes = [(module, module.training) for module in model.modules()]
     tensors, rest = random_state(device)
     model.eval()
     try:
-        yield
+        with restored(module for module, _ in modes):
+            yield
     finally:
-        model.train(training)
+        for module, mode in modes:  # not model.train(): some may be kept from training
+            module.training = mode
         restore_random_state(tensors, rest, device)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
+from runner.base.stopwatch import THROUGHPUT
+from runner.base.words import is_number
 from runner.durable.files import read_object
 from runner.plan.inventory import Inventory
 
@@ -58,6 +60,8 @@ class Evidence(UpdatesEvidence):
     ranks_s           the same for each rank, of the parts of updates only; empty for one process
     updates           those that the parts of updates are of: all of this process but the first
     step_time_ms      median of the rows of metrics.jsonl; low and high are the 10th and the 90th percentile
+    items_per_s       throughput: items of the updates after the first one over the time from its end to the end of the
+                      last, evaluations and checkpoints between them included
     data_wait         share of the time of updates that was spent waiting for data; `transfer` for copies to the device
     num_batch_shapes  different shapes of the first tensor of a batch
     odd_sizes         a line for each weight matrix whose sizes miss the tensor cores
@@ -129,7 +133,6 @@ def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
     weights = list(parts.bare.parameters())
     updates_s = sum(parts_s.get(part, 0.0) for part in PARTS)
     low, median, high = _spread(tally.step_times_ms)
-    options = plan.choices["dataloader"].options
     device = next((each for each in inventory.devices if each.torch_name == plan.device), None)
     return Evidence(
         task=plan.choices["task"].name,
@@ -141,7 +144,7 @@ def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
         world_size=plan.world_size,
         num_cores=inventory.cpu.logical_cores,
         num_threads=torch.get_num_threads(),
-        num_workers=options.get("num_workers", 0),
+        num_workers=plan.num_workers,
         num_parameters=sum(weight.numel() for weight in weights),
         num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
         **({name: value for name, value in vars(last).items() if name in _OF_LAST} if last else {}),
@@ -154,7 +157,7 @@ def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
         step_time_ms=median,
         step_time_low_ms=low,
         step_time_high_ms=high,
-        items_per_s=statistics.median(tally.items_per_s) if tally.items_per_s else None,
+        items_per_s=tally.timed.throughput,
         items_per_update=tally.items_per_update,
         data_wait=parts_s.get("data", 0.0) / updates_s if updates_s else None,
         transfer=parts_s["transfer"] / updates_s if updates_s and "transfer" in parts_s else None,
@@ -242,6 +245,18 @@ def evidence_in(record: Mapping[str, Any]) -> Evidence | None:
     """Return the evidence in the content of a run.json."""
     found = record.get("evidence")
     return _read(Evidence, found) if isinstance(found, dict) else None
+
+
+def throughput(evidence: Evidence | None, last: Mapping[str, Any]) -> float | None:
+    """Return the items per second of a run, the figure that every screen and page shows; None where it is unknown.
+
+    evidence  of its run.json: what it measured until its end
+    last      the newest row of its metrics.jsonl that has `THROUGHPUT`, for a run that has not ended
+    """
+    if evidence is not None and evidence.items_per_s is not None:
+        return evidence.items_per_s
+    found: Any = last.get(THROUGHPUT)
+    return float(found) if is_number(found) and math.isfinite(found) else None
 
 
 def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:

@@ -158,8 +158,19 @@ def fault_of(error: BaseException, source: Path, what: str) -> TaskFault | None:
     return TaskFault(
         f"{what} raised {found}",
         where=f"{own[-1].file}:{own[-1].line}",
-        fix="\n".join(_lines(found, source)),
+        fix="\n".join([*_lines(found, source), *_of_our_name(error, source)]),
     )
+
+
+def _of_our_name(error: BaseException, source: Path) -> Iterator[str]:
+    """Yield what to do where a task means a package of its own called runner, the name of this program's."""
+    top = __name__.partition(".")[0]
+    if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != top:
+        return
+    for own in (folder / top for folder in source.parents):
+        if own.is_dir() and own != PACKAGE:
+            yield f"{own} has the name of accel-run's own package, which is found first: rename it, e.g. my_{top}"
+            return
 
 
 def _first_of_task(told: Raised, source: Path) -> Raised | None:

@@ -20,9 +20,10 @@ from runner.base.choice import make
 from runner.base.configuration import Choice, Configuration, task_source
 from runner.base.division import Batch
 from runner.base.errors import AccelRunError, TaskFault
+from runner.base.noise import no_pass
 from runner.base.order import Order
 from runner.base.task import Progress
-from runner.base.words import first_line
+from runner.base.words import first_line, sized
 from runner.distributed.parallel import Parallel, Passes, Sums
 from runner.engine.as_cuda import AsCuda
 from runner.engine.assemble import Parts, assemble
@@ -31,7 +32,7 @@ from runner.engine.kinds import Gradients
 from runner.engine.loop import Position, train_updates
 from runner.engine.phantom import Block, Ledger, NotTraceable, Phantom, in_layers
 from runner.plan.budget import Blocks, computed_again
-from runner.plan.fits import sized, tensors_within
+from runner.plan.fits import tensors_within
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.need import Bytes, Event, Layer, Traced
 from runner.plan.plan import PhasePlan, Plan, make_plan
@@ -120,6 +121,11 @@ class Forecast:
             return [self._measured(phase, size, recompute) for phase in self.phases]
 
     @property
+    def least(self) -> int:
+        """Number of samples of the smallest pass that is followed, once the model is built."""
+        return 1 if self._parts is None else least_samples(self._parts.bare)
+
+    @property
     def _source(self) -> Path:
         file = self.plan.task_file
         return task_source(self.plan.choices["task"].name, Path(file) if file else None)
@@ -168,6 +174,11 @@ class Forecast:
         return dataclasses.replace(known, without_bytes=without, **found)
 
 
+def least_samples(model: nn.Module) -> int:
+    """Return how many samples every model of this kind can train on: a batch norm of vectors needs two."""
+    return 2 if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()) else 1
+
+
 class Follower:
     """One phase with one micro-batch."""
 
@@ -207,7 +218,7 @@ class Follower:
                 yield item
                 del item
 
-        with self.phantom, in_layers(ledger, parts.bare), ExitStack() as stack:
+        with self.phantom, in_layers(ledger, parts.bare), no_pass(), ExitStack() as stack:
             ledger.kind = "optimizer"
             work = Gradients(phase, parts, order, position)
             ledger.kind = "temporary"
@@ -317,6 +328,8 @@ class Follower:
             flops=sum(work.flops for work in passes) // steps,
             moved_bytes=sum(work.moved_bytes for work in passes) // steps,
             update_moved_bytes=ledger.work["update"].moved_bytes,
+            launches=sum(work.launches for work in passes) // steps,
+            update_launches=ledger.work["update"].launches,
             without_bytes=peak_of(others, ledger.blocks).total,
             num_layers=num_layers,
             is_exact=not why_not,

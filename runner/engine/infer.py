@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from runner.base.choice import make
 from runner.base.configuration import Request
-from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, TaskFault
+from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, StorageError, TaskFault
+from runner.base.output import never_waiting
 from runner.base.phases import INFERENCE
-from runner.observe.events import Console, outlasting_readers
+from runner.base.stopwatch import Lap, stopwatch
+from runner.base.words import rate
+from runner.observe.events import Console
 from runner.observe.memory import host_peak_gib, restart_host_peak
 from runner.observe.monitor import MONITORS, gpus_of
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from runner.base.task import Content, Prediction
+    from runner.durable.directory import RunDirectory
     from runner.engine.assemble import Parts
     from runner.plan.plan import Plan
 
 
+_NO_MORE = object()
 OWN_FILES = ("summary.json", "gpu.csv", "monitor.json", "stacks.txt")
 
 
@@ -38,13 +49,15 @@ def infer(request: Request) -> Exit:
     import torch
 
     from runner.engine.redo import release
+    from runner.engine.tasks import check_packages
     from runner.engine.trained import open_trained
     from runner.engine.watchdog import PREDICTION, watched
 
     with ExitStack() as stack:
-        stack.enter_context(outlasting_readers())
+        stack.enter_context(never_waiting())
         trained = open_trained(request, console, stack)
         directory, plan, parts = trained.directory, trained.plan, trained.parts
+        check_packages(parts.task, [INFERENCE], parts.source)
         if parts.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(parts.world.device)
         restart_host_peak()
@@ -61,39 +74,40 @@ def infer(request: Request) -> Exit:
             )
         )  # fmt: skip
 
-        latencies: list[float] = []
+        def predicted(now: Plan) -> Made:
+            """Write all predictions; return how many there were, and what they took."""
+            num = items = 0
 
-        def begins() -> None:
-            pulse.now = (PREDICTION, len(latencies) + 1)
+            def begins() -> None:
+                pulse.now = (PREDICTION, num + 1)
 
-        def predicted(now: Plan) -> int:
-            """Write all predictions; return the number of items."""
-            items = 0
-            latencies.clear()
-            with closing(timed_predictions(now, parts, begins)) as predictions:
-                for prediction, seconds in predictions:
-                    pulse.done.add(PREDICTION)
-                    latencies.extend([seconds] if prediction.items else [])
-                    items += prediction.items
-                    _refuse_taken(prediction.files, str(parts.source))
-                    for name, content in prediction.files.items():
-                        directory.write(f"predictions/{name}", _as_bytes(name, content))
-                    for name, picture in prediction.plots.items():
-                        directory.write(f"plots/{name}", picture)
-                    if prediction.text:
-                        console.info(f"\n--- {', '.join(prediction.files)}\n{prediction.text}")
-            return items
+            began = time.perf_counter()
+            with timed_calls(parts.model, parts.world.device) as calls, Outbox(directory, console.info) as outbox:
+                with closing(predictions_of(now, parts, begins)) as predictions:
+                    for prediction in predictions:
+                        pulse.done.add(PREDICTION)
+                        num += prediction.items > 0
+                        items += prediction.items
+                        _refuse_taken(prediction.files, str(parts.source))
+                        contents = {
+                            f"predictions/{name}": _as_bytes(name, content)
+                            for name, content in prediction.files.items()
+                        } | {f"plots/{name}": picture for name, picture in prediction.plots.items()}
+                        heading = f"\n--- {', '.join(prediction.files)}\n"
+                        outbox.put(contents, heading + prediction.text if prediction.text else "")
+                outbox.write()
+            return Made(num, items, time.perf_counter() - began, calls)
 
         while True:
             try:
-                items = predicted(plan)
+                made = predicted(plan)
                 break
             except (DeviceMemoryError, HostMemoryError) as error:
                 plan = _in_smaller_batches(plan, error, console)
             release(parts.world.device)
-        if not latencies:
+        if not made.num:
             raise TaskFault("predict yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
-        summary = _summary(latencies, items, parts.task.item, trained.update)
+        summary = summary_of(made, parts.task.item, trained.update)
         summary["peak_host_gib"] = host_peak_gib()
         if parts.world.device.type == "cuda":
             summary["peak_memory_gib"] = torch.cuda.max_memory_allocated(parts.world.device) / 2**30
@@ -104,42 +118,188 @@ def infer(request: Request) -> Exit:
     if monitor.latest():
         directory.write("predictions/monitor.json", json.dumps(monitor.summary().to_json(), indent=2) + "\n")
     directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
-    made = f"{len(latencies)} prediction{'s' * (len(latencies) > 1)}"
-    console.info(
-        f"\n{made}, {summary['items_per_s']:.1f} {parts.task.item}s/s;"
-        f" latency ms: mean {summary['latency_ms']['mean']:.1f}, median {summary['latency_ms']['median']:.1f},"
-        f" p95 {summary['latency_ms']['p95']:.1f}, p99 {summary['latency_ms']['p99']:.1f}"
-    )
+    console.info(f"\n{_in_words(made, parts.task.item)}")
     console.info(f"written to {directory.shown / directory.predictions.name}")
     return Exit.DONE
 
 
-def timed_predictions(
-    plan: Plan, parts: Parts, begins: Callable[[], object] = lambda: None
-) -> Generator[tuple[Prediction, float]]:
-    """Yield what the task predicts with the model as it is, each with the seconds that it took.
+@dataclass
+class Calls:
+    """Calls of a model: the seconds of each on the device, and the samples that it was given.
+
+    What is done between them, such as reading, drawing and writing, is in none.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Made:
+    """Predictions: how many, of how many items, and the seconds from the start of the first until all are on disk."""
+
+    num: int
+    items: int
+    seconds: float
+    calls: Calls
+
+
+@contextmanager
+def timed_calls(model: nn.Module, device: torch.device) -> Iterator[Calls]:
+    """Give the calls of `model(...)` made inside; complete after it. Nothing waits for the device until then.
+
+    A call inside another one counts as part of that. A compiled model is timed around its graph: torch.compile would
+    trace hooks and their clock with the model.
+    """
+    from runner.base.batch import first_shape
+    from runner.observe.module_times import called_through
+
+    calls, depth = Calls(), 0
+
+    def ended(lap: Lap) -> None:
+        calls.seconds.append(lap.seconds.get(CALL, 0.0))
+
+    watch = stopwatch(device, ended)
+
+    def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            watch.lap("between")
+            shape = first_shape([*given, *named.values()])
+            calls.samples.append(int(shape[0]) if isinstance(shape, tuple) and shape else 1)
+
+    def leave(*_: object) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            watch.lap(CALL)
+            watch.stop(len(calls.samples))
+
+    def around(graph: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        enter(model, given, named)
+        try:
+            return graph(*given, **named)
+        finally:
+            leave()
+
+    with ExitStack() as stack:
+        stack.callback(watch.finish)
+        if model._compiled_call_impl is not None:
+            stack.callback(called_through(model, around))
+        else:
+            stack.callback(model.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(model.register_forward_hook(leave, always_call=True).remove)
+        yield calls
+
+
+class Outbox:
+    """Files of predictions, written many at once: to wait for the disk for each costs more than most predictions.
+
+    They wait for others for at most `OUTBOX_S`, however long the next prediction takes. What has been predicted when a
+    later prediction fails is written too.
+
+    show  prints the text of a prediction, once its files are on disk: what a user has seen is not lost
+    """
+
+    def __init__(self, directory: RunDirectory, show: Callable[[str], object]) -> None:
+        self.directory, self.show = directory, show
+        self._contents: dict[str, bytes] = {}
+        self._texts: list[str] = []
+        self._lock = threading.RLock()
+        self._timer: threading.Timer | None = None
+        self._error: Exception | None = None  # of the timer's thread
+
+    def put(self, contents: Mapping[str, bytes], text: str = "") -> None:
+        """Take the files of a prediction; they are on disk after the next `write`, which follows by itself."""
+        with self._lock:
+            self._contents |= contents
+            self._texts += [text] if text else []
+            size = sum(map(len, self._contents.values()))
+            if self._error is not None or len(self._contents) >= OUTBOX_FILES or size >= OUTBOX_BYTES:
+                self.write()
+            elif self._timer is None:
+                self._timer = threading.Timer(OUTBOX_S, self._write_late)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def write(self) -> None:
+        """All files that were taken are on disk. Raises StorageError, also for what was written late."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            contents, texts, error = self._contents, self._texts, self._error
+            self._contents, self._texts, self._timer, self._error = {}, [], None, None
+            if error is not None:
+                raise error
+            if contents:
+                self._write_as_many_as_possible(contents)
+            for text in texts:
+                self.show(text)
+
+    def _write_as_many_as_possible(self, contents: Mapping[str, bytes]) -> None:
+        try:
+            self.directory.write_all(contents)
+        except StorageError:  # a full disk may have room for some of them
+            for name, content in contents.items():
+                self.directory.write(name, content)
+
+    def _write_late(self) -> None:
+        with self._lock:
+            try:
+                self.write()
+            except Exception as error:
+                self._error = error
+
+    def __enter__(self) -> Outbox:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with suppress(Exception) if kind else nullcontext():  # the first error is the cause
+            self.write()
+
+
+def predictions_of(plan: Plan, parts: Parts, begins: Callable[[], object] = lambda: None) -> Generator[Prediction]:
+    """Yield what the task predicts with the model as it is.
 
     begins  called before each of them
     """
     import torch
 
+    from runner.base.streams import drawing_apart
+    from runner.engine.contract import checked_prediction
     from runner.engine.evaluate import as_in_use
     from runner.engine.tasks import explained
 
     options = {key: value for key, value in plan.inference.items() if key != "seed"}
-    generator = torch.Generator(parts.world.device).manual_seed(int(plan.inference["seed"]))
+    seed = int(plan.inference["seed"])
+    generator = torch.Generator(parts.world.device).manual_seed(seed)
     with as_in_use(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
-        with explained(parts.source, "predict"):
-            predictions: Iterator[Prediction] = iter(parts.task.predict(parts.model, generator, **options))
-        while True:
+        with drawing_apart(seed, "predict"), explained(parts.source, "predict"):
+            found = parts.task.predict(parts.model, generator, **options)
+        predictions = _each(found, parts)
+        for number in itertools.count():
             begins()
-            began = time.perf_counter()
-            with explained(parts.source, "predict"):
-                prediction = next(predictions, None)
-            parts.world.synchronize()
-            if prediction is None:
+            # What a data set draws that `predict` reads does not depend on the predictions before.
+            with drawing_apart(seed, "prediction", number), explained(parts.source, "predict"):
+                prediction = next(predictions, _NO_MORE)
+            if prediction is _NO_MORE:
                 return
-            yield prediction, time.perf_counter() - began
+            yield checked_prediction(prediction, parts.task.predict, parts.source)
+
+
+def _each(found: Any, parts: Parts) -> Iterator[Any]:
+    """Return what walks through what `predict` returned. Raises TaskFault where nothing does."""
+    from runner.engine.contract import described
+    from runner.engine.faults import place_of
+
+    if isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping):
+        return iter(found)
+    raise TaskFault(
+        f"predict must yield Predictions, but returned {described(found)}",
+        where=place_of(parts.task.predict, parts.source),
+        fix='yield Prediction({"sample.txt": text}), from runner.base.task',
+    )
 
 
 def _in_smaller_batches(plan: Plan, error: AccelRunError, console: Console) -> Plan:
@@ -176,19 +336,58 @@ def _as_bytes(name: str, content: Content) -> bytes:
     return buffer.getvalue()
 
 
-def _summary(latencies: list[float], items: int, item: str, update: int) -> dict[str, Any]:
-    ms = 1e3 * np.array(latencies)
+def summary_of(made: Made, item: str, update: int) -> dict[str, Any]:
+    """Return what goes into summary.json.
+
+    seconds, items_per_s  by the wall clock: reading, drawing and writing included
+    model                 its calls alone, on the device; `latency_ms` is that of the calls after the first one
+    """
+    calls = made.calls
     return {
         "checkpoint_update": update,
-        "predictions": len(latencies),
-        "items": items,
+        "predictions": made.num,
+        "items": made.items,
         "item": item,
-        "seconds": float(ms.sum() / 1e3),
-        "items_per_s": items / max(float(ms.sum()) / 1e3, 1e-9),
-        "latency_ms": {
-            "mean": float(ms.mean()),
-            "median": float(np.median(ms)),
-            "p95": float(np.percentile(ms, 95)),
-            "p99": float(np.percentile(ms, 99)),
+        "seconds": made.seconds,
+        "items_per_s": made.items / made.seconds,
+        "model": {
+            "calls": len(calls.seconds),
+            "seconds": sum(calls.seconds),
+            "samples_per_call": sum(calls.samples) / len(calls.samples) if calls.samples else None,
+            "ms_per_sample": 1e3 * sum(calls.seconds) / sum(calls.samples) if sum(calls.samples) else None,
+            "first_call_ms": 1e3 * calls.seconds[0] if calls.seconds else None,
+        },
+        "latency_ms": _latency_ms(calls.seconds[1:] or calls.seconds),
+    }
+
+
+def _latency_ms(seconds: Sequence[float]) -> dict[str, float | None]:
+    """Return mean and percentiles; one that fewer values cannot tell is None, as p99 of ten."""
+    ms = 1e3 * np.array(seconds)
+    percentiles = {"median": (50, 1), "p95": (95, 20), "p99": (99, 100)}  # with the least number of values
+    return {
+        "mean": float(ms.mean()) if len(ms) else None,
+        **{
+            name: float(np.percentile(ms, percent)) if len(ms) >= least else None
+            for name, (percent, least) in percentiles.items()
         },
     }
+
+
+def _in_words(made: Made, item: str) -> str:
+    summary = summary_of(made, item, 0)
+    text = f"{made.num} prediction{'s' * (made.num > 1)}"
+    text += f", {rate(summary['items_per_s'])} {item}s/s with reading and writing"
+    model, latency = summary["model"], summary["latency_ms"]
+    if not model["calls"]:
+        return f"{text}; predict does not call model(...), so its latency is unknown"
+    known = ", ".join(f"{name} {value:.3g}" for name, value in latency.items() if value is not None)
+    each = f"{model['samples_per_call']:.3g} samples" if model["samples_per_call"] != 1 else "1 sample"
+    return (
+        f"{text}\nmodel: {model['calls']} calls of {each}, ms of a call: {known};"
+        f" {model['ms_per_sample']:.3g} ms a sample; the first call {model['first_call_ms']:.3g} ms"
+    )
+
+
+CALL = "call"  # the part of the time in which the model computes
+OUTBOX_FILES, OUTBOX_BYTES, OUTBOX_S = 256, 64 << 20, 2.0  # at most, that wait for the disk

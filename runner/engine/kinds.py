@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
 from runner.base.order import Order
 from runner.base.schema import did_you_mean
 from runner.base.task import Fit, State
-from runner.distributed.parallel import Copy
+from runner.distributed.parallel import Copy, dense_gradient
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.faults import place_of
@@ -99,11 +100,11 @@ class Gradients(Work):
         self, phase: PhasePlan, parts: Parts, order: Order, position: Position, guide: Guide | None = None
     ) -> None:
         self.parts, self.position = parts, position
-        self.total = phase.updates or math.ceil((phase.epochs or 1) * order.updates_per_epoch)
+        self.total = phase.updates or updates_of(phase.epochs or 1, order.updates_per_epoch)
         # A compiled model is not watched: torch.compile and a dispatch mode do not go together.
         watch = parts.plan.choices["compile"].name == "off"
-        loss = parts.task.losses.get(phase.name, parts.task.loss)
-        self.loss = CheckedLoss(loss, str(parts.source), watch=watch)
+        self.task_loss = loss = parts.task.losses.get(phase.name, parts.task.loss)
+        self.loss = CheckedLoss(loss, parts.source, watch=watch)
         self._wanted_before = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
         self.trained = _trained(parts.bare, phase)
         for name, weight in parts.bare.named_parameters():
@@ -112,7 +113,7 @@ class Gradients(Work):
         self.prefixes = phase.trains
         self._reached: set[str] = set()
         self._watches = [
-            weight.register_post_accumulate_grad_hook(lambda _, name=name: self._reached.add(name))  # type: ignore[no-untyped-call]
+            weight.register_post_accumulate_grad_hook(self._arrived(name))  # type: ignore[no-untyped-call]
             for name, weight in self.own.items()
         ]
         parts.parallel.begin(list(self.own.values()))
@@ -208,6 +209,13 @@ class Gradients(Work):
     def learned(self) -> Collection[str]:
         return self.trained.keys()
 
+    def _arrived(self, name: str) -> Callable[[nn.Parameter], None]:
+        def arrived(weight: nn.Parameter) -> None:
+            self._reached.add(name)
+            dense_gradient(weight, name)
+
+        return arrived
+
     def _stop_watching(self) -> None:
         while self._watches:
             self._watches.pop().remove()
@@ -245,9 +253,9 @@ class Statistics(Work):
             bad: tuple[tuple[int, str], ...] = ()
             last = False
             # Gathered: ranks need not make the same passes, and `add` may call the model in its own way.
-            with parallel.gathered(model), torch.no_grad():
+            with parallel.update_of_buffers(), parallel.gathered(model), torch.no_grad():
                 while not last:
-                    batch, last, skipped, counts = next(batches)
+                    batch, last, skipped, counts, _ = next(batches)
                     watch.lap("data")
                     bad += skipped if is_dealt or world.is_first else ()
                     if counts:
@@ -291,6 +299,14 @@ KINDS: Mapping[str, Callable[[PhasePlan, Parts, Order, Position, Guide | None], 
     "train": Gradients,
     "fit": Statistics,
 }
+
+
+def updates_of(epochs: float, updates_per_epoch: int) -> int:
+    """Return the fewest updates that make so many epochs, of the decimal number as it is written.
+
+    1.1 as a binary fraction is a little more than 1.1, and 100 updates times that would round up to 111.
+    """
+    return math.ceil(Fraction(repr(epochs)) * updates_per_epoch)
 
 
 def check_parameters(phases: Iterable[PhasePlan], model: nn.Module) -> None:

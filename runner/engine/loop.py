@@ -38,7 +38,7 @@ class StepInfo(NamedTuple):
 
     update: int
     loss_sum: Tensor | None
-    items: Tensor | int
+    items: Tensor | int | float
     grad_norm: Tensor | None
     lr: float | None
     bad: tuple[tuple[int, str], ...]
@@ -102,12 +102,12 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
         yield step
 
 
-def _exact(items: Tensor | int) -> Tensor | int:
+def _exact(items: Tensor | int | float) -> Tensor | int | float:
     """Return a count that may be multiplied: a float times an integer tensor would be float32.
 
     Raises TaskFault for 0; where it is a tensor nobody waits for it, and the gradients are found not to be finite.
     """
-    if isinstance(items, int):
+    if not isinstance(items, Tensor):
         if items == 0:
             raise TaskFault("the losses of a whole update count no items", fix="return (the sum, the number of items)")
         return items

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from runner.base.arriving import Arriving, sent
 from runner.base.errors import TaskFault
-from runner.base.stopwatch import BETWEEN, PARTS, Bookmark, Seconds, Stopwatch, between
+from runner.base.figures import finite
+from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT, Bookmark, Seconds, Stopwatch, between
 from runner.base.world import World
 from runner.engine.loop import StepInfo
 
@@ -33,7 +34,7 @@ class Clock:
     updates  those that the parts of updates are of; the first one of a process is start-up
     """
 
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=lambda: time.perf_counter())  # noqa: PLW0108 - tests replace the clock
     parts_s: dict[str, float] = field(default_factory=dict)
     updates: int = 0
 
@@ -61,6 +62,25 @@ def added(one: Seconds, other: Seconds) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """Items of the updates after the first one of a process, and the seconds from its end to the end of the last.
+
+    The seconds hold what was done between updates: evaluations, checkpoints, logging.
+    """
+
+    items: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: Timed) -> Timed:
+        return Timed(self.items + other.items, self.seconds + other.seconds)
+
+    @property
+    def throughput(self) -> float | None:
+        """Return items per second; None before the second update has ended."""
+        return self.items / self.seconds if self.items and self.seconds else None
+
+
+@dataclass(frozen=True)
 class _Window:
     """The updates of a row: from when to when, how many losses, and how many updates the clock has not seen."""
 
@@ -72,19 +92,30 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A row whose numbers are on their way from the device."""
+    """A row whose numbers are on their way from the device.
+
+    numbers   loss sums, items, grad norm; None: one of those that are arriving
+    """
 
     row: Row
     window: _Window
-    numbers: Arriving  # loss sums, items, grad norm
+    numbers: Sequence[float | None]
+    arriving: Arriving
+
+    def read(self) -> list[float]:
+        """Return all numbers; waits until they are here."""
+        arrived = iter(self.arriving.read().tolist())
+        return [next(arrived) if number is None else number for number in self.numbers]
 
 
 class Meter:
     """Collects what updates were and writes a row every `every` updates.
 
-    write     gets each finished row
-    readings  returns what else belongs into a row (loss scale, GPU)
-    watch     where the time of the phase goes
+    write        gets each finished row
+    readings     returns what else belongs into a row (loss scale, GPU)
+    watch        where the time of the phase goes
+    is_starting  the first update is the first of its process, and not timed: `restart_clock` follows it
+    send         brings numbers of the device to the host
     """
 
     def __init__(
@@ -96,18 +127,21 @@ class Meter:
         write: Callable[[Row], None],
         readings: Callable[[], Mapping[str, Any]],
         watch: Stopwatch,
+        is_starting: bool = False,
+        send: Callable[[Tensor], Arriving] = sent,
     ) -> None:
-        self.world, self.phase, self.every = world, phase, every
+        self.world, self.phase, self.every, self.send = world, phase, every, send
         self.write, self.readings, self.watch = write, readings, watch
         self.last_row: Row = {}
         self.step_times_ms: deque[float] = deque(maxlen=_KEPT)  # of the newest rows
-        self.items_per_s: deque[float] = deque(maxlen=_KEPT)
-        self._losses: list[Tensor] = []
-        self._items: list[Tensor | int] = []
+        self.timed = Timed()
+        self._losses: list[Tensor | float] = []
+        self._items: list[Tensor | int | float] = []
         self._last: StepInfo | None = None
         self._pending: list[_Pending] = []
         self.items_seen = 0.0
-        self.restart_clock()
+        self._is_starting = is_starting
+        self._begin_window()
 
     def __call__(self, step: StepInfo) -> None:
         """Note one update; write a row when one is due."""
@@ -149,16 +183,19 @@ class Meter:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` returned."""
-        self._losses = [self._number(loss) for loss in state["losses"]]
-        self._items = [self._number(count) for count in state["items"]]
+        self._losses, self._items = [*state["losses"]], [*state["items"]]
         self.items_seen = float(state["items_seen"])
         if state["update"] is not None:
-            norm = None if state["grad_norm"] is None else self._number(state["grad_norm"])
+            norm = None if state["grad_norm"] is None else torch.tensor(state["grad_norm"], dtype=self.world.widest)
             self._last = StepInfo(state["update"], None, 0, norm, state["lr"], ())
-        self.restart_clock()
+        self._begin_window()
 
     def restart_clock(self) -> None:
         """Forget the time until now, as after the first update, whose start-up does not describe the rest."""
+        self._begin_window()
+        self._is_starting = False
+
+    def _begin_window(self) -> None:
         self._since = self.watch.bookmark()
         self._untimed = len(self._items)  # updates of this window that the clock has not seen
 
@@ -176,24 +213,25 @@ class Meter:
             step = self._last
             row: Row = {"update": step.update, "phase": self.phase}
             row |= {"lr": step.lr} if step.lr is not None else {}
-            window = _Window(self._since, self.watch.bookmark(), len(self._losses), self._untimed)
-            numbers = [self._number(value) for value in (*self._losses, *self._items)]
-            norm = self._number(math.nan if step.grad_norm is None else step.grad_norm)
+            untimed = len(self._items) if self._is_starting else self._untimed
+            window = _Window(self._since, self.watch.bookmark(), len(self._losses), untimed)
+            norm = math.nan if step.grad_norm is None else step.grad_norm
+            numbers, arriving = self._sent([*self._losses, *self._items, norm])
             self._losses, self._items = [], []
-            self.restart_clock()
-            self._pending.append(_Pending(row, window, self._sent([*numbers, norm])))
-            while self._pending and self._pending[0].numbers.is_here():
+            self._begin_window()
+            self._pending.append(_Pending(row, window, numbers, arriving))
+            while self._pending and self._pending[0].arriving.is_here():
                 self._finish(self._pending.pop(0))
 
-    def _number(self, value: float | Tensor) -> Tensor:
-        return torch.as_tensor(value, dtype=self.world.widest)
-
-    def _sent(self, values: list[Tensor]) -> Arriving:
-        return sent(torch.stack([value.to(self.world.device, non_blocking=True) for value in values]))
+    def _sent(self, values: Sequence[Tensor | float]) -> tuple[list[float | None], Arriving]:
+        """Send what is on the device to the host, in one copy; numbers of the host stay there."""
+        numbers = [None if isinstance(value, Tensor) else float(value) for value in values]
+        there = [value.to(self.world.device, self.world.widest) for value in values if isinstance(value, Tensor)]
+        return numbers, self.send(torch.stack(there) if there else torch.empty(0))
 
     def _finish(self, pending: _Pending) -> None:
         row, window = pending.row, pending.window
-        numbers = pending.numbers.read().tolist()
+        numbers = pending.read()
         losses, items, norm = numbers[: window.num_losses], numbers[window.num_losses : -1], numbers[-1]
         if losses:
             self._check_items(items, row["update"])
@@ -214,13 +252,14 @@ class Meter:
         seconds = sum(parts_s.get(part, 0.0) for part in PARTS)
         if not items or not seconds:
             return {"perf/items_per_s": None, "perf/step_time_ms": None, "perf/data_wait": None}
+        self.timed += Timed(sum(items), sum(parts_s.get(part, 0.0) for part in (*PARTS, *BETWEEN)))
         row: Row = {
             "perf/items_per_s": sum(items) / seconds,
+            THROUGHPUT: self.timed.throughput,
             "perf/step_time_ms": 1e3 * seconds / len(items),
             "perf/data_wait": _data_wait(parts_s),
         }
         self.step_times_ms.append(row["perf/step_time_ms"])
-        self.items_per_s.append(row["perf/items_per_s"])
         for part in (*PARTS, *BETWEEN):
             if part in parts_s:
                 row[f"perf/{part}_ms"] = round(1e3 * parts_s[part] / len(items), 4)
@@ -228,8 +267,13 @@ class Meter:
 
     @staticmethod
     def _check_items(items: list[float], update: int) -> None:
-        """Raise TaskFault with the number of the first update without items; `update` is the last."""
+        """Raise TaskFault with the number of the first update that counts no items, or less; `update` is the last."""
         for number, count in enumerate(items, update - len(items) + 1):
+            if count < 0:
+                raise TaskFault(
+                    f"the losses of an update count {count:g} items (update {number}), but must count 0 or more each",
+                    fix="return (the sum, the number of items): len(y), or mask.sum()",
+                )
             if count == 0:
                 raise TaskFault(
                     f"the losses of a whole update count no items (update {number})",
@@ -244,11 +288,7 @@ def _data_wait(parts_s: Seconds) -> float | None:
 
 def as_line(row: Row) -> str:
     """Return a row as one line of JSON; numbers that are none become null."""
-    return json.dumps({key: None if _is_none(value) else value for key, value in row.items()})
-
-
-def _is_none(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    return json.dumps(finite(row))
 
 
 _KEPT = 1000  # rows whose speed is remembered

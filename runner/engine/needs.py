@@ -10,7 +10,7 @@ from pathlib import Path
 from runner.base.configuration import Configuration, task_source
 from runner.base.errors import AccelRunError, ConfigError, TaskFault
 from runner.base.words import first_line
-from runner.engine.forecast import Forecast
+from runner.engine.forecast import Forecast, least_samples
 from runner.engine.staged import Staged
 from runner.engine.tasks import explained
 from runner.plan.corrections import corrections
@@ -31,7 +31,7 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
 
     beyond  trace a second size in any case, so that it can be said what more would fit, and where the run does not fit
             the passes that do: what a GPU's allocator takes is not on the line between two traces
-    Raises what the task raises; belongs into a process of its own, as runner.launch.apart gives it.
+    Raises what the task raises; call it in a subprocess (runner.launch.needs).
     """
     known = corrections()
     plan = make_plan(configuration, inventory, needs=Needs({}, known))
@@ -53,10 +53,10 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
             def wanted() -> set[int]:
                 needs = Needs(tracer.demands(), known)
                 planned = make_plan(configuration, inventory, needs=needs)
-                return _wanted(planned, configuration, inventory, needs, beyond=beyond)
+                return wanted_sizes(planned, configuration, inventory, needs, beyond=beyond)
 
             if beyond or not wanted() <= tracer.done:
-                tracer.trace({1})
+                tracer.trace({made.least})
             for _ in range(MOST_ROUNDS):
                 if not tracer.trace(wanted()):
                     break
@@ -126,12 +126,12 @@ def _of_pipeline(
         try:
             trace({size})
             if (is_free or beyond) and not _fits(make_plan(configuration, inventory, needs=found(layout))):
-                trace({1})
+                trace({least_samples(staged.parts.bare)})
             for _ in range(MOST_ROUNDS):
                 needs = found(layout)
                 planned = make_plan(configuration, inventory, needs=needs)
                 size = max(_sizes(planned))
-                if not trace(_wanted(planned, configuration, inventory, needs, beyond=beyond)):
+                if not trace(wanted_sizes(planned, configuration, inventory, needs, beyond=beyond)):
                     break
         except ConfigError:
             raise
@@ -155,11 +155,11 @@ class _Tracer:
         self.traces: dict[str, list[Traced]] = defaultdict(list)
         self.done: set[int] = set()
 
-    def trace(self, sizes: Iterable[int]) -> bool:
+    def trace(self, sizes: set[int]) -> bool:
         """Trace those that were not; tell whether there were any."""
-        new = sorted(set(sizes) - self.done)
-        self.done |= set(new)
-        for size in new:
+        new = {max(size, self.made.least) for size in sizes} - self.done
+        self.done |= new.union(sizes)
+        for size in sorted(new):
             for traced in self.made.of(size):
                 self.traces[traced.phase].append(traced)
         return bool(new)
@@ -169,7 +169,9 @@ class _Tracer:
         return {phase: Demand.of(traces, self.allocator) for phase, traces in self.traces.items()}
 
 
-def _wanted(plan: Plan, configuration: Configuration, inventory: Inventory, needs: Needs, *, beyond: bool) -> set[int]:
+def wanted_sizes(
+    plan: Plan, configuration: Configuration, inventory: Inventory, needs: Needs, *, beyond: bool
+) -> set[int]:
     """Return the passes that are planned; where they do not fit and more is asked for, those that would too."""
     if not beyond or _fits(plan):
         return _sizes(plan)

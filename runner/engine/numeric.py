@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from runner.axes.dataloader import Fetcher
 from runner.axes.precision import NotFinite
+from runner.base import noise
 from runner.base.batch import map_tensors
 from runner.base.errors import AccelRunError, NumericError, TaskFault
 from runner.base.order import Micro
@@ -206,6 +207,7 @@ def _read(update: Update, parts: Parts) -> Iterator[tuple[Micro, Any]]:
     read = parts.prefetch(iter([update.fetcher[micro] for micro in passed]))
     for micro, there in zip(passed, read, strict=True):
         if there.batch is not None:
+            noise.start_pass(there.samples)
             yield micro, there.batch
 
 

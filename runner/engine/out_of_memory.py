@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from runner.base.cgroup import memory_grant
 from runner.base.shortage import Shortage, halved
+from runner.base.words import sized
 from runner.observe.nvml import open_nvml
 from runner.plan.plan import Plan
 
@@ -31,7 +32,7 @@ class Holder:
     held_bytes: int | None
 
     def __str__(self) -> str:
-        held = "an unknown amount" if self.held_bytes is None else in_words(self.held_bytes)
+        held = "an unknown amount" if self.held_bytes is None else sized(self.held_bytes)
         return f"{self.name} (process {self.pid}) {held}"
 
 
@@ -57,15 +58,15 @@ class Account:
     def __str__(self) -> str:
         """Return the numbers in one line."""
         wanted = self.shortage.wanted_bytes
-        words = [f"{in_words(wanted)} more were wanted" if wanted is not None else self.shortage.text]
+        words = [f"{sized(wanted)} more were wanted" if wanted is not None else self.shortage.text]
         if self.samples:
             words.append(f"for a pass of {self.samples} samples{f' {self.shape}' if self.shape else ''}")
         if self.free_bytes is not None and self.total_bytes is not None:
-            words.append(f"with {in_words(self.free_bytes)} free of {in_words(self.total_bytes)}")
+            words.append(f"with {sized(self.free_bytes)} free of {sized(self.total_bytes)}")
         text = " ".join(words)
         if self.held_bytes is not None:
-            inner = f", {in_words(self.in_tensors_bytes)} of it in tensors" if self.in_tensors_bytes is not None else ""
-            text += f"; this process holds {in_words(self.held_bytes)}{inner}"
+            inner = f", {sized(self.in_tensors_bytes)} of it in tensors" if self.in_tensors_bytes is not None else ""
+            text += f"; this process holds {sized(self.held_bytes)}{inner}"
         if self.others:
             text += f"; others: {', '.join(map(str, self.others))}"
         return text
@@ -111,14 +112,6 @@ def _others(uuid: str) -> tuple[Holder, ...]:
     return tuple(holders[:NUM_OTHERS])
 
 
-def in_words(num_bytes: int) -> str:
-    """Return a number of bytes in the unit that people read."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if num_bytes >= 2**power:
-            return f"{num_bytes / 2**power:.3g} {unit}"
-    return f"{num_bytes} bytes"
-
-
 # ---------------------------------------------------------------- what would help
 
 
@@ -147,8 +140,9 @@ def hints(plan: Plan, found: Account | None, samples: int) -> list[str]:
     else:
         if found is not None and found.shortage.place == "reading":
             lines.append("dataloader.bad_samples=skip (where it is one sample that asks for too much)")
-        if int(choices["dataloader"].options.get("num_workers") or 0):
-            lines.append("dataloader.num_workers=0 (workers hold batches of their own)")
+        if plan.num_workers:
+            loader = "" if "num_workers" in choices["dataloader"].options else "dataloader=default "
+            lines.append(f"{loader}dataloader.num_workers=0 (workers hold batches of their own)")
         if choices["dataloader"].options.get("cache") not in (None, "none"):
             lines.append("dataloader.cache=none")
         if choices["memory"].name == "none" and plan.device == "cpu":

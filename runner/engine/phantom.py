@@ -58,10 +58,11 @@ class Block:
 
 @dataclass
 class Work:
-    """Operations and bytes that some calculation takes."""
+    """Operations and bytes that some calculation takes, and the kernels that it launches."""
 
     flops: int = 0
     moved_bytes: int = 0
+    launches: int = 0
 
 
 @dataclass
@@ -116,11 +117,12 @@ class Ledger:
         """Return the blocks in use."""
         return [block for block, _ in self._alive.values()]
 
-    def did(self, flops: int, moved: int) -> None:
-        """Count work."""
+    def did(self, flops: int, moved: int, launches: int) -> None:
+        """Count the work of an operator."""
         done = self.work.setdefault(self.stage, Work())
         done.flops += flops
         done.moved_bytes += moved
+        done.launches += launches
         if self.stage == "forward":
             layer = self.layers[-1]
             self.flops_of[layer] = self.flops_of.get(layer, 0) + flops
@@ -235,7 +237,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = _FLOPS.get(func.overloadpacket)
         count = int(flops(*args, **kwargs, out_val=answer)) if flops else 0
         written = _written(func, args, kwargs) if func._schema.is_mutable else made
-        self.ledger.did(count, sum(tensor.numel() * tensor.element_size() for tensor in [*given, *written]))
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in [*given, *written])
+        self.ledger.did(count, moved, int(func.namespace != "prim" and func.overloadpacket not in _WITHOUT_KERNEL))
 
 
 @contextmanager
@@ -314,6 +317,15 @@ _CORRECTED: dict[
 ] = {  # seen in torch 2.13 with half inputs and float32 weights, on a CPU
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
+}
+# Some operators launch several kernels on a GPU; these launch none, nor do views and those of `prim`.
+_WITHOUT_KERNEL = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten._unsafe_view,
 }
 _INDEXING = {
     _aten.index.Tensor,

@@ -20,7 +20,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from runner.axes.optimizer import Steps
 from runner.axes.precision import Precision
-from runner.base.shortage import Shortage, shortage_of
+from runner.base.bits import same_bits
+from runner.base.shortage import COMMUNICATION, Shortage, shortage_of
 from runner.distributed.parallel import Discarded
 from runner.engine.gradients import clear
 
@@ -99,7 +100,7 @@ class Redo(Once):
     def failed(self, error: Exception) -> None:
         if self._shortage is None:
             shortage = shortage_of(error)
-            if shortage is None:
+            if shortage is None or shortage.place == COMMUNICATION:
                 raise error
             self.guide.note(shortage, error)
             self._shortage = shortage
@@ -206,7 +207,7 @@ class Beginning:
         """The passes of the update are made, and no weight has been trained yet."""
         if self._is_first and not self._hides_changes:
             now = _some_of(self._weights)
-            self._hides_changes = len(now) != len(self._seen) or not all(map(_equal, self._seen, now))
+            self._hides_changes = len(now) != len(self._seen) or not all(map(same_bits, self._seen, now))
 
     def learn(self) -> None:
         """The update was made; the first one shows what has to be kept of those that follow."""
@@ -220,7 +221,7 @@ class Beginning:
         self._places, self._others, self._kept, self._seen = [], [], [], []
         for place, now in self._found().items():
             was, kept = before.get(place, (None, now))
-            is_same = now is was and _equal(now, kept) and not isinstance(place[0], _NormBase)
+            is_same = now is was and same_bits(now, kept) and not isinstance(place[0], _NormBase)
             if is_same or not _is_plain(now):
                 self._others.append(place)
             else:
@@ -256,7 +257,7 @@ class Beginning:
                 if now is None or buffer is None or now.shape != buffer.shape:
                     return "a buffer that grew"  # and the module may know of it elsewhere
                 module._buffers[name] = buffer
-            if buffer is not None and not _equal(buffer, kept):
+            if buffer is not None and not same_bits(buffer, kept):
                 with torch.no_grad():
                     buffer.copy_(kept)
         return ""
@@ -308,9 +309,3 @@ def _same(one: Any, other: Any) -> bool:
         and (one["has_gauss"], one["gauss"]) == (other["has_gauss"], other["gauss"])
         and np.array_equal(one["state"]["key"], other["state"]["key"])
     )
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors hold the same bits, NaN included."""
-    left, right = (tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(left, right)

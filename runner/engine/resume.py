@@ -34,8 +34,13 @@ class Difference:
         return f"{self.key} {self.before} -> {self.now}"
 
 
-def compare(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable[str]) -> list[Difference]:
-    """Return the differences that are allowed. Raises IncompatibleResume with all those that are not."""
+def compare(
+    before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable[str], trained: int = 0
+) -> list[Difference]:
+    """Return the differences that are allowed. Raises IncompatibleResume with all those that are not.
+
+    trained  updates that the checkpoint has of its phase
+    """
     fine, problems = [], []
     allowed = tuple(allowed)
     for key in [*now, *(key for key in before if key not in now)]:
@@ -48,6 +53,8 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable
             fine.append(difference)
         elif sort == "by name":
             fix = f"go on all the same with resume_allow=[{key}], or start anew with another run=NAME"
+            if _of_run(key) == "updates" and isinstance(difference.now, int) and difference.now < trained:
+                fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
             problems.append(Problem(what, key, fix))
         else:
             fix = "take the old value, or start anew with another run=NAME"

@@ -101,8 +101,6 @@ class SavePolicy:
         """Return what to do where saves come faster than the disk writes."""
         if not self.is_auto:
             return "say checkpoint.every=auto, or save less often"
-        if self.best is not None:
-            return "the best are saved at once: say evaluate.every=N to find them less often, or checkpoint.best=null"
         return "say output_root=DIR with a faster disk"
 
     def __str__(self) -> str:
@@ -134,6 +132,7 @@ class Toll:
     """What saves cost the run: how long it was held, and how much slower its updates were while one was written."""
 
     def __init__(self) -> None:
+        self._began = time.monotonic()
         self.num_saves = 0
         self.held_s = self.slowed_s = 0.0  # in all
         self.last: Figures | None = None
@@ -147,11 +146,25 @@ class Toll:
         """Note an update, and whether a checkpoint was being written meanwhile."""
         (self._during if writing else self._plain).append(seconds)
 
-    def held(self, seconds: float) -> None:
-        """Note that training waited so long for its state to be copied."""
-        self.num_saves += 1
+    def copied(self, seconds: float) -> None:
+        """Note that training waited so long for a copy of its state that is perhaps never written."""
         self.held_s += seconds
+
+    def held(self, seconds: float, known: float = 0.0) -> None:
+        """Note that training waited so long for a save, `known` of it for a copy that was noted already."""
+        self.num_saves += 1
+        self.held_s += seconds - known
         self._held = seconds
+
+    def has_budget(self) -> bool:
+        """Tell whether one more save keeps all of them below their share of the time.
+
+        What the first save costs is not known: it waits as long as the first one by the clock does.
+        """
+        elapsed = time.monotonic() - self._began
+        if not self._recent:
+            return elapsed >= SHORTEST_S
+        return self.held_s + self.slowed_s + self.cost_s <= COST * elapsed
 
     def written(self, saved: Saved | None) -> None:
         """Note that nothing is being written any more, and which save was the last that was done."""
@@ -201,9 +214,9 @@ def default(
     """Save from time to time, at the end of each phase, and when stopped.
 
     every    updates between saves: 200 or 200updates; or 2epochs, 10min; auto: as often as costs under 1 % of the time,
-             every 1 to 10 min, besides the best ones
+             every 1 to 10 min
     keep     newest checkpoints kept, never fewer than two
-    best     metric of the evaluation whose best checkpoints are saved at once and kept too; null: none
+    best     metric of the evaluation whose best checkpoints are kept too; null: none
     keep_best  how many of the best are kept
     best_is  min or max: which values of it are better
     grace_s  seconds from the signal to stop to the kill: a save that takes longer is not begun; null: not known
@@ -233,7 +246,7 @@ def off(
     """Save only at the end of each phase and when stopped.
 
     keep     newest checkpoints kept, never fewer than two
-    best     metric of the evaluation whose best checkpoints are saved at once and kept too; null: none
+    best     metric of the evaluation whose best checkpoints are kept too; null: none
     keep_best  how many of the best are kept
     best_is  min or max: which values of it are better
     grace_s  seconds from the signal to stop to the kill: a save that takes longer is not begun; null: not known

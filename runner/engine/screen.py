@@ -7,14 +7,16 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from runner.axes.attention import Attention
 from runner.base.choice import make
+from runner.base.figures import metric_text
 from runner.base.order import Order
+from runner.base.words import sized_gib
 from runner.durable.checkpoint import Loaded
 from runner.durable.directory import RunDirectory
 from runner.engine.evidence import Evidence
@@ -24,7 +26,15 @@ from runner.observe.events import Console, Events, level_said
 from runner.observe.memory import allocator_notes
 from runner.observe.notices import Notice
 from runner.observe.progress import Progress, make_progress
-from runner.observe.report import EndOfRun, Memory, StartOfRun, Technique, end_summary, prints_only_ascii, start_report
+from runner.observe.report import (
+    EndOfRun,
+    Memory,
+    StartOfRun,
+    Technique,
+    end_summary,
+    prints_only_ascii,
+    start_report,
+)
 from runner.plan.inventory import Inventory
 from runner.plan.plan import Plan, rank_table
 from runner.plan.sheet import short
@@ -130,9 +140,10 @@ class Screen:
         """Draw the progress with these values."""
         self.progress.update(update, {key: value for key, value in values.items() if not math.isnan(value)}, monitor)
 
-    def evaluated(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Say the metrics of an evaluation."""
-        self.say(f"update {update}: " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    def evaluated(self, update: int, metrics: Mapping[str, float], empty: Collection[str] = ()) -> None:
+        """Print the metrics of an evaluation; `empty` names those that had no items."""
+        shown = (f"{name} {metric_text(value) if name in empty else f'{value:.4g}'}" for name, value in metrics.items())
+        self.say(f"update {update}: " + "  ".join(shown))
 
     def end(self) -> None:
         """The phase is over: the terminal is free again."""
@@ -222,7 +233,7 @@ class Screen:
                 parts_s=evidence.parts_s,
                 updates_timed=evidence.updates or 0,
                 busy_percent=_busy_percent(run),
-                items_per_s=run.last_row.get("perf/items_per_s"),
+                items_per_s=evidence.items_per_s,
                 item=run.parts.task.item,
                 memory=memory,
                 places={"run": str(self.directory.shown), "metrics": str(self.directory.shown / "metrics.jsonl")},
@@ -252,11 +263,13 @@ class Screen:
 def _phase_line(name: str, record: PhaseRecord) -> str:
     """Return what a phase took, and its last metrics."""
     made = f"{record.updates} of {record.total}" if record.updates < record.total else str(record.updates)
-    peak = "" if record.peak_device_gib is None else f", {record.peak_device_gib:.2f} GiB on the GPU"
+    peak = "" if record.peak_device_gib is None else f", {sized_gib(record.peak_device_gib)} on the GPU"
     share = limits.mostly(record.parts_s, record.seconds)
     spent = f"{record.seconds:.1f} s ({share})" if share else f"{record.seconds:.1f} s"
-    metrics = "".join(f"  {metric.removeprefix('val/')} {value:.4g}" for metric, value in record.metrics.items())
-    return f"{name} ({record.kind}): {made} updates, {spent}, {record.peak_host_gib:.2f} GiB{peak}{metrics}"
+    metrics = "".join(
+        f"  {metric.removeprefix('val/')} {metric_text(value)}" for metric, value in record.metrics.items()
+    )
+    return f"{name} ({record.kind}): {made} updates, {spent}, {sized_gib(record.peak_host_gib)}{peak}{metrics}"
 
 
 def _busy_percent(run: TrainingRun) -> dict[str, float]:

@@ -21,13 +21,27 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.birth import birth_of
 from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
-from runner.base.errors import AccelRunError, Exit, Hang, InputMissing, MissingPackage, number_of, where_it_goes_on
+from runner.base.errors import (
+    AccelRunError,
+    Exit,
+    Hang,
+    IncompatibleResume,
+    InputMissing,
+    MissingPackage,
+    RunInUse,
+    number_of,
+    where_it_goes_on,
+)
+from runner.base.figures import finite
+from runner.base.phases import INFERENCE
 from runner.base.ranks import member_of, starter
 from runner.base.secret import fit_to_show
 from runner.base.words import words_of
 from runner.durable import files
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.durable.files import read_object, read_rows
+from runner.durable.owner import Owner, new_uid, uid_of
+from runner.durable.standing import standing
 from runner.engine import again, passes
 from runner.plan.environment import environment
 from runner.plan.fits import Needs
@@ -45,7 +59,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a run must know before it joins the others: all of it is decided once."""
+    """What every rank of a run must know before it joins the others: all of it is decided once.
+
+    predicts  inference follows in the same command
+    """
 
     request: Request
     configuration: Configuration
@@ -53,6 +70,7 @@ class Job:
     inventory: Inventory
     name: str
     needs: Needs | None = None
+    predicts: bool = False
 
     @property
     def folder(self) -> Path:
@@ -95,9 +113,10 @@ def _lead(job: Job, world: World) -> Ended:
     request, plan = job.request, job.plan
     directory = RunDirectory.create_or_open(job.folder.parent, job.name)
     began = time.time()
-    with directory, Screen(directory) as screen, _warnings_on(screen):
+    with directory, _only_writer(directory), Screen(directory) as screen, _warnings_on(screen), _spare() as spare:
         record: dict[str, Any] = {
             "name": job.name,
+            "names": _names(directory),
             "state": "running",
             "task": plan.choices["task"].name,
             "task_file": plan.task_file,
@@ -116,16 +135,24 @@ def _lead(job: Job, world: World) -> Ended:
         record["tracker_id"] = previous.get("tracker_id")
         if "evidence" in previous:  # until there is more of it, and where this process makes no update
             record["evidence"] = previous["evidence"]
+        record["changes"] = files.listed(previous.get("changes"))
+        record["adopted"] = files.listed(previous.get("adopted"))
         # Only once nothing stands against going on: a refused attempt must not change what the run is.
         leave_traces = partial(_leave_traces, directory, job.configuration, plan, job.inventory, record)
+        before = _traces(directory)
         try:
             with _telling(plan):
                 ended = _train(job, world, directory, screen, record, leave_traces, began)
         except BaseException as error:
+            spare.close()
             if isinstance(error, MissingPackage) and directory.is_new and not record.get("reached"):
                 with suppress(AccelRunError):
                     directory.discard()  # there is nothing to go on with, and `last` is the run before it
                 raise
+            if isinstance(error, IncompatibleResume) and before and not record.get("reached"):
+                with suppress(AccelRunError):  # what differs was seen only once the task and its data were built
+                    for name, content in before.items():
+                        directory.write(name, content)
             is_written = _end_badly(error, directory, record, began)
             if is_written and not isinstance(error, (AccelRunError, KeyboardInterrupt)):
                 raise _fault_of_ours(error, directory) from error
@@ -210,6 +237,16 @@ def record_failure(job: Job, error: AccelRunError, began: float, stacks: str = "
 
 
 @contextmanager
+def _spare() -> Iterator[ExitStack]:
+    """Hold descriptors that can be closed for the end: with no file left to open, error.json could not be written."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            for _ in range(_NUM_SPARE):
+                held.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        yield held
+
+
+@contextmanager
 def _warnings_on(screen: Screen) -> Iterator[None]:
     """Python's warnings, ours and torch's, are said as everything else is, without the place in the code."""
     with warnings.catch_warnings():
@@ -228,7 +265,9 @@ def _train(
 ) -> Ended:
     """Open the run, train, and say how it ended."""
     from runner.engine.evidence import better_known, evidence_in, evidence_of
+    from runner.engine.tasks import check_packages
     from runner.engine.watchdog import END, watched
+    from runner.observe.trackers import FINISH_S
 
     def note(error: AccelRunError) -> None:
         if opened:
@@ -245,8 +284,11 @@ def _train(
         )  # fmt: skip
         run, start = _open(job.plan, world, directory, screen, record, stack, leave_traces)
         run.pulse = pulse
+        uses = [*(phase.name for phase in job.plan.selected), *([INFERENCE] if job.predicts else [])]
+        check_packages(run.parts.task, uses, run.parts.source)
         before = evidence_in(record)
         run.left = {phase.name: phase for phase in before.phases} if before else {}
+        run.on_change = partial(_record_changes, run, directory, record)
         opened.append(run)
         screen.report_start(job.plan, run.parts, job.inventory, start)
         exit_code = 1
@@ -260,8 +302,10 @@ def _train(
             raise
         finally:
             pulse.now = (END, pulse.now[1])
+            pulse.ending.value = True
+            run.stop.begin_end()
             record["reached"] = run.reached
-            run.observers.tracker.finish(timeout_s=30.0 if exit_code == 0 else 5.0, exit_code=exit_code)
+            run.observers.tracker.finish(FINISH_S, exit_code=exit_code, leaves=True)
         evidence = evidence_of(run, job.inventory)
         result = run.observers.benchmark.result()
         if result is not None:
@@ -275,6 +319,12 @@ def _train(
         }
         screen.report_end(run, outcome, evidence)
         return Ended(outcome.exit_code, run.stop.requested is not None, run.dropped)
+
+
+def _record_changes(run: TrainingRun, directory: RunDirectory, record: dict[str, Any]) -> None:
+    """Write at once into run.json which code and data changed: the run may be killed later."""
+    record["changes"] = list(run.changes)
+    directory.write("run.json", _json(record))
 
 
 def _open(
@@ -305,11 +355,13 @@ def _open(
     clock = Clock()
     stop = stack.enter_context(StopRequest())
     metrics = stack.enter_context(AppendLog(directory.metrics))
-    start = _where_to_go_on(plan, directory, screen, metrics)
+    start = resume_point(plan, directory, screen, metrics)
     goes_on = start is not None and start.path.parent == directory.checkpoints
+    _identify(record, directory.owner, start if goes_on else None, is_anew=plan.settings.resume == "fresh")
     known = record["tracker_id"] if goes_on else None  # rows of a run that is started anew are another run's
     if not goes_on:
         record.pop("evidence", None)
+        record["changes"] = []
     tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), known)
     record["tracker_id"] = tracker.id
     leave_traces()
@@ -322,7 +374,20 @@ def _open(
     if start is None and plan.settings.weights:
         screen.say(begin_with(Path(plan.settings.weights).expanduser(), parts.bare, parts.parallel))
     resumed = tracker.id if goes_on else None
-    return TrainingRun(plan, parts, directory, observers, stop, clock, tracker_id=resumed), start
+    return TrainingRun(plan, parts, directory, observers, stop, clock, uid=record["uid"], tracker_id=resumed), start
+
+
+def _identify(record: dict[str, Any], run: Owner, start: Loaded | None, *, is_anew: bool) -> None:
+    """Record the uid of the run: its own, that of its checkpoint where run.json has lost it, or a new one.
+
+    start  checkpoint from which it continues; one of another run, which the user has accepted, is recorded as adopted
+    """
+    told = uid_of(start.manifest) if start else None
+    record["uid"] = new_uid() if is_anew else run.uid or told or new_uid()
+    if is_anew:
+        record["adopted"] = []
+    elif start is not None and run.has_other_uid(start.manifest):
+        record["adopted"].append({"uid": told, "checkpoint": start.path.name, "time": _now()})
 
 
 @contextmanager
@@ -359,7 +424,7 @@ def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[Tr
     if world.is_first:
         directory = stack.enter_context(RunDirectory.create_or_open(job.folder.parent, job.name))
         screen = stack.enter_context(Screen(directory))
-        return _open(job.plan, world, directory, screen, {"tracker_id": None}, stack, lambda: None)
+        return _open(job.plan, world, directory, screen, {"tracker_id": None, "adopted": []}, stack, lambda: None)
     return _open_silently(job, world, stack)
 
 
@@ -388,7 +453,7 @@ def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, 
             screen.warn(f"{name} is not written: {error.problems[0]}")
 
 
-def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics: Any) -> Any:
+def resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metrics: Any) -> Any:
     """Return the checkpoint to start from, or None; the metrics are cut to its length."""
     from runner.durable.checkpoint import recover, set_aside
     from runner.engine.state import check_state
@@ -402,7 +467,8 @@ def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics
         _put_aside(directory, metrics)
         passes.forget(directory)
         return None
-    found = recover(directory.checkpoints)
+    run, allows_others = directory.owner, _ANOTHER_RUN in plan.settings.resume_allow
+    found = recover(directory.checkpoints, run, allows_others=allows_others)
     for name, reasons in found.skipped:
         screen.warn(f"checkpoint {name} was passed over: {'; '.join(reasons)}")
     start = found.checkpoint
@@ -421,6 +487,8 @@ def _where_to_go_on(plan: Plan, directory: RunDirectory, screen: Screen, metrics
         screen.say(f"resume={wanted} was for the beginning: this run has checkpoints of its own")
     check_resume(plan, check_state(start), screen.say)
     phases_to_walk(plan, start, directory)
+    if run.has_other_uid(start.manifest):
+        screen.warn(f"{start.path.name} is of another run, {uid_of(start.manifest)}; this run continues from it")
     known = int(start.manifest["metrics_bytes"])
     if metrics.length < known:  # the weights are whole: rows that a power cut took are no reason to stop
         screen.warn(f"metrics.jsonl has lost its last rows: {metrics.length} of {known} bytes are there")
@@ -439,7 +507,7 @@ def _checkpoint_of(wanted: str, plan: Plan) -> Loaded:
     if (given / MANIFEST).is_file():
         return load(given.absolute())
     other = RunDirectory.find(plan.settings.root, wanted)
-    found = load_newest(other.checkpoints)
+    found = load_newest(other.checkpoints, other.owner)
     if found is None:
         fix = f"accel-run status {other.name} shows what it has; accel-run runs lists the others"
         raise InputMissing(f"run {other.name} has no valid checkpoint", where=f"resume={wanted}", fix=fix)
@@ -467,6 +535,34 @@ def _leave_traces(
     directory.write("plan.json", plan.to_json())
     directory.write("environment.json", _json(environment(inventory)))
     directory.write("run.json", _json(record))
+
+
+@contextmanager
+def _only_writer(directory: RunDirectory) -> Iterator[None]:
+    """Raise RunInUse where the process of run.json still writes the run, and only its lock file was removed."""
+    record = read_object(directory.run_json) if directory.lacked_lock else {}
+    is_here = record.get("host") == socket.gethostname() and record.get("pid") != os.getpid()
+    if is_here and standing(record).word == "running":
+        raise RunInUse(
+            f"process {record.get('pid')} still writes this run, though its lock file was removed",
+            where=f"run={directory.name}",
+            fix="wait for it or stop it, or take another name",
+        )
+    yield
+
+
+def _traces(directory: RunDirectory) -> dict[str, bytes]:
+    """Return what `_leave_traces` will replace; nothing for a new run."""
+    found = {}
+    for name in ("config.yaml", "overrides.yaml", "command.sh", "plan.json", "environment.json", "run.json"):
+        with suppress(AccelRunError):
+            found[name] = files.read(directory.path / name, at_most=1 << 26)
+    return found if "run.json" in found else {}
+
+
+def _names(directory: RunDirectory) -> list[str]:
+    """Return the names that this run has had: its checkpoints tell them, and a folder may be renamed."""
+    return sorted({directory.name, *directory.owner.names})
 
 
 def _resumes() -> bool:
@@ -522,7 +618,7 @@ def _last_checkpoint(error: BaseException, directory: RunDirectory) -> str | Non
     if isinstance(error, Hang):  # there is no time to read all of it; it has its name only where it is whole
         return newest(directory.checkpoints)
     try:
-        valid = newest_valid(directory.checkpoints)
+        valid = newest_valid(directory.checkpoints, directory.owner)
     except Exception:  # no memory for it, or no thread
         return newest(directory.checkpoints)
     is_out = isinstance(error.__cause__, OSError) or getattr(error, "exit_code", 0) in (Exit.SYSTEM, Exit.INPUT_OUTPUT)
@@ -571,8 +667,12 @@ def _updates_in(metrics: Path) -> int:
 
 
 def _json(content: Any) -> str:
-    return json.dumps(content, indent=2) + "\n"
+    return json.dumps(finite(content), indent=2, allow_nan=False) + "\n"
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+_ANOTHER_RUN = "run"  # in resume_allow: a checkpoint of another run is accepted
+_NUM_SPARE = 4  # a folder that is listed, a checkpoint that is read, a file that is written

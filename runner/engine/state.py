@@ -144,7 +144,7 @@ _RECORD: Mapping[str, Holds] = {
     "seconds": _is_number,
     "peak_host_gib": _is_number,
     "peak_device_gib": _or_none(_is_number),
-    "metrics": _mapping_of(_is_number),
+    "metrics": _mapping_of(_or_none(_is_number)),
 }
 _OF_RECORD_OPTIONAL: Mapping[str, Holds] = {
     "peak_reserved_gib": _or_none(_is_number),
@@ -175,10 +175,15 @@ _STATE: Mapping[str, Holds] = {
     "bests": _list_of(_is_best),
     "evaluated_at": lambda value: value == -1 or _is_update(value),
     "skipped_before": _is_update,
-    "metrics": _mapping_of(_is_number),
+    "metrics": _mapping_of(_or_none(_is_number)),
     "values": _is_mapping,
 }
+_DATA = {"samples": _is_count, "hashes": _mapping_of(_is_text)}
+_CHANGE = {"phase": _is_text, "update": _is_update, "files": _list_of(_is_text), "samples": _list_of(_is_text)}
 _OPTIONAL: Mapping[str, Holds] = {
+    "data": _mapping_of(_with(_DATA)),
+    "code": _mapping_of(_is_text),
+    "changes": _list_of(_with(_CHANGE)),
     "random_of_ranks": _list_of(_is_random),
     "saving": _list_of(_with(dict.fromkeys(_FIGURES, _is_amount))),
     "shares": _is_mapping,

@@ -6,19 +6,20 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from runner.axes.attention import observed_calls
 from runner.base.configuration import task_source
 from runner.base.errors import AccelRunError, TaskFault
+from runner.base.packages import check_installed
 from runner.base.places import cache_folder
 from runner.base.task import Context, Task
+from runner.engine.contract import Number, checked_loss
 from runner.engine.faults import explain, place_of
 from runner.plan.plan import Plan
 
@@ -45,6 +46,14 @@ def load_task(plan: Plan) -> Task:
         what = f"{type(task).__name__}.model must be a torch.nn.Module"
         raise TaskFault(what, where=place_of(type(task), source), fix="self.model = ...")
     return task
+
+
+def check_packages(task: Task, uses: Iterable[str], source: Path) -> None:
+    """Raise MissingPackage where a package that these phases, or "infer", import later is not installed."""
+    with explained(source, "packages"):
+        needed = {module: extra for use in uses for module, extra in task.packages.get(use, {}).items()}
+    for module, extra in needed.items():
+        check_installed(module, extra)
 
 
 def _before_the_star(build: Callable[..., Any], context: Context, source: Path) -> tuple[Context, ...]:
@@ -77,39 +86,25 @@ class explained:  # noqa: N801 - used as a statement: with explained(file, "loss
 
 
 class CheckedLoss:
-    """The task's loss, whose first answer is checked against the contract, and whose first call is watched.
+    """The task's loss, whose answers are checked against the contract, and whose first call is watched.
 
     attention  kind of call -> kernel -> how often, in the first forward pass; empty where nothing was seen
     """
 
-    def __init__(self, loss: Any, source: str, *, watch: bool) -> None:
+    def __init__(self, loss: Callable[..., Any], source: Path, *, watch: bool) -> None:
         self.loss, self.source, self.watch = loss, source, watch
         self.checked = False
         self.attention: dict[tuple[str, str], int] = {}
 
-    def __call__(self, model: nn.Module, batch: Any) -> Any:
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Number]:
         if self.checked:
-            return self.loss(model, batch)
+            return checked_loss(self.loss(model, batch), self.loss, self.source)
         answers: list[Any] = []
         if self.watch:
             self.attention = observed_calls(lambda: answers.append(self.loss(model, batch)))
         else:
             answers.append(self.loss(model, batch))
-        answer = answers[0]
-        total, count = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
-        if not isinstance(total, Tensor) or total.numel() != 1 or not isinstance(count, (int, Tensor)):
-            raise TaskFault(
-                "loss must return (the sum over items as a scalar tensor, the number of items),"
-                f" but returned {_described(answer)}",
-                where=place_of(self.loss, Path(self.source)),
-                fix='return F.cross_entropy(logits, y, reduction="sum"), len(y)',
-            )
-        if torch.is_grad_enabled() and not total.requires_grad:
-            raise TaskFault(
-                "loss must return a sum that has a gradient, but it has none",
-                where=place_of(self.loss, Path(self.source)),
-                fix="compute it from model(...), without detach, item or no_grad",
-            )
+        answer = checked_loss(answers[0], self.loss, self.source, look=True)
         self.checked = True  # not before: a first call in which memory runs out is made again
         return answer
 
@@ -131,11 +126,3 @@ def _import(name: str, file: Path | None) -> ModuleType:
     with explained(file, "the file"):
         spec.loader.exec_module(module)
     return module
-
-
-def _described(answer: Any) -> str:
-    if isinstance(answer, Tensor):
-        return f"a tensor of shape {tuple(answer.shape)}"
-    if isinstance(answer, tuple):
-        return f"({', '.join(_described(item) for item in answer)})"
-    return type(answer).__name__

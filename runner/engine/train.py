@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import numpy as np
 import torch
 
 from runner import __version__
-from runner.axes.dataloader import Loader
+from runner.axes.compile import nothing_was_compiled
+from runner.axes.dataloader import Fetcher, Loader
 from runner.axes.precision import NotFinite
+from runner.base import noise
 from runner.base.batch import MicroBatch, first_shape
 from runner.base.choice import make
 from runner.base.errors import (
@@ -31,6 +34,7 @@ from runner.base.errors import (
     StorageError,
     TaskFault,
 )
+from runner.base.figures import finite, nan_for_none
 from runner.base.generators import random_state, restore_random_state, seed_everything
 from runner.base.order import Indices, Order, evenly_spread, seed_of_rank
 from runner.base.schema import did_you_mean
@@ -47,18 +51,21 @@ from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
 from runner.durable.tensors import Room
 from runner.engine import numeric
+from runner.engine.additive import check_sum
 from runner.engine.advice import watch_shapes
 from runner.engine.assemble import Parts
 from runner.engine.balance import shares_by
+from runner.engine.contract import checked_figures
 from runner.engine.council import Council
-from runner.engine.evaluate import evaluate
+from runner.engine.evaluate import Measured, evaluate
 from runner.engine.evidence import PhaseEvidence
 from runner.engine.faults import explain, is_of_task
+from runner.engine.identity import Hashes, changed_files, changed_samples, check_lengths, code_of, data_of, described
 from runner.engine.kinds import KINDS, Gradients, check_parameters
 from runner.engine.loop import Position, StepInfo
-from runner.engine.meter import Clock, Meter, Row, added, as_line
+from runner.engine.meter import Clock, Meter, Row, Timed, added, as_line
 from runner.engine.resume import compare, load_model
-from runner.engine.saver import Saver
+from runner.engine.saver import Saver, bests_on_disk
 from runner.engine.saving import CHECKPOINTS, Toll
 from runner.engine.scarcity import Scarcity
 from runner.engine.screen import Screen
@@ -112,7 +119,7 @@ class Observers:
     screen: Screen
 
     def write(self, row: Row) -> None:
-        """Append a row to metrics.jsonl and hand it to the tracker.
+        """Append a row to metrics.jsonl and hand it to the tracker, which gets what the file has: no NaN.
 
         Where the disk has no room the row waits for it in memory; until then no checkpoint is saved either.
         """
@@ -121,7 +128,7 @@ class Observers:
             self.metrics.flush()
         except StorageError as error:
             self.screen.warn_once(f"rows of metrics are kept in memory: {error.problems[0]}")
-        self.tracker.log(row)
+        self.tracker.log(finite(row))
 
 
 class NoLog:
@@ -173,10 +180,11 @@ class PhaseRecord:
 class Tally:
     """What this process has done and seen, for the evidence of the run.
 
-    step_times_ms, items_per_s  of the newest rows
-    batch_shapes                of the first tensor of each batch
-    num_samples                 phase -> samples to learn from
-    ranks_s                     part of updates -> seconds, for each rank
+    step_times_ms  of the newest rows
+    timed          items and seconds of the updates after the first one
+    batch_shapes   of the first tensor of each batch
+    num_samples    phase -> samples to learn from
+    ranks_s        part of updates -> seconds, for each rank
     """
 
     num_saves: int = 0
@@ -184,7 +192,7 @@ class Tally:
     num_rows: int = 0
     items_per_update: float | None = None
     step_times_ms: list[float] = field(default_factory=list)
-    items_per_s: list[float] = field(default_factory=list)
+    timed: Timed = field(default_factory=Timed)
     batch_shapes: set[object] = field(default_factory=set)
     num_samples: dict[str, int] = field(default_factory=dict)
     ranks_s: list[dict[str, float]] = field(default_factory=list)
@@ -203,15 +211,21 @@ class TrainingRun:
     metrics: dict[str, float] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)  # numbers of the best and the last checkpoints of finished phases
     records: dict[str, PhaseRecord] = field(default_factory=dict)
+    uid: str | None = None  # of the run, as its checkpoints record it
     tracker_id: str | None = None
     updates_before: int = 0  # those of the phases before the current one
     last_row: Row = field(default_factory=dict)
     state_bytes: tuple[int, int] = (0, 0)  # of the last optimizer: expected, real
     toll: Toll = field(default_factory=Toll)
-    room: Room = field(default_factory=Room)  # for the copy that is being written
+    rooms: tuple[Room, Room] = field(default_factory=lambda: (Room(), Room()))  # for copies of the state
     dropped: tuple[int, ...] = ()  # ranks without which the run goes on: it is faster so
     pulse: Pulse = field(default_factory=Pulse)  # what the watchdog looks at
     tally: Tally = field(default_factory=Tally)
+    changes: list[dict[str, Any]] = field(default_factory=list)  # of code and data, found when the run was resumed
+    on_change: Callable[[], None] = lambda: None  # called after one was added
+    identifies: bool = False  # code and data are recorded and compared, which measurements need not
+    code: Hashes = field(default_factory=dict)  # of the task, as it was when the run began
+    edited: list[str] = field(default_factory=list)  # files of it that changed since the checkpoint, not recorded yet
     left: Mapping[str, PhaseEvidence] = field(default_factory=dict)  # by phase, what the process before told at its end
 
     @property
@@ -223,7 +237,8 @@ class TrainingRun:
     def baselines(self) -> dict[str, float]:
         """What a trivial model reaches, by the metric of the evaluation beside which it is shown."""
         with explained(self.parts.source, "baselines"):
-            return {f"val/{name}": value for name, value in self.parts.task.baselines().items()}
+            baselines = checked_figures(self.parts.task.baselines(), self.parts.task.baselines, self.parts.source)
+        return {f"val/{name}": value for name, value in baselines.items()}
 
     @property
     def num_skipped(self) -> int:
@@ -235,9 +250,13 @@ class TrainingRun:
 
         Raises what the task, the device or the disk make impossible to go on with; the last checkpoint is whole.
         """
+        self.identifies = True
         phases = phases_to_walk(self.plan, start, self.directory)
         check_parameters(phases, self.parts.bare)
         self._check_names()
+        if self.parts.world.is_first:  # now: what is edited while the run trains is not what it trains with
+            self.code = code_of(self.parts.source)
+            self.edited = changed_files(start.state.get("code", self.code), self.code) if start else []
         if start is not None:
             with understood(start):
                 self._take_over(start)
@@ -300,10 +319,14 @@ class TrainingRun:
         """Take back from a checkpoint what belongs to the whole run."""
         state = start.state
         self.updates_before = state["updates_before"]
-        self.metrics = dict(state["metrics"])
-        self.records = {name: PhaseRecord(**record) for name, record in state["records"].items()}
+        self.metrics = nan_for_none(state["metrics"])
+        self.records = {
+            name: PhaseRecord(**{**record, "metrics": nan_for_none(record["metrics"])})
+            for name, record in state["records"].items()
+        }
         if start.path.parent == self.directory.checkpoints:  # else it is another run's, and this one has none yet
             self.kept = [int(number) for number in state["kept"]]
+            self.changes = [dict(change) for change in state.get("changes", [])]
             for name, record in self.records.items():
                 known = self.left.get(name)
                 if known is not None and known.updates == record.updates and (known.seconds or 0.0) > record.seconds:
@@ -380,6 +403,7 @@ class Phase:
             write=self._write,
             readings=self._readings,
             watch=self.watch,
+            is_starting=run.observers.screen.first_update_is_due,
         )
         every = planned.evaluate.every if self.work.is_of_use_on_the_way else 0
         self.evaluate_every = max(1, self.total // 10) if every == "auto" else int(every)
@@ -406,11 +430,15 @@ class Phase:
             torch.cuda.reset_peak_memory_stats(parts.world.device)
         if start:
             self._restore(start)
+            self._accept_longer(start)
             self.closed = self.closed and self.is_over  # more updates may be wanted than were
         self.total = int(min(self.total, self.position.update + self.observers.profiler.limit))
         self.finite_buffers = numeric.finite_buffers(parts.bare) if self.work.learned else []
         self.saver = self._saver(start)
         self.pulse.writing = self._being_written
+        self.data: dict[str, Any] = {}  # by split: what identifies its data set
+        if run.identifies:
+            self._identify({"train": fetcher} | ({"val": self.held_out.fetcher} if self.held_out else {}), start)
 
     @property
     def is_over(self) -> bool:
@@ -421,16 +449,24 @@ class Phase:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        noise.start_pass(None)
         with ExitStack() as stack:  # whatever one of them raises, the others are closed: the writer before its log
             stack.callback(self._close_profiler, quietly=error is not None)
             stack.callback(self.work.release)
             stack.callback(self._close_writer)
+            if not isinstance(error, StorageError) and (error is None or isinstance(error, Exception)):
+                stack.callback(self._save_held_quietly)
             with suppress(Exception) if error else nullcontext():  # the first error is the cause
                 self.loader.close()
 
     def _close_profiler(self, *, quietly: bool) -> None:
         with suppress(Exception) if quietly else nullcontext():
             self.run_.observers.profiler.close()
+
+    def _save_held_quietly(self) -> None:
+        """A run that fails keeps its best checkpoint; what goes wrong with that is not why it fails."""
+        with suppress(Exception):
+            self._write_held()
 
     def _close_writer(self) -> None:
         doing, self.pulse.now = self.pulse.now, (CHECKPOINT, self.position.update)
@@ -506,7 +542,7 @@ class Phase:
                 f"{self.name} stops early at update {self.position.update}: {settings.patience} evaluations without a"
                 f" better {settings.metric} than {_shown(self.stopping.best)}"
             )
-        self._close()
+        self.close()
         self._account()
         if self.record.finished and not self.is_unsaved:
             return None
@@ -532,6 +568,7 @@ class Phase:
         if self._evaluation_is_due():  # the run was stopped in the middle of it
             self._evaluate()
         since: float | None = None  # the first update is not like the others
+        self._check_loss()
         fed = self.observers.profiler.begin(self._subject(), self.feed, self.total - self.position.update)
         for step in () if self.is_over else self.work.updates(fed):
             began = time.perf_counter()
@@ -540,6 +577,24 @@ class Phase:
             self._between(step)
             yield step.update
             since = time.perf_counter()
+
+    def _check_loss(self) -> None:
+        """Raise TaskFault where the loss is no sum, before the first update of a phase.
+
+        A resumed phase is not checked again: a trained loss differs more between samples than at the start, and a
+        deviation that was within the tolerance must not stop a run after hours.
+        """
+        parts = self.run_.parts
+        is_sharded = parts.parallel.in_step and parts.parallel.splits_batch
+        if self.position.update or self.is_over:
+            return
+        if not isinstance(self.work, Gradients) or not parts.task.loss_is_additive:
+            return
+        if is_sharded and self.held_out is None:  # the whole model may never be on one device
+            return
+        check_sum(parts, self.work.task_loss, self.feed.peek())
+        self.watch.lap("starting")
+        self._updating_since = time.perf_counter()
 
     def _subject(self) -> Subject:
         run = self.run_
@@ -572,8 +627,8 @@ class Phase:
         if self._evaluation_is_due():
             self._evaluate()
         is_due = self.save_is_late or self.saver.policy.due(update, self.order.updates_per_epoch)
-        if is_due and not self.is_over and not self.must_stop:  # the last one is `_close`'s
-            self._save()
+        if is_due and not self.is_over and not self.must_stop:  # the last one is `close`'s
+            self.save()
         observers.profiler(update)
         observers.benchmark(update)
         self.pulse.done.add(UPDATE)
@@ -671,6 +726,10 @@ class Phase:
         self._first = self.watch.bookmark()
         spent = time.perf_counter() - self._updating_since
         self.observers.screen.first_update(step.update, spent, self.run_.parts.attention, self.work.attention)
+        compiled = self.run_.plan.choices["compile"]
+        if compiled.function != "off" and nothing_was_compiled():
+            why = "call the model itself in loss, as in model(x): torch.compile compiles that call"
+            self.observers.screen.warn(f"compile={compiled.name}: nothing was compiled; {why}")
         self.meter.restart_clock()
         with self.watch.during("starting"):
             self._start_the_rest()
@@ -685,7 +744,7 @@ class Phase:
         of_model = sum(tensor.nbytes for tensor in parts.bare.state_dict().values())
         # Of each tensor the last cache line is filled up: 1 % is more than that takes.
         nbytes = int(1.01 * (of_model + self.work.state_bytes()[0]))
-        self.saver.prepare(nbytes, for_gpu=parts.world.device.type == "cuda")
+        self.saver.prepare(nbytes, parts.world.device)
 
     def _values(self, step: StepInfo) -> dict[str, float]:
         """Return what the screen shows; waits for the device, so only when something is drawn."""
@@ -722,7 +781,7 @@ class Phase:
             self.observers.write(row)
 
     def _evaluation_is_due(self) -> bool:
-        """Tell whether the evaluation of this update is missing; that of the last one is `_close`'s."""
+        """Tell whether the evaluation of this update is missing; that of the last one is `close`'s."""
         update = self.position.update
         is_on_time = self.evaluate_every > 0 and update > 0 and update % self.evaluate_every == 0
         return is_on_time and update < self.total and self.evaluated_at != update
@@ -737,10 +796,10 @@ class Phase:
         self.pulse.now = (EVALUATION, self.position.update)
         self.meter.flush()
         parts = self.run_.parts
-        parts.parallel.settle(parts.bare)
+        parts.parallel.check_buffers()
         measured = evaluate(
             parts.task, parts.model, held_out, parts.prefetch, parts.precision, parts.parallel,
-            self.held_out_samples, self.scarcity.sizes, self.run_.plan.settings.seed,
+            self.held_out_samples, self.scarcity.sizes, self.run_.plan.settings.seed, parts.source,
             self._evaluation_must_stop, self._all_is_measured,
         )  # fmt: skip
         self.scarcity.after_evaluation()
@@ -750,21 +809,25 @@ class Phase:
             self.must_stop = True
             return
         self.evaluated_at = self.position.update
-        metrics = {f"val/{name}": value for name, value in measured.items()}
+        found = Measured(
+            {f"val/{name}": value for name, value in measured.metrics.items()},
+            tuple(f"val/{name}" for name in measured.empty),
+        )
+        metrics, known = found.metrics, found.known()
         self.run_.metrics = metrics
         self.run_.tally.num_evaluations += 1
         self._write({"update": self.position.update, "phase": self.name, **metrics})
         self.record.metrics |= metrics
-        self.work.observe(metrics)
-        self.stopping.observe(metrics)
+        self.work.observe(known)
+        self.stopping.observe(known)
         self._finish_work()  # this evaluation may be the last one, and a best one: its checkpoint must know
         if self.stopping.is_on:
             self._warn_of_unknown("early_stopping.metric", self.planned.early_stopping.metric, metrics)
-        self.observers.screen.evaluated(self.position.update, metrics)
-        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        self.observers.screen.evaluated(self.position.update, metrics, found.empty)
+        bad = [name for name, value in known.items() if not math.isfinite(value)]
         if bad:
             self.observers.screen.warn(f"not finite at update {self.position.update}: {', '.join(bad)}")
-        self._keep_if_best(metrics)
+        self.keep_if_best(metrics)
 
     def _evaluation_must_stop(self) -> bool:
         """Tell whether somebody asked to stop; asked before each batch, so that each has its time."""
@@ -777,7 +840,8 @@ class Phase:
     def _all_is_measured(self) -> None:
         self.pulse.now = (SUMMARY, self.position.update)
 
-    def _keep_if_best(self, metrics: Mapping[str, float]) -> None:
+    def keep_if_best(self, metrics: Mapping[str, float]) -> None:
+        """Save or hold the state of this update if `checkpoint.best` is among `metrics` and one of the best."""
         name = self.saver.policy.best
         if name is None:
             return
@@ -790,8 +854,11 @@ class Phase:
             return
         if self.saved_at == self.position.update:  # the run was stopped in the middle of this evaluation
             self.saver.join(value, self.number)
+        elif self._is_followed() and self.run_.parts.world.from_first(self.saver.has_no_budget()):
+            with self.watch.during("saving"), self.observers.profiler.aside():
+                self._hold(value)
         else:
-            self._save(value)
+            self.save(value)
 
     def _warn_of_unknown(self, key: str, name: str, metrics: Mapping[str, float]) -> None:
         if name not in metrics:
@@ -801,8 +868,11 @@ class Phase:
                 + (f"; {near}" if near else "")
             )
 
-    def _save(self, value: float | None = None) -> str | None:
-        """The state is being written, for the sake of `value` of the metric, or None; returns why not."""
+    def save(self, value: float | None = None) -> str | None:
+        """Start writing the state of this update; return None, or why it is not written.
+
+        value  of `checkpoint.best`, where it is saved as one of the best
+        """
         # Stopped in its last evaluation, a run was saved before it was finished: who goes on from it must know.
         anew = self.saved_at == self.position.update and self.record.finished and not self.is_saved_finished
         if self.saved_at == self.position.update and not anew:
@@ -816,15 +886,53 @@ class Phase:
 
     def _save_now(self, value: float | None, *, anew: bool) -> None:
         self.pulse.now = (CHECKPOINT, self.position.update)
+        self._check_place()
         if not self.is_alone:  # who goes on from here does not read the samples of this update again
             self._list_bad_samples()
-        is_waited_for = not self.is_over and not self.must_stop
+        is_waited_for = self._is_followed()
         self.saver.save(
-            self.number, self._snapshot, value=value, kept=self._kept, is_waited_for=is_waited_for, anew=anew
+            self.number, self.snapshot, value=value, kept=self._kept, is_waited_for=is_waited_for, anew=anew
         )
         self.run_.tally.num_saves += 1
         self.saved_at, self.is_saved_finished = self.position.update, self.record.finished
         self.pulse.now = (UPDATE, self.position.update)
+
+    def _is_followed(self) -> bool:
+        """Tell whether another update is to follow; the last one is saved in any case."""
+        return not self.is_over and not self.must_stop
+
+    def _hold(self, value: float) -> None:
+        """Keep this moment as the best checkpoint in the memory of rank 0, which writes it later."""
+        self.pulse.now = (CHECKPOINT, self.position.update)
+        if not self.is_alone:  # as for a save: a run that resumes from it does not read these samples again
+            self._list_bad_samples()
+        if self.run_.parts.world.is_first:
+            self.saver.hold(self.number, self.snapshot, value=value, kept=self._kept)
+        else:  # the ranks gather it together
+            self.saver.room.clear()
+            self.snapshot()
+        self.pulse.now = (UPDATE, self.position.update)
+
+    def _write_held(self) -> None:
+        """Write the best checkpoint that is still in memory, unless only the last save is done in time."""
+        held = self.saver.held
+        if held is None:
+            return
+        self.saver.count_written()
+        too_late = self.saver.why_too_late(self.run_.stop.requested_at or self._asked_at, num_saves=2)
+        if too_late:
+            self.observers.screen.warn(f"the best checkpoint, of update {held.number}, is lost: {too_late}")
+            self.saver.held = None
+            return
+        self.pulse.now = (CHECKPOINT, self.position.update)
+        self._check_place()
+        with self.watch.during("saving"):
+            self.saver.write_held()
+
+    def _check_place(self) -> None:
+        """See that the run directory is still there and ours; raises as `RunDirectory.check_place` does."""
+        if self.run_.parts.world.is_first:
+            self.run_.directory.check_place(self.observers.screen.warn_once)
 
     def _saver(self, start: Loaded | None) -> Saver:
         run, choice = self.run_, self.run_.plan.choices["checkpoint"]
@@ -841,9 +949,8 @@ class Phase:
             )
         is_ours = start is not None and start.path.parent == run.directory.checkpoints
         on_disk = start.update if start is not None and is_ours else None
-        found = start.state["bests"] if start is not None and is_ours else []
-        bests = [(float(value), int(number)) for value, number in found]
-        return Saver(policy, writer, run.toll, run.room, run.observers.screen, on_disk, bests)
+        bests = bests_on_disk(start, policy) if start is not None and is_ours else []
+        return Saver(policy, writer, run.toll, run.rooms, run.observers.screen, on_disk, bests)
 
     def _being_written(self) -> tuple[int, object] | None:
         """Return the update whose checkpoint is on its way to the disk, and what changes while the disk moves."""
@@ -874,7 +981,8 @@ class Phase:
         name = checkpoints.path_of(self.run_.directory.checkpoints, remains).name
         self.observers.screen.warn(f"{reason}; {name} remains, {self.number - remains} updates after it are repeated")
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the phase: evaluate and save what is still to be, and wait until it is on disk."""
         if self.is_over:
             self.meter.close_window()
             self._finish_work()
@@ -884,7 +992,8 @@ class Phase:
             self.observers.metrics.sync()
             self.observers.screen.end()
             return
-        too_late = self._save()
+        self._write_held()
+        too_late = self.save()
         if too_late:
             self.is_unsaved = True
             self._say_what_remains(too_late)
@@ -910,15 +1019,16 @@ class Phase:
 
     # ------------------------------------------------------------ what a checkpoint holds
 
-    def _snapshot(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
+        """Return the state of this update in host memory. A collective: every rank calls it, rank 0 has all of it."""
         parts, plan = self.run_.parts, self.run_.plan
         parts.precision.num_skipped()  # raises where an update was not finite: such weights are never saved
         meter = self.meter.state()
-        work, numbers = self.work.state(self.run_.room.copy)
+        work, numbers = self.work.state(self.saver.room.copy)
         self._note()
         random, rest = random_state(parts.world.device)
         of_ranks = parts.world.gather([{name: tensor.tolist() for name, tensor in random.items()}, rest])
-        parts.parallel.settle(parts.bare)
+        parts.parallel.check_buffers()
         values = plan.values()
         state = {
             "phase": self.name,
@@ -928,7 +1038,7 @@ class Phase:
             "total": self.total,
             **numbers,
             "early_stopping": self.stopping.state(),
-            "records": {name: asdict(record) for name, record in self.run_.records.items()},
+            "records": finite({name: asdict(record) for name, record in self.run_.records.items()}),
             "closed": self.closed,
             "kept": self.run_.kept,
             "precision": parts.precision.state(),
@@ -940,8 +1050,11 @@ class Phase:
             "bests": self.saver.bests,
             "evaluated_at": self.evaluated_at,
             "skipped_before": self.position.skipped_before,
-            "metrics": self.run_.metrics,
+            "metrics": finite(self.run_.metrics),
             "values": values,
+            "data": self.data,
+            "code": self.run_.code,
+            "changes": self.run_.changes,
         }
         facts = {
             "epoch": self.position.update // self.order.updates_per_epoch,
@@ -952,10 +1065,11 @@ class Phase:
             "versions": {"accel-run": __version__, "torch": torch.__version__, "numpy": np.__version__},
             "config_hash": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(),
             "run_id": self.run_.directory.name,
+            "run_uid": self.run_.uid,
             "wandb_id": self.observers.tracker.id,
             "metrics_bytes": self.observers.metrics.promised,  # they are on disk before the checkpoint has its name
         }
-        tensors = {"model": parts.parallel.whole(parts.bare.state_dict(), self.run_.room.copy), **work}
+        tensors = {"model": parts.parallel.whole(parts.bare.state_dict(), self.saver.room.copy), **work}
         for rank, (generators, _) in enumerate(of_ranks):
             stem = checkpoints.rank_stem("random", rank) if rank else "random"
             tensors[stem] = {name: torch.tensor(state, dtype=torch.uint8) for name, state in generators.items()}
@@ -1022,7 +1136,7 @@ class Phase:
         self._add_ranks()
         tally, meter = self.run_.tally, self.meter
         tally.step_times_ms += meter.step_times_ms
-        tally.items_per_s += meter.items_per_s
+        tally.timed += meter.timed
         tally.items_per_update = meter.items_seen / self.position.update if self.position.update else None
 
     def _add_ranks(self) -> None:
@@ -1036,6 +1150,47 @@ class Phase:
         parts = self.run_.parts
         with understood(start):
             self._put_back(start, parts)
+
+    def _identify(self, fetchers: Mapping[str, Fetcher], start: Loaded | None) -> None:
+        """Record the data sets of this phase, and compare them and the code with those of the checkpoint.
+
+        Raises IncompatibleResume on all ranks for a data set of another length. Code and samples that have changed may
+        be meant, as a corrected line is: rank 0 warns and records them.
+        """
+        if start is not None and self.is_over:  # nothing is trained: the data may be gone
+            self.data = dict(start.state.get("data", {}))
+            return
+        before = start.state.get("data", {}) if start else {}
+        check_lengths(before, {split: {"samples": len(fetcher)} for split, fetcher in fetchers.items()})
+        if not self.run_.parts.world.is_first:
+            return
+        self.pulse.now = (DATA, self.position.update + 1)
+        self.data = data_of(fetchers, self.loader)
+        edited, self.run_.edited = self.run_.edited, []
+        self._note_change(edited, changed_samples(before, self.data, fetchers, self.loader))
+
+    def _note_change(self, edited: list[str], samples: list[str]) -> None:
+        if not edited and not samples:
+            return
+        update = self.position.update
+        change = {"phase": self.name, "update": update, "files": edited, "samples": samples}
+        self.observers.screen.warn(
+            f"changed since the checkpoint from which {self.name} continues at update {update}:"
+            f" {described(edited, samples)}. The run uses the changed version, and run.json records it"
+        )
+        self.observers.screen.event("changed", **change)
+        self.run_.changes.append(change)
+        self.run_.on_change()
+
+    def _accept_longer(self, start: Loaded) -> None:
+        """A checkpoint with more updates than requested ends the phase where it is: updates cannot be taken back."""
+        made = self.position.update
+        if made > self.total:
+            self.observers.screen.warn(
+                f"{self.name} already has {made} updates in {start.path.name}, and {self.total} were requested:"
+                " no update is trained"
+            )
+            self.total = self.record.total = made
 
     def _put_back(self, start: Loaded, parts: Parts) -> None:
         load_model(parts.bare, start, parts.parallel)
@@ -1103,6 +1258,14 @@ class _Told:
     def __iter__(self) -> _Told:
         return self
 
+    def peek(self) -> MicroBatch:
+        """Return the next batch, which stays the next one."""
+        self.pulse.now = (DATA, self.position.update + 1)
+        first = next(self.batches)
+        self.batches = chain([first], self.batches)
+        self.pulse.now = (UPDATE, self.position.update + 1)
+        return first
+
     def __next__(self) -> MicroBatch:
         self.pulse.now = (DATA, self.position.update + 1)
         batch = next(self.batches)
@@ -1111,6 +1274,7 @@ class _Told:
         self.last = batch.batch if self.keeps else None
         self.shape = first_shape(batch.batch)
         self.shapes.add(self.shape)
+        noise.start_pass(batch.samples)  # here and not around the loss: backward passes may compute it again
         return batch
 
 
@@ -1208,7 +1372,7 @@ def check_resume(plan: Plan, start: Loaded, say: Callable[[str], None]) -> None:
         {key: value for key, value in values.items() if not key.startswith("phase.") or key.split(".", 2)[1] == goes_on}
         for values in (start.state["values"], json.loads(json.dumps(plan.values())))
     )
-    for difference in compare(before, now, plan.settings.resume_allow):
+    for difference in compare(before, now, plan.settings.resume_allow, start.state["phase_update"]):
         if difference.key not in _UNSAID:
             say(f"differs from the checkpoint: {difference}")
 

@@ -39,9 +39,10 @@ def open_trained(request: Request, console: Console, stack: ExitStack) -> Traine
     """
     if any(word.partition("=")[0] == "weights" for word in request.overrides):
         return _open_weights(request, console, stack)
-    directory, root = find_run(request)
+    directory, root = find_run(request, console.info)
     plan, _ = plan_here(compose(origin_of(directory, root, request).request(request)))
-    found = load_newest(directory.checkpoints)
+    run = directory.owner
+    found = load_newest(directory.checkpoints, run)
     if found is None:
         where = str(directory.checkpoints)
         if directory.checkpoints.is_dir() and any(directory.checkpoints.iterdir()):
@@ -50,7 +51,7 @@ def open_trained(request: Request, console: Console, stack: ExitStack) -> Traine
         raise InputMissing("this run has no checkpoint yet", where=where, fix="train it first: accel-run train")
     for newer in sorted(directory.checkpoints.glob("update-*")):
         if newer.name > found.path.name:
-            console.warning(f"checkpoint {newer.name} is passed over: {'; '.join(verify(newer))}")
+            console.warning(f"checkpoint {newer.name} is passed over: {'; '.join(verify(newer, run))}")
     parts = assemble(plan, stack)
     gc.enable()  # off while everything was imported and built, see cli.py
     checkpoint = check_state(found)

@@ -57,11 +57,13 @@ class Pulse:
     now      (kind, update): a new tuple at each change, also where it is equal to the one before
     done     kinds of which one piece is done in this phase: nothing is compiled or started for the next
     made     updates of all phases that are made in this start or were before, set by value; 0 before the first one
+    ending   training is over and seconds are left, set by value; a stop then changes nothing any more
     writing  returns, while a checkpoint is written beside training, its update and what changes as the disk moves
     """
 
     def __init__(self) -> None:
         self.made = ctypes.c_uint64()
+        self.ending = ctypes.c_bool()
         self.writing: Callable[[], tuple[int, object] | None] = lambda: None
         self.begin("")
 
@@ -109,16 +111,15 @@ def watched(
     """
     pulse, choice = Pulse(), plan.choices["watchdog"]
     limits = make(WATCHDOGS, choice.function, **choice.options)
+    board = SignBoard(world.watched_from, world.rank) if world.watched_from is not None else None
+    if board is not None:  # also without a watchdog: the launcher reads them to answer signals and to report a loss
+        pulse.made, pulse.ending = board.made(), board.ending()
     if limits is None:
         yield pulse
         return
     compiles = plan.choices["compile"].name != "off"
-    if world.watched_from is not None:
-        board = SignBoard(world.watched_from, world.rank)
-        pulse.made = board.made()
-        show: Callable[[Sign], None] = board.put
-    else:
-        show = _Alone(world, pulse, limits.checkpoint_s, keep, record, checkpoints, file)
+    alone = _Alone(world, pulse, limits.checkpoint_s, keep, record, checkpoints, file)
+    show: Callable[[Sign], None] = board.put if board is not None else alone
     looking = _Looking(pulse, limits, show, compiles=compiles, is_one_of_many=world.world_size > 1)
     thread = threading.Thread(target=looking.look_on, name="watchdog", daemon=True)
     # At once: a rank may be stopped, or keep the interpreter to itself, before the first look.

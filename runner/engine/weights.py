@@ -43,7 +43,7 @@ def begin_with(file: Path, model: nn.Module, parallel: Parallel) -> str:
     SecurityRefusal for one that could run code, IncompatibleResume with what is missing, unexpected, of another shape.
     """
     wanted = model.state_dict()
-    found, taken = _named_as(_read(file), wanted)
+    found, taken = named_as(read_weights(file), wanted)
     missing = [name for name in wanted if name not in found]
     unexpected = [name for name in sorted(found) if name not in wanted]
     different = [
@@ -77,7 +77,7 @@ def require_weights(file: Path) -> None:
         raise InputMissing(what, where=f"weights={file}", fix="name a .safetensors file")
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def read_weights(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file."""
     from safetensors.torch import load
 
@@ -119,7 +119,7 @@ def convert(source: Path, target: Path, key: str | None) -> Imported:
     """
     warnings.simplefilter("ignore")  # torch's advice is for those who trust the file
     size = source.stat().st_size
-    had_network = not _confine(size)
+    had_network = not confine(size)
     content = _unpickled(source)
     state, entry = _descended(content, key, source)
     given = [(str(name), value.detach()) for name, value in state.items() if isinstance(value, Tensor)]
@@ -178,7 +178,7 @@ def _taken(target: Path) -> AccelRunError:
     return CannotCreate("exists already, and is left as it is", where=str(target), fix="give another name after FILE")
 
 
-def _confine(size: int) -> bool:
+def confine(size: int) -> bool:
     """The process starts nothing and takes no more than it needs; returns whether it is without network too."""
     is_alone = False
     if sys.platform == "linux":
@@ -232,7 +232,7 @@ def _descended(content: Any, key: str | None, source: Path) -> tuple[Mapping[Any
     way: list[str] = []
     for part in key.split(".") if key else ():
         if not isinstance(content, Mapping) or part not in content:
-            raise ConfigError(Problem(f"has no entry {part}", f"{source}: key={key}", _offer(content, part)))
+            raise ConfigError(Problem(f"has no entry {part}", str(source), _offer(content, part)))
         content = content[part]
         way.append(part)
     while isinstance(content, Mapping):
@@ -255,7 +255,7 @@ def _offer(content: Any, wanted: str) -> str:
     return near or (f"say which entry with key=NAME; there are {', '.join(known[:_NUM_SHOWN])}" if known else "")
 
 
-def _named_as(tensors: dict[str, Tensor], wanted: Collection[str]) -> tuple[dict[str, Tensor], str]:
+def named_as(tensors: dict[str, Tensor], wanted: Collection[str]) -> tuple[dict[str, Tensor], str]:
     """Return the tensors by the names of the model, and what wrappers had put before all of them.
 
     As they are where they fit so, or where they fit without it neither.

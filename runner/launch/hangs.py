@@ -7,7 +7,7 @@ a checkpoint: only who sees all of them can tell.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,22 +77,26 @@ def odd_one(states: Mapping[int, State]) -> int | None:
 
 
 class Hangs:
-    """Looks at the ranks from time to time; by its own count, so that a machine that slept does not matter."""
+    """Looks at the ranks from time to time; by its own count, so that a machine that slept does not matter.
 
-    def __init__(self, folder: Path, pids: Mapping[int, int]) -> None:
-        self.folder, self.pids = folder, pids
-        self._looked = time.monotonic()
+    clock   seconds, of which only differences count
+    states  what was seen of each rank at the last look
+    """
+
+    def __init__(self, folder: Path, pids: Mapping[int, int], clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self.pids, self._clock = folder, pids, clock
+        self._looked = clock()
         self._boards = {rank: SignBoard(folder, rank) for rank in pids}
-        self._states = {rank: State(Sign()) for rank in pids}
+        self.states = {rank: State(Sign()) for rank in pids}
         self._suspected: int | None = None
 
     def look(self, living: Sequence[int]) -> Found | None:
         """Return a hang of the living ranks; to be called every TICK_S seconds, more often does no harm."""
-        if time.monotonic() - self._looked < TICK_S:
+        if self._clock() - self._looked < TICK_S:
             return None
-        self._looked = time.monotonic()
-        self._states = {rank: self._state(rank) for rank in living}
-        odd = odd_one(self._states)
+        self._looked = self._clock()
+        self.states = {rank: self._state(rank) for rank in living}
+        odd = odd_one(self.states)
         suspected, self._suspected = self._suspected, odd
         if odd is None or odd != suspected:  # a sign may be half written: what holds must hold twice
             return None
@@ -108,8 +112,12 @@ class Hangs:
         known = {"phase": sign.phase, "update": sign.update} if sign.phase else {}
         return {"rank": rank, **known}
 
+    def is_ending(self) -> bool:
+        """Tell whether training is over, by rank 0, which records how the run ended."""
+        return self._boards[0].ending().value
+
     def _state(self, rank: int) -> State:
-        sign, before = self._boards[rank].read(), self._states[rank]
+        sign, before = self._boards[rank].read(), self.states[rank]
         state = state_of(self.pids[rank])
         is_stopped, is_traced = state == "T", state == "t"
         moves = sign.ticks != before.sign.ticks or is_traced
@@ -122,7 +130,7 @@ class Hangs:
 
     def _told(self, odd: int) -> Found:
         """Return what is to be said, with the stacks of all ranks that answer."""
-        numbers = {pid: rank for rank, pid in self.pids.items() if rank in self._states}
+        numbers = {pid: rank for rank, pid in self.pids.items() if rank in self.states}
         states = {pid: state_of(pid) for pid in numbers}
         workers = {child: (pid, state) for pid in numbers for child, state in descendants(pid).items()}
         answers: dict[int, str] = {}
@@ -139,11 +147,11 @@ class Hangs:
         return Found(odd, self._error(odd, named), stacks.together(named))
 
     def _error(self, odd: int, named: Mapping[str, str]) -> AccelRunError:
-        state, who = self._states[odd], self._name(odd)
+        state, who = self.states[odd], self._name(odd)
         sign = state.sign
         # What the odd one shows may be older than what it did last: all are in about the same update.
         newest = max(
-            (state.sign for state in self._states.values()), key=lambda there: (there.phase != "", there.update)
+            (state.sign for state in self.states.values()), key=lambda there: (there.phase != "", there.update)
         )
         doing = f"in update {newest.update} of phase {newest.phase}" if newest.phase else "before the first phase"
         if state.stopped_s:

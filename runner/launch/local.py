@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runner.base import stacks
+from runner.base import output, stacks
 from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, SystemLimit, remake
 from runner.base.family import LAST_S, adopting_orphans, children, clear_away
 from runner.base.ranks import Member
@@ -85,13 +85,14 @@ def run_ranks(
     `main` returns its exit code and something JSON can write; an AccelRunError ends the rank with its code. After the
     first failure the others have `grace_s` to end by themselves (twice that, until a rank is known to be the cause),
     and are killed then. SIGINT, SIGTERM or SIGUSR1 asks every rank to save and stop, by SIGUSR1; a second SIGINT or
-    SIGTERM kills them. Where ranks show that they hang, the stacks of all are collected, the odd one is named, and all
-    are killed: 83. This process must have one thread, must not have started CUDA, and must not have computed on several
-    threads: their locks and pools do not survive a fork. Raises SystemLimit or CannotCreate where the ranks cannot be
-    started.
+    SIGTERM kills them, or a third one where rank 0 shows that training is over. Where ranks show that they hang, the
+    stacks of all are collected, the odd one is named, and all are killed: 83. This process must have one thread, must
+    not have started CUDA, and must not have computed on several threads: their locks and pools do not survive a fork.
+    Raises SystemLimit or CannotCreate where the ranks cannot be started.
 
     say  told at once which rank failed, and of what; default: a warning on the console
     """
+    output.rest()  # its thread, where the terminal is stalled
     assert threading.current_thread() is threading.main_thread(), "ranks die with the thread that started them"
     assert threading.active_count() == 1, f"cannot fork beside other threads: {threading.enumerate()}"
     assert not _cuda_has_started(), "CUDA does not survive a fork: let a process of its own ask for devices"
@@ -99,7 +100,7 @@ def run_ranks(
         started = time.monotonic()
         for rank in range(num_ranks):
             member = Member(rank, rank, num_ranks, num_ranks, f"file://{folder}/store", attempt)
-            ranks.append(_forked(main, member, folder, asked))
+            _fork(main, member, folder, asked, ranks)
         watch = _Watch(ranks, folder, asked, started, grace_s, say or Console().warning)
         watch.until_the_end()
         return watch.ending()
@@ -187,6 +188,7 @@ class _Watch:
     limit: float = float("inf")  # when the ranks that live are killed
     next_reminder: float = 0.0
     is_named: bool = False
+    leaves_at_once: bool = False
     hangs: Hangs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -212,7 +214,7 @@ class _Watch:
         stopped = [rank.status for rank in self.ranks if rank.status in (Exit.PREEMPTED, Exit.INTERRUPTED)]
         code = cause.exit_code if cause else int(max(stopped, default=Exit.DONE))
         return Ending(
-            int(Exit.INTERRUPTED) if self.asked.leaves_at_once else code,
+            int(Exit.INTERRUPTED) if self.leaves_at_once else code,
             cause,
             tuple(sorted(self.failures, key=lambda failure: failure.seconds)),
             tuple(rank.number for rank in self.ranks if rank.is_killed),
@@ -275,10 +277,11 @@ class _Watch:
             self._suspend()
         if self.asked.stop and now >= self.next_reminder:
             # Repeated, since a rank may not listen yet. To one that does, SIGUSR1 says nothing new.
-            self.next_reminder = now + _REMINDER_S
+            self.next_reminder = now + REMINDER_S
             for rank in self.ranks:
                 rank.send(signal.SIGUSR1)
-        if self.asked.leaves_at_once:
+        if self.asked.num_stops > 1 + self.hangs.is_ending():
+            self.leaves_at_once = True
             self.limit = min(self.limit, now)
         if now >= self.limit:
             for rank in self.ranks:
@@ -305,13 +308,8 @@ class _Asked:
     def __init__(self) -> None:
         self.stop: str | None = None
         self.suspends = False
-        self._stops = 0
+        self.num_stops = 0  # SIGINT and SIGTERM; a warning by SIGUSR1 does not count, as for a run of one process
         self._previous: dict[signal.Signals, Any] = {}
-
-    @property
-    def leaves_at_once(self) -> bool:
-        """True after a second SIGINT or SIGTERM; a warning by SIGUSR1 does not count, as for a run of one process."""
-        return self._stops > 1
 
     def __enter__(self) -> _Asked:
         self.bell, self._rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -348,7 +346,7 @@ class _Asked:
             self.suspends = True
             return
         self.stop = self.stop or signal.Signals(number).name
-        self._stops += number not in (signal.SIGUSR1, signal.SIGHUP)
+        self.num_stops += number not in (signal.SIGUSR1, signal.SIGHUP)
 
 
 def _wait(living: Iterable[_Rank], asked: _Asked, patience_s: float) -> list[_Rank]:
@@ -379,20 +377,24 @@ def _name_of(number: int) -> str:
 # ---------------------------------------------------------------- starting
 
 
-def _forked(main: Main, member: Member, folder: Path, asked: _Asked) -> _Rank:
-    """Return the rank that runs `main`. Raises SystemLimit where the system has no room for it."""
+def _fork(main: Main, member: Member, folder: Path, asked: _Asked, ranks: list[_Rank]) -> None:
+    """Add the rank that runs `main` to `ranks`. Raises SystemLimit where the system has no room for it.
+
+    Signals wait meanwhile: what a handler raises, such as the time limit of a test, would leave a rank that is not in
+    the list, and would never be ended.
+    """
     supervisor = os.getpid()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()  # or the rank would print again what waits here
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
         if pid == 0:
             asked.close()
             live(main, member, supervisor, folder, {signal.Signals(number) for number in mask})
         try:
-            return _Rank(member.rank, pid, os.pidfd_open(pid))
+            ranks.append(_Rank(member.rank, pid, os.pidfd_open(pid)))
         except OSError:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -429,14 +431,14 @@ def _everything_ended() -> Iterator[list[_Rank]]:
                 rank.kill()
             well = (Exit.DONE, Exit.PREEMPTED, Exit.INTERRUPTED)
             has_failed = any(rank.status not in well and not rank.is_killed for rank in ranks)
-            clear_away({rank.pid for rank in ranks}, known, _OTHERS_S if has_failed else None)
+            clear_away({rank.pid for rank in ranks}, known, OTHERS_S if has_failed else None)
             for rank in ranks:
                 os.close(rank.descriptor)
                 os.waitpid(rank.pid, os.WNOHANG)
 
 
-_REMINDER_S = 0.5
-_OTHERS_S = 4.0  # for what outlives its rank on purpose; with the grace, nobody is left after 10 s
+REMINDER_S = 0.5  # between two requests to stop, since a rank may not have listened yet
+OTHERS_S = 4.0  # for what outlives its rank on purpose; with the grace period, no process is left after 10 s
 
 _WAY_OUT = "run the same command again"
 _HINTS: Mapping[str, str] = {

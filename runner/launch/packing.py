@@ -11,8 +11,8 @@ from typing import Literal
 from runner.base.configuration import Configuration
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.host import affinity, free_memory_bytes
-from runner.base.words import bytes_in_words
-from runner.launch.apart import apart
+from runner.base.subprocesses import in_subprocess
+from runner.base.words import sized
 from runner.launch.pool import ALONE, Slot
 from runner.plan.fits import Prediction
 
@@ -68,7 +68,7 @@ def packed(configurations: Sequence[Configuration], together: int | Literal["aut
     if together == "auto" and len({each.settings.device for each in configurations}) > 1:
         return Packing(why="together=auto: one at a time, for the trials are on different devices; say together=N")
     try:
-        seen = apart(_foresee, _different(configurations), together == "auto")
+        seen = in_subprocess(_foresee, distinct(configurations), together == "auto")
     except BrokenProcessPool:
         seen = Foreseen(why_not="the process that traced the model died")
     if seen.several and together == "auto":
@@ -76,10 +76,10 @@ def packed(configurations: Sequence[Configuration], together: int | Literal["aut
     if seen.several:
         what = f"must be 1 where each trial takes several devices, as with parallelism={seen.several}"
         raise ConfigError(Problem(what, f"together={together}", "say together=1, or parallelism=single"))
-    return _packing(seen, together, len(configurations))
+    return packing_of(seen, together, len(configurations))
 
 
-def _packing(seen: Foreseen, together: int | Literal["auto"], num_trials: int) -> Packing:
+def packing_of(seen: Foreseen, together: int | Literal["auto"], num_trials: int) -> Packing:
     """Return the places on the devices that were found, dealt evenly."""
     threads = "each with {} of {} cores"
     if together != "auto":
@@ -96,7 +96,7 @@ def _packing(seen: Foreseen, together: int | Literal["auto"], num_trials: int) -
     count = min(len(places), seen.cores, num_trials)
     each = max(1, seen.cores // count)
     room = seen.rooms[0]
-    memory = f"{bytes_in_words(room.takes)} predicted for each, {bytes_in_words(room.capacity)} on {room.name}"
+    memory = f"{sized(room.takes)} predicted for each, {sized(room.capacity)} on {room.name}"
     memory += f" and {len(seen.rooms) - 1} more" if len(seen.rooms) > 1 else ""
     least = "memory" if count == len(places) else "cores" if count == seen.cores else "the number of trials"
     why = f"together=auto: {count} at once by {least}: {memory}, {threads.format(each, seen.cores)}"
@@ -115,11 +115,11 @@ def _slots(devices: Sequence[str], each: int) -> tuple[Slot, ...]:
     )
 
 
-def _different(configurations: Sequence[Configuration]) -> list[Configuration]:
+def distinct(configurations: Sequence[Configuration]) -> list[Configuration]:
     """Return one configuration of each kind: settings that change numbers only take no other memory."""
     found: dict[tuple[tuple[str, str], ...], Configuration] = {}
     for configuration in configurations:
-        values = {key: str(value) for key, value in configuration.flat().items() if key not in _NUMBERS}
+        values = {key: str(value) for key, value in configuration.flat().items() if key not in NUMBERS_ONLY}
         found.setdefault(tuple(sorted(values.items())), configuration)
     return list(found.values())
 
@@ -170,7 +170,7 @@ def _foresee(configurations: Sequence[Configuration], traces: bool) -> Foreseen:
 
 
 # Settings by which no pass of a model grows.
-_NUMBERS = frozenset({
+NUMBERS_ONLY = frozenset({
     "run", "output_root", "resume", "weights", "seed", "updates", "epochs", "max_grad_norm", "log_every",
     "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps", "scheduler.warmup",
     "early_stopping.patience", "early_stopping.metric", "early_stopping.best_is",

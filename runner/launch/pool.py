@@ -90,7 +90,7 @@ class Pool:
         slot = self._free.pop(0)
         kept = {key: value for key, value in os.environ.items() if key not in _OF_ONE_RUN}
         kept |= {key: value for key, value in self._environment.items() if not kept.get(key)}
-        line = [sys.executable, "-P", "-c", _MAIN, str(os.getpid()), *words]
+        line = [sys.executable, "-P", "-c", TRIAL_MAIN, str(os.getpid()), *words]
         told: dict[str, Any] = {} if self._is_alone else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
             line, stdin=None if self._is_alone else subprocess.DEVNULL, env={**kept, **slot.environment}, text=True,
@@ -151,7 +151,7 @@ _ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 # What wandb's agent gives to the one run it has started: with the same id trials would write over each other.
 _OF_ONE_RUN = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 # accel-run, in a process that is asked to save when the sweep is killed; -P: no runner.py of this folder is ours
-_MAIN = (
+TRIAL_MAIN = (
     "import signal, sys; from runner.base.parent import die_with_parent; "
     "die_with_parent(int(sys.argv.pop(1)), signal.SIGTERM); from runner.cli import main; sys.exit(main())"
 )

@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from runner.base import output
 from runner.base.errors import AccelRunError, Exit, Problem
 from runner.base.parent import die_with_parent
 from runner.base.ranks import Member
@@ -59,9 +59,8 @@ def live(main: Main, member: Member, supervisor: int, folder: Path, mask: set[si
     except OSError:
         code = code or int(Exit.INPUT_OUTPUT)  # an end whose result is lost is not a good one
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
+        with suppress(Exception):
+            output.finish()
         os._exit(code)  # what the supervisor registered for its own exit must not run here
 
 

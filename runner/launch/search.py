@@ -11,6 +11,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from runner.base.configuration import Request, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, DataError, Problem
 from runner.base.packages import require
@@ -52,9 +54,9 @@ def corners(axes: Sequence[Axis]) -> list[list[str]]:
 
 
 class Study:
-    """Optuna's study in the folder of a search. Its sampler is seeded anew for each trial, by the seed and its number.
+    """Optuna's study in the folder of a search. Its sampler is seeded again for each value, by seed, trial and key.
 
-    So a search that was stopped or killed goes on as if it had not been.
+    So a search that was stopped or killed, also between two values of one trial, chooses the same values.
     """
 
     def __init__(self, found: Sweep, axes: Sequence[Axis], name: str, *, seed: int) -> None:
@@ -70,12 +72,15 @@ class Study:
             storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._file), _Held()))
             direction = {"min": "minimize", "max": "maximize"}[found.goal.best_is]
             self._study = self._optuna.create_study(
-                storage=storage, sampler=self._sampler(0), study_name="search", direction=direction, load_if_exists=True
+                storage=storage,
+                sampler=self._sampler(0, 0),
+                study_name="search",
+                direction=direction,
+                load_if_exists=True,
             )
 
     def ask(self) -> Trial:
         """Return a new trial, on disk."""
-        self._study.sampler = self._sampler(len(self._study.trials))
         with _at("append to", self._file):
             return self._chosen(self._study.ask())
 
@@ -90,7 +95,6 @@ class Study:
                 if frozen.state.is_finished():
                     found.append(self._named(frozen.number, frozen.params))
                     continue
-                self._study.sampler = self._sampler(frozen.number)
                 found.append(self._chosen(self._optuna.trial.Trial(self._study, frozen._trial_id)))
             for trial, asked in zip_longest(known, found[: len(known)]):
                 if asked is None or trial.words != asked.words:
@@ -109,7 +113,8 @@ class Study:
 
     def _chosen(self, asked: Any) -> Trial:
         values = {}
-        for axis in self._axes:
+        for place, axis in enumerate(self._axes):
+            self._study.sampler = self._sampler(asked.number, place)
             if axis.values:
                 words = [word.partition("=")[2] for word in axis.values]
                 values[axis.key] = asked.suggest_categorical(axis.key, words)
@@ -126,8 +131,10 @@ class Study:
         words = tuple(axis.word(values[axis.key]) for axis in self._axes if axis.key in values)
         return Trial(number + 1, f"{self._name}-{number + 1}", words)
 
-    def _sampler(self, number: int) -> Any:
-        return self._optuna.samplers.TPESampler(seed=(self._seed * 1_000_003 + number) % 2**32)
+    def _sampler(self, number: int, place: int) -> Any:
+        """Return the sampler of the value at `place` of a trial: what the values before it drew does not count."""
+        seed = int(np.random.SeedSequence([self._seed, number, place]).generate_state(1)[0])
+        return self._optuna.samplers.TPESampler(seed=seed)
 
 
 @contextmanager

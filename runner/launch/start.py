@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.configuration import Configuration, Request, compose, merge_overrides, task_source, to_yaml
 from runner.base.errors import ConfigError, DeviceMemoryError, Exit, HostMemoryError, Problem
+from runner.base.output import never_waiting
 from runner.base.phases import INFERENCE
 from runner.base.ranks import Member, member_of, starter
 from runner.base.scratch import private_folder
 from runner.durable.files import read_object
 from runner.engine.passes import num_restarts
 from runner.engine.session import Ended, Job, name_of, record_failure, take_part
-from runner.launch.apart import apart, needs_apart
 from runner.launch.launcher import launched
-from runner.observe.events import Console, level_said, outlasting_readers
+from runner.launch.needs import needs_in_subprocess
+from runner.observe.events import Console, level_said
 from runner.observe.trackers import must_be_installed
 from runner.plan.fits import Needs
 from runner.plan.inventory import Inventory, take_inventory
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from runner.launch.local import Ending
 
 
-@outlasting_readers()
+@never_waiting()
 def train(request: Request, *, then_infer: bool = False) -> tuple[Exit, Job | None]:
     """Run the phases that the request asks for, `infer` among them or with `then_infer`.
 
@@ -72,16 +73,18 @@ def _train(request: Request, member: Member | None, *, then_infer: bool) -> tupl
         return _infer(request, None), None
     must_be_installed(configuration.choices["tracker"].function)
     name = name_of(configuration)
+    if "torch" not in sys.modules and (member is None or member.rank == 0):  # seconds, in which nothing else is printed
+        Console(level=level_said()).info(f"starting run {name}: loading PyTorch")
     if member is None and configuration.settings.weights and not (configuration.settings.root / name).exists():
         from runner.engine.weights import require_weights
 
         require_weights(Path(configuration.settings.weights).expanduser())
     if member is not None:
-        ended, job = _as_member(request, configuration, name, member)
+        ended, job = _as_member(request, configuration, name, member, predicts=predicts)
         if member.rank:
             return ended.code, None
     else:
-        ended, job = _from_here(request, configuration, name)
+        ended, job = _from_here(request, configuration, name, predicts=predicts)
     if ended.code == Exit.DONE and predicts:
         if ended.asked_to_stop:  # with the last update: the same command predicts
             return Exit.PREEMPTED, job
@@ -102,12 +105,13 @@ def _infer(request: Request, name: str | None) -> Exit:
 # ---------------------------------------------------------------- ranks that are started here
 
 
-def _from_here(request: Request, configuration: Configuration, name: str) -> tuple[Ended, Job]:
+def _from_here(request: Request, configuration: Configuration, name: str, *, predicts: bool) -> tuple[Ended, Job]:
     """Train in this process, or start the ranks that the plan wants and watch over them."""
-    alone = configuration.choices["parallelism"].function == "single"
-    inventory = _inventory(configuration, is_forked=not alone)
-    needs = needs_apart(configuration, inventory) if wants_needs(configuration, inventory) else None
-    job = Job(request, configuration, make_plan(configuration, inventory, needs=needs), inventory, name, needs)
+    inventory = _inventory(configuration)
+    needs = needs_in_subprocess(configuration, inventory) if wants_needs(configuration, inventory) else None
+    job = Job(
+        request, configuration, make_plan(configuration, inventory, needs=needs), inventory, name, needs, predicts
+    )
     if job.plan.world_size > 1:
         return _launched(job)
     _tell_of_crashes()
@@ -153,14 +157,9 @@ def _tell_of_crashes() -> None:
             faulthandler.enable(all_threads=True)
 
 
-def _inventory(configuration: Configuration, *, is_forked: bool) -> Inventory:
-    """Take the inventory; where this process will be forked, in one of its own, so that this one has no CUDA in it."""
+def _inventory(configuration: Configuration) -> Inventory:
     allow_for(configuration)
-    if not is_forked:
-        return take_inventory()
-    import torch  # noqa: F401 - once, before the forks
-
-    return apart(take_inventory)
+    return take_inventory()
 
 
 def _taken_part(job: Job, member: Member) -> Ended:
@@ -257,24 +256,25 @@ def _has_begun(job: Job, began: float) -> bool:
 # ---------------------------------------------------------------- a rank that somebody else has started
 
 
-def _as_member(request: Request, configuration: Configuration, name: str, member: Member) -> tuple[Ended, Job]:
+def _as_member(
+    request: Request, configuration: Configuration, name: str, member: Member, *, predicts: bool
+) -> tuple[Ended, Job]:
     """Train as the rank that torchrun or srun made of this process; rank 0 decides for all what is run."""
     import torch
 
     from runner import __version__
     from runner.distributed.join import joined
 
-    allow_for(configuration)
-    inventory = take_inventory()
+    inventory = _inventory(configuration)
     gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"]
     wants_gpu = gpus and configuration.settings.device != "cpu"
     mine = RankDevice.of(gpus[member.local_rank % len(gpus)] if wants_gpu else None, inventory)
     timeout_s = float(configuration.choices["parallelism"].options.get("timeout_s", 600.0))
-    is_first = member.rank == 0
-    needs = needs_apart(configuration, inventory) if is_first and wants_needs(configuration, inventory) else None
+    wanted = member.rank == 0 and wants_needs(configuration, inventory)
+    needs = needs_in_subprocess(configuration, inventory) if wanted else None
     with private_folder(), joined(member, torch.device(mine.device), timeout_s=timeout_s) as world:
         source = task_source(configuration.choices["task"].name, request.task_file).read_bytes()
-        _must_agree(
+        must_agree(
             world.gather(
                 {
                     "accel-run": __version__,
@@ -294,7 +294,7 @@ def _as_member(request: Request, configuration: Configuration, name: str, member
         plan = Plan.from_json(world.from_first(plan.to_json()))
         if world.from_first(member.attempt > 0 and _is_started_again(configuration, name)):
             plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, resume="auto"))
-        job = Job(request, configuration, plan, inventory, world.from_first(name))
+        job = Job(request, configuration, plan, inventory, world.from_first(name), predicts=predicts)
         return take_part(job, world), job
 
 
@@ -311,7 +311,7 @@ def _is_started_again(configuration: Configuration, name: str) -> bool:
     return is_ours and newest_valid(folder / "checkpoints") is not None
 
 
-def _must_agree(facts: list[dict[str, str]]) -> None:
+def must_agree(facts: list[dict[str, str]]) -> None:
     """Raise ConfigError, on every rank alike, where ranks differ in what decides the numbers."""
     problems = []
     for key, first in facts[0].items():

@@ -14,13 +14,13 @@ from typing import Literal, Protocol
 
 from runner.base.configuration import Configuration, Request, key_of, merge_overrides, word_of
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, IncompatibleResume
+from runner.base.subprocesses import in_subprocess
 from runner.base.sweeps import Axis, composed, expand_sweep
 from runner.base.words import columns_of, shortened
 from runner.durable import files
 from runner.durable.directory import SWEEP, RunDirectory, check_name, default_name
 from runner.durable.standing import standing
 from runner.engine.again import words_of
-from runner.launch.apart import apart
 from runner.launch.packing import Packing, packed
 from runner.launch.pool import Pool
 from runner.launch.trials import STOPPED, Goal, Result, Sweep, Trial, summary, table, told, winner, without_metric
@@ -74,7 +74,7 @@ def sweep(request: Request, wish: Wish) -> int:
     choices = [tuple(word for word in one.overrides if key_of(word) in varied) for one in requests]
     packing = packed(configurations, wish.together)
     with opened("sweep", replace(request, overrides=fixed), configurations[0], wish) as (directory, found):
-        _enlist(found, choices, directory.name)
+        enlist(found, choices, directory.name)
         return walk(directory, found, _Grid(found, retry=wish.retry), packing, configurations[0])
 
 
@@ -203,7 +203,7 @@ def _wait_for(trial: Trial, found: Sweep, pool: Pool, say: Callable[[str], None]
 def must_be_plannable(configurations: Sequence[Configuration]) -> None:
     """Raise what this machine cannot do, found in a process of its own: this one must hold neither torch nor a GPU."""
     try:
-        errors = apart(_plan_all, configurations)
+        errors = in_subprocess(_plan_all, configurations)
     except BrokenProcessPool:
         return  # the trials will tell
     if errors:
@@ -227,7 +227,7 @@ class _Grid:
         """Ask for the next one, whatever it was."""
 
 
-def _enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
+def enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
     """The sweep has a trial for each choice: those it had before, and new ones for what was added to the lists."""
     before = {frozenset((*found.record.get("fixed", ()), *trial.words)): trial for trial in found.trials}
     asked = {frozenset((*found.fixed, *words)): words for words in choices}

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from runner.base.birth import birth_of
 from runner.base.errors import Exit
+from runner.base.figures import metric_text
 from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
 from runner.base.words import aligned, is_number, shortened
@@ -73,7 +74,7 @@ class Result:
     """How a trial stands.
 
     exit_code  of its last process, where that is known
-    last       the metric at its last evaluation, NaN where that was not finite; None where there is none
+    last       the metric at its last evaluation, NaN where that had no items or was not finite; None: no evaluation
     best       the best of all its evaluations
     seconds    of its phases, over all its processes
     metrics    every metric of its last evaluation
@@ -186,7 +187,11 @@ class Sweep:
         state = _state(standing(record).word if record else "", code, self.launcher)
         metric = self.goal.metric
         values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl") if is_number(row.get(metric))]
-        metrics = {str(name): float(value) for name, value in mapped(record.get("metrics")).items() if is_number(value)}
+        metrics = {
+            str(name): math.nan if value is None else float(value)  # null: without items, or not finite
+            for name, value in mapped(record.get("metrics")).items()
+            if value is None or is_number(value)
+        }
         last = metrics.get(metric, values[-1] if values else None)
         spent: list[Any] = [mapped(phase).get("seconds") for phase in mapped(record.get("phases")).values()]
         return Result(
@@ -271,7 +276,7 @@ def without_metric(results: Sequence[Result], goal: Goal) -> str:
 def told(result: Result, goal: Goal) -> str:
     """Return in a line how a trial has ended: its state, what it has reached, how long it took."""
     words = [_state_of(result)]
-    words += [f"{goal.metric} {result.last:.5g}"] if result.last is not None else []
+    words += [f"{goal.metric} {metric_text(result.last, 5)}"] if result.last is not None else []
     words += [f"{result.seconds:.1f} s"] if result.seconds is not None else []
     return "  ".join(words)
 
@@ -284,7 +289,8 @@ def rows_of(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list
     rows = []
     for each in results:
         cells = [each.trial.name, *(_short(each.trial.settings.get(key, "-")) for key in keys), _state_of(each)]
-        cells += [_number(each.last, ".5g"), _number(each.best, ".5g"), _number(each.seconds, ".1f")]
+        cells += ["-" if value is None else metric_text(value, 5) for value in (each.last, each.best)]
+        cells += ["-" if each.seconds is None else f"{each.seconds:.1f}"]
         rows.append([*cells, BEST if each is best else ""])
     return head, rows
 
@@ -307,8 +313,8 @@ def as_csv(results: Sequence[Result], goal: Goal) -> str:
     writer.writerow([*head, *metrics, "is_best"])
     for each in results:
         cells = [each.trial.number, each.trial.name, *(each.trial.settings.get(key, "") for key in keys)]
-        cells += [each.state, each.exit_code, each.seconds, each.last, each.best]
-        writer.writerow([*cells, *(each.metrics.get(name) for name in metrics), int(each is best)])
+        cells += [each.state, each.exit_code, each.seconds, _json(each.last), _json(each.best)]
+        writer.writerow([*cells, *(_json(each.metrics.get(name)) for name in metrics), int(each is best)])
     return told.getvalue()
 
 
@@ -338,10 +344,6 @@ def _seconds_of(evidence: Mapping[str, Any]) -> float | None:
 
 def _json(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
 
 
 def _short(text: str) -> str:

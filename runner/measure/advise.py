@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.base.configuration import Configuration, Request, compose, merge_overrides
+from runner.base.subprocesses import in_subprocess
 from runner.engine.evidence import Evidence
-from runner.launch.apart import apart
 from runner.measure.criteria import Criterion, criteria, rule_of_thumb
 from runner.measure.facts import Facts, device_of
 from runner.measure.hardware_profile import Profile
@@ -232,7 +232,7 @@ def advise(request: Request, run: Known, budget_s: float, say: Say) -> Advice:
     """
     began = time.monotonic()
     configuration = compose(request)
-    plan, inventory = apart(planned, configuration)
+    plan, inventory = in_subprocess(planned, configuration)
     request, cores, notes = of_one_rank(request, plan, inventory)
     limits = Limits(budget_s=budget_s, phase=run.phase, first_evaluation=True)
     with Arena(request, cores) as arena:
@@ -254,7 +254,7 @@ def advise(request: Request, run: Known, budget_s: float, say: Say) -> Advice:
             throttled=run.throttled,
         )
         found = findings(facts)
-        trials, tried, together = _tried(arena, limits, found, began + budget_s, opened, say)
+        trials, tried, together = try_candidates(arena, limits, found, began + budget_s, opened, say)
     rows = criteria(facts)
     return Advice(
         task=plan.choices["task"].name,
@@ -367,7 +367,7 @@ def filled(known: Evidence | None, now: Evidence) -> Evidence:
 # ---------------------------------------------------------------- trials
 
 
-def _tried(
+def try_candidates(
     arena: Arena, limits: Limits, found: Sequence[Finding], deadline: float, opened: Measured, say: Say
 ) -> tuple[Trials | None, list[Tried], Tried | None]:
     """Try the candidates of all findings, then the best of each together, as far as there is time.

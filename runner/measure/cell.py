@@ -39,7 +39,7 @@ from runner.base.stopwatch import between
 from runner.base.task import Progress, Task
 from runner.base.words import words_of
 from runner.engine.evaluate import Sizes, evaluate
-from runner.engine.infer import timed_predictions
+from runner.engine.infer import predictions_of
 from runner.engine.loop import StepInfo
 from runner.engine.session import open_run
 from runner.engine.train import Phase, TrainingRun
@@ -344,12 +344,16 @@ class Cell:
         """
         parts, items, seconds = self.run.parts, 0, 0.0
         if type(parts.task).predict is not Task.predict:
-            with closing(timed_predictions(self.run.plan, parts)) as predictions:
-                for prediction, took_s in predictions:
+            with closing(predictions_of(self.run.plan, parts)) as predictions:
+                began = time.perf_counter()
+                for prediction in predictions:
+                    parts.world.synchronize()
+                    ended = time.perf_counter()
                     items += prediction.items
-                    seconds += took_s if prediction.items else 0.0
+                    seconds += ended - began if prediction.items else 0.0
                     if seconds > least_s:
                         break
+                    began = ended
         return {"items": items, "item": parts.task.item, "seconds": seconds}
 
     def fit(self) -> Answer:
@@ -380,7 +384,7 @@ class Cell:
             began = time.perf_counter()
             evaluate(
                 parts.task, parts.model, phase.held_out, parts.prefetch, parts.precision, parts.parallel,
-                samples[: size + len(samples) % size], Sizes(size), self.run.plan.settings.seed,
+                samples[: size + len(samples) % size], Sizes(size), self.run.plan.settings.seed, parts.source,
             )  # fmt: skip
             parts.world.synchronize()
             took.append(time.perf_counter() - began)

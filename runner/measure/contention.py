@@ -24,7 +24,7 @@ from runner.base.host import affinity
 class Look:
     """Seconds so far.
 
-    waited  this thread was ready to run, and had no core; 0 where nobody counts
+    waited  this thread was ready to run, and had no core; 0 where the kernel does not count
     busy    of the cores that this process may use, together
     ours    of one core, by this process and what it has started
     own     of that, by this thread
@@ -53,11 +53,11 @@ class Contention:
         """
         if not self._counts:
             return None
-        waited, busy = _waited_s(), 0.0
+        waited, busy = waited_s(), 0.0
         for core, times in enumerate(psutil.cpu_times(percpu=True)):
             busy += times.user + times.nice + times.system if core in self._cores else 0.0
-        ours, own = _family_s(), time.thread_time()
-        return Look(_waited_s() if begins else waited, busy, ours, own)
+        ours, own = family_cpu_s(), time.thread_time()
+        return Look(waited_s() if begins else waited, busy, ours, own)
 
     @staticmethod
     def behind_others_s(before: Look | None, after: Look | None) -> float:
@@ -72,14 +72,16 @@ class Contention:
         return max(0.0, after.waited - before.waited) * others / (others + rivals)
 
 
-def _waited_s() -> float:
+def waited_s() -> float:
+    """Return the seconds for which this thread was ready and had no core; 0 where the kernel does not count."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
 
 
-def _family_s() -> float:
+def family_cpu_s() -> float:
+    """Return the CPU seconds of this process and of those that it has started."""
     seconds = time.process_time()
     for child in psutil.Process(os.getpid()).children(recursive=True):
         with suppress(psutil.Error):  # it has ended

@@ -14,11 +14,12 @@ from typing import Any
 
 from runner.base.configuration import compose
 from runner.base.errors import AccelRunError, ConfigError, Problem
+from runner.base.figures import finite
 from runner.base.stopwatch import PARTS
+from runner.base.subprocesses import in_subprocess
 from runner.durable.files import atomic_write, make_directory
-from runner.launch.apart import apart
 from runner.measure.advise import of_one_rank, planned
-from runner.measure.results import finite, hardware
+from runner.measure.results import hardware
 from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Wanted
 from runner.measure.trial import LEAST_ROUNDS, Arena, Asked, Cell, Limits, Measured, Trials, as_json, enough
@@ -44,7 +45,7 @@ def some_of(options: Mapping[str, str], key: str, known: Sequence[str]) -> tuple
     wrong = [word for word in words if word not in known]
     if wrong:
         what = f"must be some of {', '.join(known)}, but {wrong[0] or 'nothing'} is none of them"
-        raise ConfigError(Problem(what, f"{key}={options[key]}", f"say {key}={','.join(known)}"))
+        raise ConfigError(Problem(what, f"{key}={options[key]}", f"say {key}={','.join(known)}"), of_known_keys=True)
     return tuple(dict.fromkeys(words))
 
 
@@ -84,7 +85,7 @@ def place_of(wanted: Wanted) -> Iterator[Place]:
     Raises ConfigError for a word that no suite of cells knows.
     """
     refuse_words(wanted)
-    plan, inventory = apart(planned, compose(wanted.request))
+    plan, inventory = in_subprocess(planned, compose(wanted.request))
     request, cores, notes = of_one_rank(wanted.request, plan, inventory)
     with Arena(request, cores) as arena:
         yield Place(arena, plan, inventory, notes)

@@ -7,24 +7,25 @@ import statistics
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from runner.base.errors import InputMissing
-from runner.base.packages import require
 from runner.base.picture import COLORS, new_figure, png
 from runner.base.words import shortened
 from runner.durable import files
-from runner.measure.results import PICTURES, Results
+from runner.measure.results import PICTURES, Results, session_baseline
 from runner.measure.statistics import CONFIDENCE, Ratio
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 BASELINE = "baseline"
+Height = Callable[["Measured"], float]
+Draw = Callable[[Any, "Measured", str], None]
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,14 @@ PUBLISHED: Mapping[str, Published] = {
 }  # fmt: skip
 
 
-def draw(results: Results, task: str, published: Published | None = None) -> list[Path]:
+def draw(results: Results, published: Published | None = None) -> list[Path]:
     """The pictures of the results lie beside them; returns their paths.
 
-    task       whose steps were measured; for one of PUBLISHED there is a picture beside what others report
-    published  what to show beside them in the place of that
+    published  what others report of the task; None: that of PUBLISHED, where the results are of a task that is there
     An earlier picture that can no longer be drawn is removed. Raises InputMissing where nothing was measured,
-    MissingPackage where matplotlib is missing, and what Results raises.
+    and what Results raises.
     """
-    found = {name: png_of(figure) for name, figure in figures(results, task, published).items()}
+    found = {name: png_of(figure) for name, figure in figures(results, published).items()}
     for name in PICTURES:
         path = results.file(name)
         if name in found:
@@ -67,19 +67,20 @@ def draw(results: Results, task: str, published: Published | None = None) -> lis
     return [results.file(name) for name in PICTURES if name in found]
 
 
-def figures(results: Results, task: str, published: Published | None = None) -> dict[str, Any]:
+def figures(results: Results, published: Published | None = None) -> dict[str, Any]:
     """Return the name of each picture -> its matplotlib Figure; raises as `draw` does."""
     columns = {name: column for name, column in results.columns().items() if column}
     if not columns:
         raise InputMissing(
             "there is no technique to draw", where=str(results.csv), fix="run them first: accel-run benchmark"
         )
-    measured = Measured(task, columns, results.facts()["techniques"])
+    measured = Measured(columns, results.facts()["techniques"], results.sessions())
+    of_task = PUBLISHED.get(measured.tasks[0]) if len(measured.tasks) == 1 else None
     drawn = {
         "steps.png": steps(measured),
         "heatmap.png": heatmap(measured),
         "speedup.png": speedup(measured),
-        "published.png": beside_published(measured, published or PUBLISHED.get(task)),
+        "published.png": beside_published(measured, published or of_task),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
@@ -95,13 +96,28 @@ def png_of(figure: Any) -> bytes:
 class Measured:
     """What there is to draw.
 
-    columns  technique -> milliseconds of its steps, at least one
-    facts    technique -> what is known of it; not of each
+    columns   technique -> milliseconds of its steps, at least one
+    facts     technique -> what is known of it; not of each
+    sessions  technique -> number of the session in which it was measured
     """
 
-    task: str
     columns: Mapping[str, Sequence[float]]
     facts: Mapping[str, Mapping[str, Any]]
+    sessions: Mapping[str, int]
+
+    def by_session(self) -> list[Measured]:
+        """Return what was measured in each session: times of different ones share no axes."""
+        found = sorted({self.sessions[name] for name in self.columns})
+        return [
+            replace(self, columns={name: each for name, each in self.columns.items() if self.sessions[name] == session})
+            for session in found
+        ]
+
+    @property
+    def tasks(self) -> list[str]:
+        """Return the tasks whose steps these are, as far as the results know them."""
+        named = (self.facts.get(name, {}).get("task") for name in self.columns)
+        return list(dict.fromkeys(task for task in named if isinstance(task, str) and task))
 
     @property
     def scale_ms(self) -> float:
@@ -143,7 +159,7 @@ class Measured:
         days = sorted({str(each.get("date", ""))[: len("2026-01-31")] for each in known} - {""})
         several = "on different machines: " if len(machines) > 1 else ""
         parts = [
-            f"task {self.task}",
+            f"task {', '.join(self.tasks)}" if self.tasks else "",
             several + shortened(machines, separator="; "),
             " to ".join(days[:1] + days[1:][-1:]),
         ]
@@ -152,21 +168,25 @@ class Measured:
     def ratio(self, name: str) -> Ratio | None:
         """Return how many times as fast a technique is as the baseline: of the paired blocks where they are known.
 
-        Else of the medians, with an interval without ends; None where there is no baseline.
+        Else of the medians, with an interval without ends; None where its session has no baseline.
         """
         told = self.facts.get(name, {}).get("ratio")
         if isinstance(told, Mapping):
             middle, low, high = (_positive(told.get(key)) for key in ("middle", "low", "high"))
             if middle is not None:
                 return Ratio(middle, low or 0.0, high or math.inf, told.get("num") or 0)
-        if BASELINE not in self.columns:
+        base = next((each for each in self.columns if self._is_baseline(each, self.sessions[name])), None)
+        if base is None:
             return None
-        middle = statistics.median(self.columns[BASELINE]) / statistics.median(self.columns[name])
+        middle = statistics.median(self.columns[base]) / statistics.median(self.columns[name])
         return Ratio(middle, 0.0, math.inf, 0)
 
+    def _is_baseline(self, name: str, session: int) -> bool:
+        return self.sessions[name] == session and name in (BASELINE, session_baseline(session))
+
     def ratios(self) -> dict[str, Ratio]:
-        """Return technique -> its ratio, without the baseline, the fastest first."""
-        found = {name: self.ratio(name) for name in self.columns if name != BASELINE}
+        """Return technique -> its ratio to the baseline of its session, without baselines, the fastest first."""
+        found = {name: self.ratio(name) for name in self.columns if not self._is_baseline(name, self.sessions[name])}
         known = {name: ratio for name, ratio in found.items() if ratio is not None}
         return dict(sorted(known.items(), key=lambda each: -each[1].middle))
 
@@ -188,11 +208,31 @@ class Measured:
 # ---------------------------------------------------------------- pictures
 
 
+def _by_session(measured: Measured, height_of: Height, draw_in: Draw) -> Any:
+    """Return a figure with a part for each session, each with its own axes: their times must not be compared."""
+    parts = measured.by_session()
+    heights = [height_of(part) for part in parts]
+    figure = new_figure(11.0, sum(heights))
+    if len(parts) == 1:
+        draw_in(figure, measured, "")
+        return figure
+    for part, inner in zip(parts, figure.subfigures(len(parts), 1, height_ratios=heights), strict=True):
+        draw_in(inner, part, f", session {part.sessions[next(iter(part.columns))]}")
+    return figure
+
+
 def steps(measured: Measured) -> Any:
     """Return a line per technique, milliseconds over steps, up to where the scale ends."""
+    return _by_session(
+        measured,
+        lambda part: max(5.0, 1.6 + 0.19 * sum(_lines(_label(name, part)) for name in part.columns)),
+        _draw_steps,
+    )
+
+
+def _draw_steps(figure: Any, measured: Measured, of_session: str) -> None:
     order = sorted(measured.columns, key=lambda name: -statistics.median(measured.columns[name]))
     limit = measured.scale_ms
-    figure = new_figure(11.0, max(5.0, 1.6 + 0.19 * sum(_lines(_label(name, measured)) for name in order)))
     axes = figure.subplots()
     highest, drawn = 0.0, {}
     for number, name in enumerate(measured.columns):
@@ -216,17 +256,23 @@ def steps(measured: Measured) -> Any:
     _dress(axes, "step", "time of a step (ms)")
     _count(axes)
     axes.margins(x=0.02)
-    _title(figure, axes, "Time of each step", [measured.origin, measured.left_out and f"▲ {measured.left_out}"], 0.7)
+    notes = [measured.origin, measured.left_out and f"▲ {measured.left_out}"]
+    _title(figure, axes, f"Time of each step{of_session}", notes, 0.7)
     labels = [_label(name, measured) for name in order]
     figure.legend(
         [drawn[name] for name in order], labels, loc="outside right upper", frameon=False, fontsize=8,
         title="median of steps", title_fontsize=8, alignment="left",
     )  # fmt: skip
-    return figure
 
 
 def heatmap(measured: Measured) -> Any:
     """Return a row per technique and a cell per block of steps: the darker, the longer a step took."""
+    return _by_session(
+        measured, lambda part: 2.2 + 0.17 * sum(_lines(_wrapped(name)) + 1 for name in part.columns), _draw_heatmap
+    )
+
+
+def _draw_heatmap(figure: Any, measured: Measured, of_session: str) -> None:
     num = max(map(len, measured.columns.values()))
     size = math.ceil(num / _BLOCKS)
     edges = [*range(0, num, size), num]
@@ -238,7 +284,6 @@ def heatmap(measured: Measured) -> Any:
         for column in measured.columns.values()
     ]
     labels = [_wrapped(name) for name in measured.columns]
-    figure = new_figure(11.0, 2.2 + 0.17 * sum(_lines(label) + 1 for label in labels))
     axes = figure.subplots()
     axes.set_facecolor("#EDEDED")  # behind what has no cell
     axes.patch.set(hatch="////", edgecolor="0.75")
@@ -262,8 +307,7 @@ def heatmap(measured: Measured) -> Any:
         _plain_numbers(bar.ax.yaxis)
     is_ragged = any(math.isnan(value) for row in rows for value in row)
     notes = [measured.origin, measured.left_out if is_cut else "", "hatched: no such step" if is_ragged else ""]
-    _title(figure, axes, "Where steps were slow", notes)
-    return figure
+    _title(figure, axes, f"Where steps were slow{of_session}", notes)
 
 
 def speedup(measured: Measured) -> Any | None:
@@ -295,7 +339,9 @@ def speedup(measured: Measured) -> Any | None:
         f"whisker and brackets: {CONFIDENCE:.0%} interval of the ratio of blocks in turns" if has_interval else ""
     )
     bare = f"{_BARE}: too few rounds, or the medians alone" if not all(map(_has_interval, ratios.values())) else ""
-    notes = [measured.origin, "; ".join(filter(None, (interval, bare)))]
+    num = len(measured.by_session())
+    several = f"{num} sessions: each technique against the baseline of its own session" if num > 1 else ""
+    notes = [measured.origin, several, "; ".join(filter(None, (interval, bare)))]
     _title(figure, axes, "Times as fast as the baseline", notes)
     _legend_below(figure, {kind: drawn[kind] for kind in (*_KINDS, _WRONG) if kind in drawn})
     return figure
@@ -347,7 +393,7 @@ def beside_published(measured: Measured, published: Published | None) -> Any | N
 
 def _title(figure: Any, axes: Any, title: str, notes: Sequence[str], room: float = 1.0) -> None:
     """Put the title above, and the notes below it in lines that fit in this share of the width."""
-    width = int(room * figure.get_figwidth() * _LETTERS_PER_INCH)
+    width = int(room * figure.bbox.width / figure.dpi * _LETTERS_PER_INCH)
     lines = [line for note in notes if note for line in textwrap.wrap(note, width)]
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
     axes.set_title("\n".join(lines), loc="left", fontsize=8, color="0.35")
@@ -363,19 +409,22 @@ def _dress(axes: Any, x: str, y: str) -> None:
 
 def _count(axes: Any) -> None:
     """Write whole numbers below the axis."""
-    ticker = require("matplotlib.ticker", "plots")
+    from matplotlib import ticker
+
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
 
 
 def _norm(low: float, high: float, *, is_wide: bool) -> Any:
     """Return how times become colors: by their logarithm where one technique takes many times as long as others."""
-    colors = require("matplotlib.colors", "plots")
+    from matplotlib import colors
+
     return colors.LogNorm(low, high) if is_wide else colors.Normalize(low, high)
 
 
 def _plain_numbers(axis: Any) -> None:
     """Write 200, 500 and 1000 at a logarithmic axis, and no powers."""
-    ticker = require("matplotlib.ticker", "plots")
+    from matplotlib import ticker
+
     axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(ticker.NullLocator())

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.axes.dataloader import Fetcher
-from runner.base.batch import map_tensors
+from runner.base.batch import are_equal, map_tensors
 from runner.base.order import Micro
 from runner.base.task import Task
 from runner.engine.faults import is_of_task
@@ -64,14 +64,14 @@ def _samples(fetcher: Fetcher, source: Path) -> Answer:
         seconds, busy = time.perf_counter() - began, time.process_time() - busy
         if num == len(fetcher):
             break
-    again = fetcher[_first(num)].batch
+    again = fetcher[_first(num)._replace(epoch=1)].batch  # what a data set draws is the same in the same epoch
     with timed_lines(source) as lines:
         fetcher[_first(num)]
     found: Answer = {
         "sample_ms": 1e3 * seconds / num,
         "sample_busy": min(1.0, busy / max(seconds, 1e-9)),  # share in which this process computed, and did not wait
         "sample_bytes": _nbytes(batch) / num,
-        "same_when_read_again": _are_equal(batch, again),
+        "same_when_read_again": are_equal(batch, again),
         "changes_with_epoch": fetcher.set_epoch is not None,
     }
     line = max(lines, key=lambda line: lines[line], default=None)
@@ -88,14 +88,6 @@ def _nbytes(batch: Any) -> int:
     sizes: list[int] = []
     map_tensors(lambda tensor: sizes.append(tensor.nbytes), batch)
     return sum(sizes)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    ours: list[Tensor] = []
-    theirs: list[Tensor] = []
-    map_tensors(ours.append, one)
-    map_tensors(theirs.append, other)
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
 # ---------------------------------------------------------------- batches

@@ -8,12 +8,14 @@ from datetime import UTC, datetime
 
 from runner.base.configuration import Request, compose, facts_of_profiles, merge_overrides
 from runner.base.errors import AccelRunError
-from runner.launch.apart import apart, needs_apart
+from runner.base.subprocesses import in_subprocess
+from runner.base.words import sized
+from runner.launch.needs import needs_in_subprocess
 from runner.measure.advise import of_one_rank
 from runner.measure.trial import Arena, Cell, Limits
 from runner.plan.corrections import Correction, corrections, keep
 from runner.plan.estimate import peaks_of, update_seconds
-from runner.plan.fits import GIB, predicted, sized
+from runner.plan.fits import GIB, predicted
 from runner.plan.inventory import take_inventory
 from runner.plan.plan import allow_for, make_plan
 
@@ -27,11 +29,11 @@ def probe(request: Request, say: Callable[[str], None]) -> list[str]:
     """
     configuration = compose(request)
     allow_for(configuration)
-    inventory = apart(take_inventory)
+    inventory = in_subprocess(take_inventory)
     request, cores, notes = of_one_rank(request, make_plan(configuration, inventory), inventory)
     configuration = compose(request)
     say("traces the model")
-    needs = dataclasses.replace(needs_apart(configuration, inventory), corrections={})
+    needs = dataclasses.replace(needs_in_subprocess(configuration, inventory), corrections={})
     plan = make_plan(configuration, inventory, needs=needs)
     if not plan.memory:
         raise AccelRunError(f"nothing can be compared: {needs.why_not or 'no phase trains'}")

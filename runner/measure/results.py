@@ -2,6 +2,9 @@
 
 The CSV is the truth, and may be read or corrected in a spreadsheet. What lies in the JSON belongs to a column as it was
 measured: facts of a column that has changed since are not told.
+
+Columns that were measured together form a session, with its own baseline. Times of different sessions must not be
+compared, even on the same machine: its load and its clocks were others. So each column keeps the number of its session.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem, RunInUse, StorageError
+from runner.base.figures import finite
 from runner.base.words import shortened
 from runner.doctor.storage import nearest
 from runner.durable import files
-from runner.measure.technique import STEP, is_name
+from runner.measure.technique import BASELINE, STEP, is_name
 from runner.plan.environment import environment
 from runner.plan.inventory import take_inventory
 
@@ -84,11 +88,27 @@ class Results:
         }
         return {**kept, "techniques": told}
 
-    def put(self, columns: Mapping[str, Sequence[float]], facts: Mapping[str, Mapping[str, Any]]) -> None:
-        """The CSV has these columns, in the place of earlier ones of the same names; all others are as they were.
+    def sessions(self) -> dict[str, int]:
+        """Return for each column the number of the session in which it was measured. Raises as `facts` does."""
+        return _sessions(self.columns(), self._kept()["techniques"])
+
+    def put(
+        self,
+        columns: Mapping[str, Sequence[float]],
+        facts: Mapping[str, Mapping[str, Any]],
+        *,
+        session: int | None = None,
+        is_main: bool = True,
+    ) -> int:
+        """Write these columns, replacing earlier ones of the same names; return the number of their session.
+
+        A baseline stays as long as a column of its session does: if the name `baseline` is given to that of another
+        session, it is renamed to `session_baseline`.
 
         columns  technique -> milliseconds of its steps, all of them above 0
-        facts    technique -> what is known of it, JSON-able; date and hardware are added
+        facts    technique -> what is known of it, JSON-able; date, hardware and session are added
+        session  what an earlier call returned, for columns that were measured together with those; None: a new one
+        is_main  False: a baseline that is there keeps the name `baseline`, and that of this session is named after it
         A crash leaves each file as it was or as it will be. Raises DataError, with nothing changed, where a file is
         damaged, RunInUse where another process does not finish its own change, and StorageError.
         """
@@ -99,13 +119,31 @@ class Results:
         with self._alone():
             before = self.columns() if files.exists(self.csv) else {}
             kept = self._kept()["techniques"]
-            after = before | {name: [float(value) for value in column] for name, column in columns.items()}
-            told = {name: kept[name] for name in after if name in kept} | {
-                name: {**facts.get(name, {}), **now, _DIGEST: _digest(after[name])} for name in columns
+            earlier = _sessions(before, kept)
+            session = session or max(earlier.values(), default=0) + 1
+            told = {name: {**kept[name], _SESSION: earlier[name]} for name in before if name in kept}
+            if BASELINE in columns and earlier.get(BASELINE, session) != session:
+                which, other = (before, earlier[BASELINE]) if is_main else (columns, session)
+                name = session_baseline(other)
+                if which is before:
+                    before, earlier, told = (_renamed(each, name) for each in (before, earlier, told))
+                else:
+                    columns, facts = _renamed(columns, name), _renamed(facts, name)
+            told |= {
+                name: {**facts.get(name, {}), **now, _SESSION: session, _DIGEST: _digest([*map(float, column)])}
+                for name, column in columns.items()
+            }
+            of = earlier | dict.fromkeys(columns, session)
+            alive = {of[name] for name in of if name != session_baseline(of[name])}
+            after = {
+                name: [float(value) for value in column]
+                for name, column in (before | dict(columns)).items()
+                if of[name] in alive
             }
             files.atomic_write(self.csv, _as_csv(after))
             content = {**now, "techniques": {name: told[name] for name in after if name in told}}
             files.atomic_write(self.json, json.dumps(finite(content), indent=1, allow_nan=False) + "\n")
+            return session
 
     def init(self) -> None:
         """The CSV is there, with the column `step` only.
@@ -252,6 +290,32 @@ class Results:
         return DataError(f"{what}; the file is left as it is", where=where, fix=fix)
 
 
+def session_baseline(session: int) -> str:
+    """Return the name of a session's baseline where another session has the name `baseline`."""
+    return f"{BASELINE} (session {session})"
+
+
+def _renamed(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the mapping with that of `baseline` under another name, in the same place."""
+    return {name if key == BASELINE else key: value for key, value in found.items()}
+
+
+def _sessions(columns: Iterable[str], kept: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Return column -> number of its session.
+
+    Version 0.1 kept no sessions: there a technique alone whose date is not the baseline's was measured without it.
+    Columns of which nothing is known count as measured together.
+    """
+    known = {name: each[_SESSION] for name, each in kept.items() if type(each.get(_SESSION)) is int}
+    dates = {name: str(each.get("date", "")) for name, each in kept.items() if name not in known}
+    first = dates.get(BASELINE, "")
+    alone = {name: date for name, date in dates.items() if kept[name].get("mode") == "isolated" and date != first}
+    later = sorted(set(alone.values())) if first else []
+    return {
+        name: known.get(name) or (2 + later.index(alone[name]) if name in alone and later else 1) for name in columns
+    }
+
+
 @cache
 def hardware() -> dict[str, Any]:
     """Return the machine and the versions of what runs here, as environment.json of a run has them. Imports torch."""
@@ -279,18 +343,9 @@ def _digest(column: Sequence[float]) -> str:
     return hashlib.sha256(json.dumps(list(column)).encode()).hexdigest()
 
 
-def finite(value: Any) -> Any:
-    """Return it with null where a number is infinite or none: JSON knows no such numbers."""
-    if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 PATIENCE_S = 30.0  # that others may take for a change, which is made in less than one
 _PAUSE_S = 0.02
 _MOST_BYTES = 256 << 20  # a thousand columns of ten thousand steps
-_DIGEST = "sha256"
+_DIGEST, _SESSION = "sha256", "session"
 _RUN = "run the techniques first: accel-run benchmark"
 _MEND = "put that right in an editor"

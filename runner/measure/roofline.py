@@ -72,10 +72,7 @@ def judged(roofs: Roofs, point: Point) -> str:
 
 
 def drawn(roofs: Roofs, point: Point | None) -> Any:
-    """Return the figure: the roofs, those of formats that the update does not use pale, and the update.
-
-    Raises MissingPackage where matplotlib is missing.
-    """
+    """Return the figure: the roofs, those of formats that the update does not use pale, and the update."""
     figure = new_figure(8.0, 5.0)
     axes = figure.add_subplot()
     unit, name = (1e12, "TFLOP/s") if max(roofs.compute.values()) >= 1e12 else (1e9, "GFLOP/s")

@@ -79,16 +79,16 @@ def data_wait(facts: Facts) -> Finding | None:
     loader, workers = facts.values.get("dataloader"), facts.values.get("dataloader.num_workers")
     counts = worker_counts(cores, reads_wait=facts.probe.get("sample_busy", 1.0) < BUSY)
     candidates: list[tuple[str, ...]]
-    if loader == "thread":
-        candidates, who = (
-            [("dataloader=default", f"dataloader.num_workers={n}") for n in counts],
-            "a thread reads",
-        )
+    is_kept = facts.values.get("dataloader.cache") != "none"
+    if loader == "thread":  # without a cache it is one worker process
+        who = "a thread reads" if is_kept else "1 worker reads (dataloader=thread)"
+        candidates = [("dataloader=default", f"dataloader.num_workers={n}") for n in counts if is_kept or n > 1]
     elif workers is None:
         return None
     elif workers == 0:
         candidates = [(f"dataloader.num_workers={n}",) for n in counts]
-        candidates.append(("dataloader=thread",))
+        if is_kept:
+            candidates.append(("dataloader=thread",))
         who = "nobody reads ahead (dataloader.num_workers=0)"
     else:
         candidates = [(f"dataloader.num_workers={n}",) for n in counts if n > workers]

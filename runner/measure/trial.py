@@ -291,7 +291,7 @@ class Trials:
         norms = [report["grad_norms"][0] if report.get("grad_norms") else 0.0 for report in (ours, theirs)]
         used, before = cell.opened["values"], against.opened["values"]
         changed = [key for key in TOLERANCES if used.get(key) != before.get(key)]
-        moved = _apart(ours.get("moved"), theirs.get("moved"))
+        moved = relative_distance(ours.get("moved"), theirs.get("moved"))
         draws = bool(ours.get("draws") or theirs.get("draws"))
         return Numerics(
             _off(ours["losses"][0], theirs["losses"][0]),
@@ -327,16 +327,24 @@ class Arena:
     """Where cells of one request are measured; leaving the `with` block ends every process.
 
     cores  that cells and their data workers run on; 0: all there are
-    clock  by which the budget is kept
+    clock  by which the budget is kept; None: the machine's
+    fork   what makes a process of a cell, of its number and the time until which it is waited for
     """
 
-    def __init__(self, request: Request, cores: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.request, self.cores, self.clock = request, cores, clock
+    def __init__(
+        self,
+        request: Request,
+        cores: int = 0,
+        clock: Callable[[], float] | None = None,
+        fork: Callable[[Cell, int, float], CellProcess] | None = None,
+    ) -> None:
+        self.request, self.cores, self.clock = request, cores, clock or time.monotonic
+        self.fork = fork or self._fork
         self.load = cpu_load(os.getpid(), ROOT)
         self.number = 0  # of processes started
         self.known = USUAL  # of how far processes that do the same lie apart
         self.error = AccelRunError("nothing was started")  # the last one
-        self.processes: dict[str, _Process] = {}
+        self.processes: dict[str, CellProcess] = {}
         self.compiled: dict[tuple[str, ...], Path] = {}  # cell -> folder of its compiled code, which its restarts find
         self._nurseries: dict[tuple[tuple[str, str], ...], _Nursery] = {}
 
@@ -378,7 +386,7 @@ class Arena:
                 self.known += trials.own_spread
         trials.seconds = self.clock() - began
         self._say_what_it_needs(trials)
-        trials.notes += _disturbances(trials)
+        trials.notes += disturbances(trials)
         return trials
 
     @contextmanager
@@ -389,7 +397,7 @@ class Arena:
         """
         self.limits, self.deadline, self.block_s = limits, math.inf, LONGER * limits.block_s
         measured = Measured(cell)
-        process = self._start(measured, math.inf)
+        process = self.start(measured, math.inf)
         if process is None:
             raise self.error
         try:
@@ -399,7 +407,11 @@ class Arena:
 
     def prepare(self, cell: Cell) -> None:
         """What a cell imports is imported: that takes seconds, once, and no cell begins with it."""
-        self._nursery(cell.environment)
+        if self.fork == self._fork:
+            self._nursery(cell.environment)
+
+    def _fork(self, cell: Cell, number: int, until: float) -> CellProcess:
+        return CellProcess(self._nursery(cell.environment), number, self.clock, until)
 
     def _nursery(self, environment: Mapping[str, str]) -> _Nursery:
         key = tuple(sorted(environment.items()))
@@ -407,11 +419,11 @@ class Arena:
             self._nurseries[key] = self._stack.enter_context(_Nursery(self.folder, environment, self.cores))
         return self._nurseries[key]
 
-    def _compiled_of(self, cell: Cell) -> Path:
+    def compiled_folder(self, cell: Cell) -> Path:
         """Return the folder of the cell's compiled code, the same one whenever it is started again."""
         return self.compiled.setdefault((cell.name, *cell.overrides), self.folder / f"compiled-{self.number}")
 
-    def _start(self, measured: Measured, until: float) -> _Process | None:
+    def start(self, measured: Measured, until: float) -> CellProcess | None:
         """Start the process of a cell and let it make its first updates; None where it cannot, with why_not said.
 
         until  by the clock; a start that is under way then is ended
@@ -419,8 +431,9 @@ class Arena:
         self.number += 1
         cell = measured.cell
         own = (*QUIET, f"output_root={self.folder / f'cell-{self.number}'}")
-        nursery, since = self._nursery(cell.environment), self.clock()
-        process = self._stack.enter_context(_Process(nursery, self.number, self.clock, until))
+        self.prepare(cell)
+        since = self.clock()
+        process = self._stack.enter_context(self.fork(cell, self.number, until))
         try:
             process.answer(self.limits.start_s)
             measured.opened = process.ask(
@@ -429,7 +442,7 @@ class Arena:
                     "overrides": list(merge_overrides(merge_overrides(self.request.overrides, cell.overrides), own)),
                     "task_file": _text(self.request.task_file),
                     "config_dir": _text(self.request.config_dir),
-                    "compiled": str(self._compiled_of(cell)),
+                    "compiled": str(self.compiled_folder(cell)),
                     "phase": self.limits.phase,
                     "evaluates": self.limits.evaluates,
                 },
@@ -450,7 +463,7 @@ class Arena:
                 measured.evaluation_s = measured.evaluation_s or more_s
             ahead = measured.opened["ahead"]
             measured.unpaid = ahead + 1 if ahead else 0
-            measured.updates = measured.updates or _updates_of_a_block(process, measured, self.limits, self.block_s)
+            measured.updates = measured.updates or updates_of_a_block(process, measured, self.limits, self.block_s)
         except OutOfTime as error:
             self._clear_away(process)
             self.error = error
@@ -473,7 +486,7 @@ class Arena:
         """Start the baseline, which is stopped then; the others wait to be admitted."""
         baseline = Measured(cells[0])
         self.prepare(cells[0])
-        first = self._start(baseline, math.inf)  # without it there is nothing to compare with
+        first = self.start(baseline, math.inf)  # without it there is nothing to compare with
         if first is None:
             raise self.error
         together = self.limits.together and _fit_together(first, baseline, len(cells))
@@ -508,7 +521,7 @@ class Arena:
             measured.why_not = ""
             if is_interleaved:
                 say(f"starts {measured.cell.name}")
-                process = self._start(measured, until)
+                process = self.start(measured, until)
                 if process is None:
                     continue
                 self.processes[measured.cell.name] = process
@@ -539,7 +552,7 @@ class Arena:
         if begins_anew and first and self.clock() + whole_s <= self.deadline:  # those that made way, too
             for cell in trials.cells:
                 cell.is_out = False
-            _leave_out(trials, most)
+            leave_out(trials, most)
         if all(not cell.plays for cell in trials.cells[1:]) and first:
             return True
         for number in range(first, last):
@@ -561,11 +574,11 @@ class Arena:
                         for each in playing:
                             each.is_short = len(each.blocks_ms) < LEAST_ROUNDS
                     return False
-                self._turn(trials, measured, number)
+                self.turn(trials, measured, number)
             if trials.baseline.why_not:
                 raise self.error
             if number - first + 1 >= least:
-                _leave_out(trials, most, with_processes=begins_anew)
+                leave_out(trials, most, with_processes=begins_anew)
                 if all(not cell.plays for cell in trials.cells[1:]):
                     return True
         return True
@@ -610,7 +623,7 @@ class Arena:
             self._clear_away(process)
             taken_s = measured.taken_s
             try:
-                new = self._start(measured, until)
+                new = self.start(measured, until)
             finally:
                 measured.again_s, measured.taken_s = measured.taken_s, taken_s
             if new is not None:
@@ -642,9 +655,9 @@ class Arena:
             for cell in cells
         )
 
-    def _turn(self, trials: Trials, measured: Measured, number: int) -> None:
+    def turn(self, trials: Trials, measured: Measured, number: int) -> None:
         """Let one cell make its block."""
-        process = self.processes.get(measured.cell.name) or self._start(measured, self.deadline)
+        process = self.processes.get(measured.cell.name) or self.start(measured, self.deadline)
         if process is None:
             if isinstance(self.error, OutOfTime) and measured is trials.baseline:
                 measured.why_not = ""  # the time is over, and what was measured before stands
@@ -675,7 +688,7 @@ class Arena:
         else:
             process.pause()
 
-    def _clear_away(self, process: _Process) -> None:
+    def _clear_away(self, process: CellProcess) -> None:
         """End a process that others follow; what it has saved may be as large as the model."""
         process.end()
         shutil.rmtree(self.folder / f"cell-{process.number}", ignore_errors=True)
@@ -689,18 +702,20 @@ class Arena:
             self._ask_for_report(measured, process)
 
     @staticmethod
-    def _ask_for_report(measured: Measured, process: _Process) -> None:
+    def _ask_for_report(measured: Measured, process: CellProcess) -> None:
         with suppress(AccelRunError):
             process.until = math.inf
             process.go_on()
             report = process.ask({"do": "report"}, ANSWER_S)
             # The answer of a block that was interrupted comes first.
             report = report if "losses" in report else process.answer(ANSWER_S)
-            measured.report = _fuller(measured.report, report)
+            measured.report = fuller_report(measured.report, report)
 
 
 class OutOfTime(AccelRunError):
     """The time of a trial is over before a cell has answered."""
+
+    exit_code = Exit.CONFIG
 
 
 def _out_of_time() -> OutOfTime:
@@ -788,7 +803,7 @@ class _Nursery:
                 return answer
 
 
-class _Process(Line):
+class CellProcess(Line):
     """A cell and its data workers: a session of its own, stopped and continued as a whole."""
 
     def __init__(self, nursery: _Nursery, number: int, clock: Callable[[], float], until: float) -> None:
@@ -798,10 +813,10 @@ class _Process(Line):
         self.until = until  # when nobody waits for its answers any more
         self._said = tempfile.TemporaryFile(dir=nursery.folder)  # noqa: SIM115 - closed in `end`
         with theirs:
-            self._pid = nursery.fork(theirs, self._said)
+            self.pid = nursery.fork(theirs, self._said)
         self._code: int | None = None
 
-    def __enter__(self) -> _Process:
+    def __enter__(self) -> CellProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -856,13 +871,13 @@ class _Process(Line):
 
     def _ended(self) -> int:
         if self._code is None:
-            self._code = self._nursery.wait(self._pid)
+            self._code = self._nursery.wait(self.pid)
         return self._code
 
     def _signal(self, number: signal.Signals) -> None:
         if self._code is None:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._pid, number)
+                os.killpg(self.pid, number)
 
     def _death(self) -> AccelRunError:
         code = self._ended()
@@ -879,7 +894,7 @@ def _last_line(said: IO[bytes]) -> str:
     return next(iter(said.read().decode(errors="replace").strip().splitlines()[-1:]), "")
 
 
-def _updates_of_a_block(process: _Process, measured: Measured, limits: Limits, longest_s: float) -> int:
+def updates_of_a_block(process: CellProcess, measured: Measured, limits: Limits, longest_s: float) -> int:
     """Return how many updates take about `block_s`, or more where the data is read ahead, or to hold what comes around.
 
     longest_s  seconds that a block may take to be a whole number of rows, saves and evaluations
@@ -905,7 +920,7 @@ def _updates_of_a_block(process: _Process, measured: Measured, limits: Limits, l
     return num
 
 
-def _fit_together(process: _Process, baseline: Measured, num: int) -> bool:
+def _fit_together(process: CellProcess, baseline: Measured, num: int) -> bool:
     """Tell whether so many processes like the baseline's have room on the host and on the GPU."""
     report = process.ask({"do": "report"}, ANSWER_S)
     each = ROOM * report["peak_host_gib"] * 2**30
@@ -950,7 +965,7 @@ def _kept_busy(load: CpuLoad | GrantedCpuLoad) -> float:
     return load.num_cores * (load.percent() or 0.0) / 100
 
 
-def _leave_out(trials: Trials, most: int, *, with_processes: bool = True) -> None:
+def leave_out(trials: Trials, most: int, *, with_processes: bool = True) -> None:
     """Mark the cells of which enough is known: their interval is narrow, they are clearly slower, or have most blocks.
 
     One that others name as what they are compared with goes with the last of them. Who is out stays out: what is learnt
@@ -976,7 +991,7 @@ def _reason(error: AccelRunError) -> str:
     return " ".join(f"{problem.where + ': ' if problem.where else ''}{problem.what}".split())
 
 
-def _fuller(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def fuller_report(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return what two processes of a cell have told: of the one that made more first updates, and the higher peaks."""
     fuller = before if len(before.get("losses", ())) > len(now.get("losses", ())) else now
     peaks = {key: max(before[key], now[key]) for key in before.keys() & now.keys() if key.startswith("peak_")}
@@ -989,7 +1004,7 @@ def _off(ours: float, theirs: float) -> float:
     return float("inf") if math.isnan(difference) else difference
 
 
-def _apart(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> float | None:
+def relative_distance(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> float | None:
     """Return how far apart two vectors are, in units of the length of the first; None where one is not known."""
     if ours is None or theirs is None:
         return None
@@ -1009,7 +1024,7 @@ def _text(path: Path | None) -> str | None:
     return str(path) if path else None
 
 
-def _disturbances(trials: Trials) -> Iterator[str]:
+def disturbances(trials: Trials) -> Iterator[str]:
     """Yield what disturbed the measurement: a spread of the baseline, other processes, clocks that were held down."""
     spread = _spread(list(trials.baseline.blocks_ms.values()))
     if spread > RESTLESS:

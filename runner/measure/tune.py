@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from runner.base.configuration import Configuration, Request, compose, function_of, merge_overrides, options_of
 from runner.base.errors import AccelRunError
-from runner.launch.apart import apart
+from runner.base.subprocesses import in_subprocess
 from runner.measure.advise import Tried, look, of_one_rank, outcome, planned, tried_as_json
 from runner.measure.facts import Facts, device_of
 from runner.measure.hardware_profile import Profile
@@ -109,7 +109,7 @@ def tune(request: Request, budget_s: float, say: Say) -> Tuned:
     Raises AccelRunError where the training itself cannot be measured.
     """
     began = time.monotonic()
-    plan, inventory = apart(planned, compose(request))
+    plan, inventory = in_subprocess(planned, compose(request))
     one_rank, cores, notes = of_one_rank(request, plan, inventory)
     with Arena(one_rank, cores) as arena:
         say("measures the training as it is")
@@ -437,16 +437,20 @@ def _readers(ground: Ground) -> Proposed:
     """Worker processes in other numbers, or other options of the loader."""
     if ground.get("dataloader.cache") != "none":
         return "samples are kept: nobody reads"
-    share, workers = ground.facts.share("data"), ground.get("dataloader.num_workers")
+    loader, share = ground.get("dataloader"), ground.facts.share("data")
+    workers = 1 if loader == "thread" else ground.get("dataloader.num_workers")
     if workers == 0 and share is not None and share < NEGLIGIBLE:
         return f"updates wait for data {share:.1%} of the time"
     counts = worker_counts(ground.facts.cpu.logical_cores, reads_wait=ground.facts.probe.get("sample_busy", 1.0) < BUSY)
     proposed: list[Words] = []
-    for option in (ground.get("dataloader"), *ground.options("dataloader")):
+    for option in (loader, *ground.options("dataloader")):
+        if option == "thread":  # without a cache it is one worker process, which is among the numbers
+            continue
         signature, chosen = function_of("dataloader", option), (f"dataloader={option}",)
-        own: Words = () if option == ground.get("dataloader") else chosen
+        own: Words = () if option == loader else chosen
         if signature is not None and "num_workers" in signature.keys:
-            others = [num for num in (*counts, 0) if own or num != workers]
+            is_as_now = not own or loader == "thread"
+            others = [num for num in (*counts, 0) if not (is_as_now and num == workers)]
             proposed += [(*own, f"dataloader.num_workers={num}") for num in others]
         elif own:
             proposed.append(own)

@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TextIO, cast
+from typing import Any, Literal, TextIO
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.pinned import beside
@@ -32,36 +32,6 @@ def level_said() -> Level:
             return level
     what = f"must be one of {', '.join(LEVELS)}, but is {said}"
     raise ConfigError(Problem(what, SAYS, f"export {SAYS}=info, which is also what holds without it"))
-
-
-@contextlib.contextmanager
-def outlasting_readers() -> Iterator[None]:
-    """What a task prints that nobody reads any more, or that a full disk does not take, is dropped and ends no run."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and cast(TextIO, _Outlasting(stream)) for stream in before)
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-
-
-class _Outlasting:
-    """A stream that is written to whether or not that succeeds."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class Console:
@@ -157,7 +127,7 @@ class _Appender:
         self._wanted = path is not None
         if path is not None:
             with contextlib.suppress(OSError), beside(path) as (folder, name):
-                if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size > _MOST_BYTES:
+                if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size > MOST_BYTES:
                     earlier = path.with_name(f"{path.stem}-earlier{path.suffix}")
                     os.replace(name, earlier.name if folder else earlier, src_dir_fd=folder, dst_dir_fd=folder)
             # O_NONBLOCK: opening a named pipe would otherwise wait for a reader for ever.
@@ -189,7 +159,7 @@ def _print(stream: TextIO, text: str) -> None:
         print(for_terminal(text.encode(encoding, errors="replace").decode(encoding), stream), file=stream, flush=True)
 
 
-_MOST_BYTES = 16 << 20  # of a log when it is opened
+MOST_BYTES = 16 << 20  # of a log when it is opened
 
 
 def _now() -> str:

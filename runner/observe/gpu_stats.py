@@ -93,8 +93,7 @@ class GPUStats:
     def plot_stats(self) -> list[Path]:
         """The pictures of what was sampled so far lie in `plots` in log_dir; returns their paths.
 
-        After a second start in `plots-2`, and so on. Raises MissingPackage where matplotlib is missing, InputMissing
-        where no samples were written, OSError.
+        After a second start in `plots-2`, and so on. Raises InputMissing where no samples were written, OSError.
         """
         from runner.observe.machine_plots import plots  # here: matplotlib takes its time
 

@@ -66,7 +66,7 @@ class Line:
 def pictures(samples: Samples) -> dict[str, bytes]:
     """Return file name -> PNG: a `gpu0.png` for each GPU, `gpus.png` where there are several, and `machine.png`.
 
-    Raises MissingPackage where matplotlib is missing. No samples: no pictures.
+    No samples: no pictures.
     """
     return {name: png(figure) for name, figure in figures(samples).items()}
 
@@ -94,7 +94,7 @@ def figures(samples: Samples, points: int = POINTS, *, each: bool = True) -> dic
 def plots(folder: Path, samples: Samples) -> list[Path]:
     """The pictures of these samples lie in `folder`, which is there; returns their paths.
 
-    Raises MissingPackage where matplotlib is missing, OSError.
+    Raises OSError.
     """
     return [_write(folder / name, content) for name, content in pictures(samples).items()]
 

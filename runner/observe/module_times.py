@@ -106,7 +106,7 @@ class ModuleTimes:
         for path, module, is_graph in _parts(self.model, self.depth):
             self.kinds[path] = type(module).__name__ + (", one graph" if is_graph else "")
             if is_graph:
-                self._hooks.callback(_called_through(module, partial(self._through, path)))
+                self._hooks.callback(called_through(module, partial(self._through, path)))
                 continue
             enter = module.register_forward_pre_hook(partial(self._enter, path), prepend=True)
             leave = module.register_forward_hook(partial(self._leave, path), always_call=True)
@@ -281,7 +281,7 @@ def _parts(model: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module, bool]
         yield path, module, is_graph
 
 
-def _called_through(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
+def called_through(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
     """Let calls of a compiled module go through `around`, whose first argument is the graph; return what undoes it."""
     graph = module._compiled_call_impl
     module._compiled_call_impl = partial(around, graph)

@@ -9,13 +9,13 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from runner.base.picture import new_figure, png
+from runner.base.words import sized
 from runner.observe.device_waits import Wait
 from runner.observe.module_times import BESIDE, ModuleTime, Spread
 from runner.observe.trace_file import Memory
@@ -114,8 +114,7 @@ def files(findings: Findings) -> dict[str, bytes]:
         found["modules.csv"] = _csv([_flat(row) for row in findings.modules])
     if findings.memory:
         found["memory.csv"] = _memory_csv(findings.memory)
-        if find_spec("matplotlib") is not None:
-            found["memory.png"] = _picture(findings, findings.memory.thinned(4000))
+        found["memory.png"] = _picture(findings, findings.memory.thinned(4000))
     return found
 
 
@@ -150,11 +149,21 @@ def _times(findings: Findings) -> list[str]:
     plain = findings.update_ms.get(AS_IT_IS)
     lines = []
     for name, milliseconds in findings.update_ms.items():
-        more = f"  ({milliseconds / plain - 1:+.0%})" if plain and name != AS_IT_IS else ""
+        more = f"  ({_overhead(milliseconds / plain - 1)})" if plain and name != AS_IT_IS else ""
         updates = findings.num_updates[name]
-        lines.append(f"  {name:<20}{milliseconds:>10.2f} ms an update{more:<10}  {updates} update{'s' * (updates > 1)}")
+        lines.append(f"  {name:<20}{milliseconds:>10.2f} ms an update{more:<16}  {updates} update{'s' * (updates > 1)}")
     skipped = f", after {findings.skipped} that were skipped" if findings.skipped else ""
+    if plain and any(milliseconds < plain for milliseconds in findings.update_ms.values()):
+        lines.append(
+            "  within noise: updates with that instrument took less time than without; the machine was busy, or the"
+            " updates differ. Profile more updates, or close other programs."
+        )
     return [f"time of an update with and without each instrument{skipped}", *lines] if lines else []
+
+
+def _overhead(share: float) -> str:
+    """Return what an instrument adds; one below 0 is impossible, so updates differ by more than it costs."""
+    return f"{share:+.0%}" if share >= 0 else "within noise"
 
 
 def _shares(findings: Findings) -> list[str]:
@@ -280,9 +289,9 @@ def _memory(findings: Findings) -> list[str]:
         return []
     held = findings.memory.at_peak()
     when = findings.memory.times_ms[findings.memory.peak]
-    parts = ", ".join(f"{kind} {_bytes(nbytes)}" for kind, nbytes in held.items())
+    parts = ", ".join(f"{kind} {sized(nbytes)}" for kind, nbytes in held.items())
     where = "memory of tensors" if findings.device == "cpu" else "GPU memory"
-    return [f"{where} at its peak, {when:.1f} ms into an update: {_bytes(sum(held.values()))}", f"  {parts}"]
+    return [f"{where} at its peak, {when:.1f} ms into an update: {sized(sum(held.values()))}", f"  {parts}"]
 
 
 def _table(title: str, names: Sequence[str], columns: list[tuple[str, list[str]]], width: int) -> list[str]:
@@ -316,14 +325,6 @@ def _tree_name(row: ModuleTime) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}" if seconds < 0.1 else f"{1e3 * seconds:.1f}"
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.2f} GiB"
 
 
 def _fitted(line: str, width: int) -> str:

@@ -124,9 +124,11 @@ class Bar(Progress):
         self._total = 0
         self._next_s = float("inf")
         self._pace = Pace(0, 0.0)
+        self._widths: dict[str, int] = {}  # of each figure, the widest so far: the bar must not jump with every digit
 
     def start(self, total_updates: int, done: int = 0) -> None:
         self._total = total_updates
+        self._widths = {}
         self._next_s = self._clock()
         self._pace = Pace(done, self._clock())
         # No thread of its own: a draw happens inside `update`, or not at all.
@@ -160,14 +162,15 @@ class Bar(Progress):
 
     def _frame(self, update: int, pace: float | None, values: Values, monitor: str) -> Group:
         fraction = min(1.0, update / self._total) if self._total else 1.0
-        figures = [(f"{update}/{self._total}", 0)]
+        figures = [(f"{update:>{len(str(self._total))}}/{self._total}", 0)]
         if pace:
-            figures.append((f"{pace:.1f} it/s" if pace >= 1 else f"{1 / pace:.1f} s/it", 3))
+            figures.append(self._wide("pace", (f"{pace:.1f} it/s" if pace >= 1 else f"{1 / pace:.1f} s/it", 3)))
         for name, value in values.items():
             if value is not None:
-                figures.append(_figure(name.rpartition("/")[2], value))
-        if pace and update < self._total:
-            figures.append((f"ETA {_clock_time((self._total - update) / pace)}", 1))
+                figures.append(self._wide(name, _figure(name.rpartition("/")[2], value)))
+        if pace or "ETA" in self._widths:  # after the last update its place stays
+            left = f"ETA {_clock_time((self._total - update) / pace)}" if pace and update < self._total else ""
+            figures.append(self._wide("ETA", (left, 1)))
         # One column stays free: some terminals wrap a line that fills the last one.
         percent, width = f"{fraction:4.0%}", self._console.width - 1
         while len(figures) > 1:
@@ -182,9 +185,15 @@ class Bar(Progress):
             done, rest = ("█", "░") if self._unicode else ("#", ".")
             filled = int(fraction * columns)
             line.append(" ").append(done * filled, style="green").append(rest * (columns - filled), style="dim")
-        line.append("  " + "  ".join(text for text, _ in figures))
+        line.append(("  " + "  ".join(text for text, _ in figures)).rstrip())
         machine = _printable(monitor, self._console.encoding)
         return Group(line, Text(machine, style="dim", no_wrap=True, overflow="crop")) if monitor else Group(line)
+
+    def _wide(self, name: str, figure: tuple[str, int]) -> tuple[str, int]:
+        """Return the figure with the width that its widest text has had."""
+        text, rank = figure
+        self._widths[name] = max(self._widths.get(name, 0), len(text))
+        return text.ljust(self._widths[name]), rank
 
     @property
     def _unicode(self) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from runner.base.figures import metric_text
+from runner.base.words import rate, sized_gib
 from runner.observe import limits
 
 
@@ -65,9 +67,9 @@ class Memory:
 
     def __str__(self) -> str:
         figures = {"peak": self.peak, "allocated": self.allocated, "reserved": self.reserved}
-        known = [f"{name} {gib:.2f}" for name, gib in figures.items() if gib is not None]
-        total = "" if self.total is None else f" of {self.total:.2f}"
-        return f"{', '.join(known)}{total} GiB" if known else ""
+        known = [f"{name} {sized_gib(gib)}" for name, gib in figures.items() if gib is not None]
+        total = "" if self.total is None else f" of {sized_gib(self.total)}"
+        return f"{', '.join(known)}{total}" if known else ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def start_report(start: StartOfRun, *, ascii_only: bool = False) -> str:
 
 def end_summary(end: EndOfRun, *, ascii_only: bool = False) -> str:
     """Return the report after the last update: results, where the time went, what limited it, what to do next."""
-    speed = "" if end.items_per_s is None else f", {end.items_per_s:,.1f} {end.item}s/s"
+    speed = "" if end.items_per_s is None else f", {rate(end.items_per_s)} {end.item}s/s"
     rows = [
         (end.outcome, f"{end.update} of {end.total_updates} updates in {_duration(end.total_s)}{speed}"),
         *_repeat("phase", end.phases),
@@ -161,7 +163,7 @@ def _batch(start: StartOfRun) -> str:
 
 def _metric(name: str, value: float, baselines: Mapping[str, float]) -> str:
     beside = f" (baseline {baselines[name]:.4g})" if name in baselines else ""
-    return f"{name} {value:.4g}{beside}"
+    return f"{name} {metric_text(value)}{beside}"
 
 
 def _count(number: int) -> str:

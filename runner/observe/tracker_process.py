@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-LINGER_S = 8.0  # when the run was killed: time to keep what it gave, then this process ends too
 Row = Mapping[str, Any]
 
 
@@ -131,45 +131,47 @@ class TensorBoard:
         pass
 
 
-class RunGone(Exception):
-    """Nobody is at the other end of the line."""
-
-
 def serve(line: socket.socket) -> None:
-    """Obey the orders that come over `line` until the last one, or until the run at the other end is gone."""
+    """Obey the orders that come over `line` until the last one, also those that a run has left behind.
+
+    `linger_s` of the opening order after the run has closed the line this process ends, whatever it waits for.
+    """
 
     def answer(**words: Any) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the run has left
             line.sendall(json.dumps(words).encode() + b"\n")
-        except OSError:
-            raise RunGone from None
 
     orders = line.makefile("r", encoding="utf-8")
     try:
         opening = json.loads(orders.readline())
+        threading.Thread(target=_end_after, args=(line, opening.pop("linger_s")), daemon=True).start()
         for name in ("wandb", ".wandb", "tensorboard"):
             if (Path(opening["run_dir"]) / name).is_symlink():
                 raise OSError(f"{name} in the run directory must be a folder, but is a link")
         sink = SINKS[opening.pop("sink")](**opening)
-        try:
-            answer(opened=sink.opened)
-            while (text := orders.readline()).endswith("\n"):
-                order = json.loads(text)
-                if "finish" in order:
-                    sink.finish(order["finish"])
-                    answer(finished=True)
-                    sink.close()
-                    return
-                for row in order["rows"]:
-                    sink.log(row)
-                answer(logged=len(order["rows"]))
-        except RunGone:
-            pass
-        threading.Timer(LINGER_S, os._exit, (1,)).start()
+        answer(opened=sink.opened)
+        while (text := orders.readline()).endswith("\n"):
+            order = json.loads(text)
+            if "finish" in order:
+                sink.finish(order["finish"])
+                answer(finished=True)
+                sink.close()
+                return
+            for row in order["rows"]:
+                sink.log(row)
+            answer(logged=len(order["rows"]))
         sink.finish(1)
     except BaseException as error:  # wandb raises SystemExit and KeyboardInterrupt too
-        with contextlib.suppress(RunGone):
-            answer(failed=_in_words(error))
+        answer(failed=_in_words(error))
+
+
+def _end_after(line: socket.socket, linger_s: float) -> None:
+    """End this process some time after the run has closed its end of the line."""
+    poll = select.poll()
+    poll.register(line, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(linger_s)
+    os._exit(1)
 
 
 def _in_words(error: BaseException) -> str:

@@ -18,14 +18,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from runner.base.errors import MissingPackage
-from runner.base.secret import without_secrets
+from runner.base.secret import redacted, without_secrets
 from runner.base.values import Positive
 
 Row = Mapping[str, Any]
@@ -35,7 +35,12 @@ BATCH_ROWS = 200
 OPEN_S = 60.0  # to import and start; imports are slow on network file systems
 ONLINE_INIT_S = 25.0  # to reach the server; wandb's own limit is 90 s
 LOG_S = 60.0  # to take one batch
+FINISH_S = 2.0  # at the end of a run, for all of it; what is left then the process does alone
 OFFLINE_S = 4.0  # of the time to finish: kept so that a start online that hangs can still end in an offline folder
+HANDING_S = 1.0  # the same where the process is left alone with the rows
+HAND_OVER_S = 0.1
+LINGER_S = 8.0  # for the process alone, once the run has left or was killed, to bring the last rows to a server
+LOCAL_LINGER_S = 60.0  # the same to a local folder, where only a busy machine makes it last
 FAREWELL_S = 0.3  # of the time to finish: to kill the process and see the thread end
 
 
@@ -73,8 +78,12 @@ class Tracker:
     def log(self, row: Row) -> None:
         """Hand over one row; returns at once, never raises."""
 
-    def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0) -> None:
-        """Wait until the rows are where they belong, at most `timeout_s`; leaves no process behind."""
+    def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0, leaves: bool = False) -> None:
+        """Wait until the rows are where they belong, at most `timeout_s`, and end the process.
+
+        leaves  hand it the rows that are left, for it to end by itself some seconds later; `note` says how to upload
+                what it does not manage
+        """
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,7 @@ class Attempt:
     order     what the process is to open
     where     folder and address once open -> the note
     unsent    folder -> what to add to the note when the end was cut short
+    later     the note where the process is left before it has told its folder
     flush_s   seconds after which rows that were handed over are on the disk
     """
 
@@ -92,6 +102,7 @@ class Attempt:
     order: Mapping[str, Any]
     where: Callable[[str, str | None], str]
     unsent: Callable[[str], str] = lambda folder: ""
+    later: str = ""
     flush_s: float = 3.0  # wandb: one second, see tracker_process.py, and time to be heard of
 
 
@@ -114,6 +125,7 @@ class BackgroundTracker(Tracker):
         self._num_dropped = 0
         self._accepts = True
         self._ends_at = math.inf  # monotonic; set by finish
+        self._leaves = False  # from then on
         self._exit_code = 0
         self._process: Process | None = None
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
@@ -144,15 +156,15 @@ class BackgroundTracker(Tracker):
         else:
             self._num_dropped += 1
 
-    def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0) -> None:
+    def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0, leaves: bool = False) -> None:
         if math.isfinite(self._ends_at):
             return
-        self._exit_code, self._accepts = exit_code, False
+        self._exit_code, self._accepts, self._leaves = exit_code, False, leaves
         self._ends_at = time.monotonic() + timeout_s - FAREWELL_S
         self._queue.put(None)
         if self._thread.is_alive():
             self._thread.join(max(0.0, timeout_s - FAREWELL_S))
-        if self._process is not None:
+        if self._process is not None and not self._process.is_left:
             self._process.kill()  # one that is born after this is not asked anything any more, and ends by itself
         if self._thread.is_alive():
             self._thread.join(FAREWELL_S)
@@ -170,9 +182,13 @@ class BackgroundTracker(Tracker):
 
     def _feed(self, attempt: Attempt) -> bool:
         """Give the rows to this attempt until the last one; False when it failed before."""
-        kept_s = 0.0 if attempt is self._attempts[-1] else OFFLINE_S
+        is_last = attempt is self._attempts[-1]
+
+        def limit() -> float:
+            return self._ends_at - (0.0 if is_last else HANDING_S if self._leaves else OFFLINE_S)
+
         try:
-            if time.monotonic() >= self._ends_at - kept_s:
+            if time.monotonic() >= limit():
                 raise Failed("no time left to start it")
             keep = ("WANDB_",) if attempt.order.get("mode") == "online" else ()
             self._process = process = Process(keep)
@@ -180,13 +196,22 @@ class BackgroundTracker(Tracker):
             self._reasons.append(f"{attempt.name}: {error}")
             return False
         with process:
+            opened: dict[str, Any] = {}
             try:
-                opened = process.ask(attempt.order, OPEN_S, lambda: self._ends_at - kept_s)["opened"]
+                opened = process.ask(attempt.order, OPEN_S, limit)["opened"]
                 self._note = attempt.where(opened["folder"], opened["url"]) + _because(self._reasons)
                 while self._unconfirmed or self._take():
                     process.ask({"rows": self._unconfirmed}, LOG_S, lambda: self._ends_at)
                     self._remember(attempt.flush_s)
             except Failed as error:
+                if self._may_leave(process) and (is_last or opened):
+                    if opened:
+                        self._unconfirmed = []  # they were sent
+                        self._note += attempt.unsent(opened["folder"])
+                    else:
+                        self._note = attempt.later + _because(self._reasons)
+                    self._leave(process)
+                    return True
                 self._fall_back(attempt, error)
                 return False
             try:
@@ -197,7 +222,19 @@ class BackgroundTracker(Tracker):
                     self._fall_back(attempt, error)
                     return False
                 self._note += attempt.unsent(opened["folder"])
+                if self._may_leave(process):
+                    process.leave([])
         return True
+
+    def _may_leave(self, process: Process) -> bool:
+        """Tell whether the time is over and the process may go on alone."""
+        return self._leaves and time.monotonic() >= self._ends_at - 0.1 and process.lives
+
+    def _leave(self, process: Process) -> None:
+        """Hand over the rows that are left, and the end."""
+        batches = [self._unconfirmed, *self._batches] if self._unconfirmed else list(self._batches)
+        self._unconfirmed = []
+        process.leave([*({"rows": batch} for batch in batches), {"finish": self._exit_code}])
 
     def _remember(self, flush_s: float) -> None:
         """The rows are confirmed; what is not older than `flush_s`, and the last of them, may still be lost."""
@@ -244,7 +281,7 @@ def wandb(
     tags     words to find the run by
     `config` is stored as it is: secrets must have been taken out.
     """
-    chosen, reason = _choose_mode(mode, os.environ)
+    chosen, reason = choose_mode(mode, os.environ)
     if chosen == "disabled":
         return Tracker(f"wandb disabled ({reason}); metrics.jsonl has every row")
     run_id = previous_id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
@@ -267,9 +304,18 @@ def wandb(
     def unsent(folder: str) -> str:
         return f"; not all of it was uploaded, do: wandb sync --include-online {shlex.quote(folder)}"
 
-    online = Attempt("wandb online", {**order, "mode": "online"}, lambda folder, url: f"wandb: {url or folder}", unsent)
+    folders = f"{shlex.quote(str(run_dir / 'wandb'))}/offline-run-*-{run_id}"
+    online = Attempt(
+        "wandb online",
+        {**order, "mode": "online", "linger_s": LINGER_S},
+        lambda folder, url: f"wandb: {url or folder}",
+        unsent,
+    )
     offline = Attempt(
-        "wandb offline", {**order, "mode": "offline"}, lambda folder, url: f"wandb offline; {sync(folder)}"
+        "wandb offline",
+        {**order, "mode": "offline", "linger_s": LOCAL_LINGER_S},
+        lambda folder, url: f"wandb offline; {sync(folder)}",
+        later=f"wandb offline, {_AFTERWARDS}; upload with: wandb sync {folders}",
     )
     return BackgroundTracker((online, offline) if chosen == "online" else (offline,), run_id, reason=reason)
 
@@ -288,16 +334,20 @@ def tensorboard(
     Raises MissingPackage where tensorboard is not installed.
     """
     must_be_installed("tensorboard")
-    order = {"sink": "tensorboard", "run_dir": str(run_dir), "flush_s": flush_s}
+    order = {"sink": "tensorboard", "run_dir": str(run_dir), "flush_s": flush_s, "linger_s": LOCAL_LINGER_S}
     show = Attempt(
-        "tensorboard", order, lambda folder, url: f"tensorboard --logdir {shlex.quote(folder)}", flush_s=flush_s
+        "tensorboard",
+        order,
+        lambda folder, url: f"tensorboard --logdir {shlex.quote(folder)}",
+        later=f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))} ({_AFTERWARDS})",
+        flush_s=flush_s,
     )
     return BackgroundTracker((show,))
 
 
 def wandb_mode(environ: Mapping[str, str]) -> tuple[str, str]:
     """Return how `tracker=wandb` would log, online, offline or disabled, and why where that is not plain."""
-    return _choose_mode("auto", environ)
+    return choose_mode("auto", environ)
 
 
 def must_be_installed(tracker: str) -> None:
@@ -355,6 +405,8 @@ class Process:
         """Start it; of the environment's secrets it is given those whose names begin with `keep`."""
         self._line, theirs = socket.socketpair()
         self._heard = b""
+        self.is_left = False
+        _LEFT[:] = [process for process in _LEFT if process.poll() is None]  # or zombies would be left
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -375,6 +427,9 @@ class Process:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self.is_left:
+            _LEFT.append(self._process)
+            return
         self.kill()
         self._process.wait()
         self._line.close()
@@ -383,6 +438,22 @@ class Process:
         """Give the process, which has nothing more to do, a moment to end by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
+
+    @property
+    def lives(self) -> bool:
+        """Tell whether it has not ended."""
+        return self._process.poll() is None
+
+    def leave(self, orders: Sequence[Row]) -> None:
+        """Give the last orders without waiting for answers; it ends by itself, within `linger_s` of its order."""
+        self.is_left = True
+        with contextlib.suppress(OSError):  # what its buffer does not take is in metrics.jsonl
+            self._line.settimeout(HAND_OVER_S)
+            for order in orders:
+                self._line.sendall(json.dumps(order, default=str, skipkeys=True).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)  # a process forked by the run may hold this end open too
+        self._line.close()
 
     def kill(self) -> None:
         """End the process at once; wandb's own service sees that its parent is gone and ends within a second."""
@@ -393,7 +464,7 @@ class Process:
         limit = time.monotonic() + limit_s
         try:
             self._line.settimeout(max(0.01, min(limit_s, ends_at() - time.monotonic(), LOG_S)))
-            self._line.sendall(json.dumps(order, default=str, skipkeys=True).encode() + b"\n")
+            self._line.sendall(redacted(json.dumps(order, default=str, skipkeys=True)).encode() + b"\n")
             while b"\n" not in self._heard:
                 left_s = min(limit, ends_at()) - time.monotonic()
                 if left_s <= 0:
@@ -417,7 +488,7 @@ class Process:
         return answer
 
 
-def _choose_mode(mode: str, environ: Mapping[str, str]) -> tuple[str, str]:
+def choose_mode(mode: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return online, offline or disabled, and why where that is not plain from the setting."""
     if mode == "auto" and (asked := environ.get("WANDB_MODE")):
         known = {"online": "online", "run": "online", "disabled": "disabled"}.get(asked, "offline")
@@ -425,10 +496,10 @@ def _choose_mode(mode: str, environ: Mapping[str, str]) -> tuple[str, str]:
             return known, f"WANDB_MODE={asked}"
     elif mode in ("offline", "disabled"):
         return mode, f"mode={mode}"
-    return ("online", "") if _has_key(environ) else ("offline", "no API key")
+    return ("online", "") if has_key(environ) else ("offline", "no API key")
 
 
-def _has_key(environ: Mapping[str, str]) -> bool:
+def has_key(environ: Mapping[str, str]) -> bool:
     """Tell whether wandb would find credentials; they are looked at by nobody here."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
@@ -457,5 +528,8 @@ def _fragments(folder: str, run_id: str) -> str:
 def _because(reasons: list[str]) -> str:
     return f" ({'; '.join(reasons)})" if reasons else ""
 
+
+_AFTERWARDS = "written in the seconds after the end of the run; metrics.jsonl has every row"
+_LEFT: list[subprocess.Popen[bytes]] = []  # processes that end by themselves: Python warns of those it forgets
 
 TRACKERS: Mapping[str, Callable[..., Tracker]] = {"none": none, "wandb": wandb, "tensorboard": tensorboard}

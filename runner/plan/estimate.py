@@ -4,17 +4,22 @@ Products of matrices reach about half of a device's peak in training (Chowdhery 
 Korthikanti et al., 2022, table 5: 42 to 57 %), streams of memory about 80 % of its bandwidth (as STREAM shows on GPUs).
 The bytes are counted operation by operation, without caches and fusion. What computes and what moves may overlap or
 not, so the answer is a range: the longer of the two, and their sum.
+
+On a GPU no update is shorter than the launches of its kernels, which the host makes one after the other: 5 to 10 us
+each are assumed, the cost of an eager PyTorch operator on a current host. The trace counts operators, and each is taken
+for one kernel. A compiled model launches fewer, so it has no such floor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.plan.fits import Demand
+from runner.plan.fits import Demand, Point
 
 OF_COMPUTE, OF_MEMORY = 0.5, 0.8
+LAUNCH_S = (5e-6, 10e-6)  # an assumption, not measured here: of an operator of PyTorch that is not compiled
 FACTS = {"fp32": "fp32_tflops", "tf32": "tf32_tflops", "bf16": "bf16_tensor_tflops", "fp16": "fp16_tensor_tflops"}
 
 
@@ -73,12 +78,30 @@ def peaks_of(
     return Peaks(measured=rate)
 
 
-def update_seconds(demand: Demand, passes: Iterable[int], peaks: Peaks) -> Seconds | None:
+def update_seconds(demand: Demand, passes: Iterable[int], peaks: Peaks, *, launches: bool = False) -> Seconds | None:
     """Return about how long an update of a rank takes; None where nothing is known of its device.
 
-    passes  samples of each forward and backward pass
+    passes    samples of each forward and backward pass
+    launches  the host launches a kernel for each operator, as without compilation on a GPU
     """
     points = [demand.at(samples) for samples in passes]
+    found = _of_work(demand, points, peaks)
+    number = demand.update_launches + sum(point.launches for point in points)
+    return _at_least(found, number) if found is not None and launches else found
+
+
+def _at_least(found: Seconds, number: int) -> Seconds:
+    """Return the range with no end below the time in which so many kernels are launched."""
+    low, high = (number * seconds for seconds in LAUNCH_S)
+    if found.low >= low and found.high >= high:
+        return found
+    each = " to ".join(f"{seconds * 1e6:g}" for seconds in LAUNCH_S)
+    how = f"{number:,} kernel launches at an assumed {each} us each; without them: {found}, {found.how}"
+    return Seconds(max(found.low, low), max(found.high, high), how)
+
+
+def _of_work(demand: Demand, points: Sequence[Point], peaks: Peaks) -> Seconds | None:
+    """Return how long the device computes and moves data."""
     flops, moved = sum(point.flops for point in points), sum(point.moved_bytes for point in points)
     if peaks.measured is not None:
         seconds = flops / peaks.measured

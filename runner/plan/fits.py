@@ -15,6 +15,7 @@ from typing import Any
 
 from runner.base.configuration import Choice
 from runner.base.partition import in_flight_of
+from runner.base.words import sized
 from runner.plan.corrections import Correction
 from runner.plan.need import Bytes, Layer, Traced
 from runner.plan.ranks import RankDevice
@@ -35,7 +36,8 @@ class Point:
     without      bytes at the moment of most of all but gradients
     is_whole     it is a whole update: no gradients of an earlier pass are there
     reserved     bytes that torch's allocator takes from a GPU's driver for peak.total
-    flops        of the forward and backward pass of a micro-batch; moved_bytes are read and written by these
+    flops        of the forward and backward pass of a micro-batch; moved_bytes are read and written by these, and
+                 launches are the kernels that they launch
     recompute    numbers of the blocks that are computed again, as memory=budget has chosen them
     """
 
@@ -47,6 +49,7 @@ class Point:
     recompute: tuple[int, ...] = ()
     without: int = 0
     is_whole: bool = False
+    launches: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Demand:
     phase: str
     points: tuple[Point, ...]
     update_moved_bytes: int = 0
+    update_launches: int = 0
     largest: int = 0
     outside: int = 0
     rows: int = 0
@@ -105,10 +109,12 @@ class Demand:
                     traced.recompute,
                     traced.without_bytes,
                     traced.accumulation_steps == 1,
+                    traced.launches,
                 )
                 for traced in traces
             ),
             widest.update_moved_bytes,
+            widest.update_launches,
             widest.block_bytes,
             widest.outside_bytes,
             widest.row_bytes,
@@ -129,6 +135,7 @@ class Demand:
             stages[0],
             points=tuple(map(_together, zip(*(stage.points for stage in stages), strict=True))),
             update_moved_bytes=max(stage.update_moved_bytes for stage in stages),
+            update_launches=max(stage.update_launches for stage in stages),
             layers=tuple(layers[:TOP_LAYERS]),
             kept=sum(stage.kept for stage in stages),
             stages=tuple(stages),
@@ -168,6 +175,7 @@ class Demand:
             _between(first.flops, last.flops, way),
             _between(first.moved_bytes, last.moved_bytes, way),
             without=_between(first.without, last.without, way),
+            launches=_between(first.launches, last.launches, way),
         )
 
     def _of_several(self, point: Point) -> Point:
@@ -212,7 +220,8 @@ class Demand:
 def _together(points: Sequence[Point]) -> Point:
     peak = {name: sum(vars(point.peak)[name] for point in points) for name in PARTS}
     numbers = {
-        name: sum(vars(point)[name] for point in points) for name in ("reserved", "flops", "moved_bytes", "without")
+        name: sum(vars(point)[name] for point in points)
+        for name in ("reserved", "flops", "moved_bytes", "without", "launches")
     }
     return dataclasses.replace(points[0], peak=Bytes(**peak), **numbers)
 
@@ -242,7 +251,8 @@ def _scaled(point: Point, samples: int) -> Point:
     )
     reserved = round(point.reserved * peak.total / max(1, point.peak.total))
     work = round(point.flops * factor), round(point.moved_bytes * factor)
-    return Point(samples, peak, reserved, *work, without=max(0, point.without + peak.total - point.peak.total))
+    without = max(0, point.without + peak.total - point.peak.total)
+    return Point(samples, peak, reserved, *work, without=without, launches=point.launches)
 
 
 # ---------------------------------------------------------------- a rank's part
@@ -289,10 +299,12 @@ class Prediction:
     """What a rank's device holds at most, in bytes by part: those of `Bytes`, then `allocator` and `libraries`.
 
     capacity  what there is: free now where the device is here, else all of it; 0: unknown
+    bounds    names of the parts that are upper bounds: a run may take less
     """
 
     parts: Mapping[str, int]
     capacity: int
+    bounds: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -337,6 +349,8 @@ def predicted(demand: Demand, samples: int, rank: RankDevice, part: Part | None 
             "libraries": rank.overhead_bytes + (rank.communication_bytes if part.count > 1 else 0),
         },
         rank.capacity_bytes if rank.is_gpu else rank.capacity_bytes // part.count,
+        # what is gathered, and gradients before they are cut, are not all there at the same moment
+        ("parameters", "gradients") if part.count > 1 and part.strategy == "fsdp" else (),
     )
 
 
@@ -499,14 +513,5 @@ class RankMemory:
     @staticmethod
     def from_dict(tree: Mapping[str, Any]) -> RankMemory:
         """Return what `dataclasses.asdict` made of one, also by way of JSON."""
-        return RankMemory(**{**tree, "prediction": Prediction(**tree["prediction"])})
-
-
-# ---------------------------------------------------------------- words
-
-
-def sized(size: float) -> str:
-    """Return a size as people read it."""
-    if size < 0.1 * 2**20:
-        return f"{size / 2**10:.3g} KiB" if size >= 1 else "0"
-    return f"{size / GIB:.3g} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.3g} MiB"
+        told = tree["prediction"]
+        return RankMemory(**{**tree, "prediction": Prediction(**{**told, "bounds": tuple(told["bounds"])})})

@@ -9,13 +9,15 @@ import platform
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from runner.base.cgroup import cgroup_limits
-from runner.base.errors import ConfigError, Problem
+from runner.base.errors import ConfigError, Problem, SystemLimit
 from runner.base.host import affinity
+from runner.base.subprocesses import in_subprocess
 from runner.observe.nvml import Gpu, Nvml, everything, open_nvml, visible
 
 GIB = 2**30
@@ -153,12 +155,14 @@ class Inventory:
 def take_inventory() -> Inventory:
     """Return what is here and now. Never raises for a missing library, driver or permission: it becomes a reason.
 
-    Imports torch. Where torch sees CUDA, CUDA is initialised in this process: start workers anew, do not fork them.
+    Imports torch. Where torch is built for GPUs they are looked at in a subprocess, so that CUDA is not initialized
+    in this process and it can still be forked.
+    Raises SystemLimit where Linux has no /proc: memory, cores and the processes of a run are only known from there.
     """
-    torch_view = ask_torch()
-    with open_nvml() as nvml:
-        devices, notes = match_devices(nvml, torch_view, os.environ)
-        driver_version = nvml.driver_version
+    if platform.system() == "Linux" and not os.access("/proc/meminfo", os.R_OK):
+        fix = "mount it (mount -t proc proc /proc), or start the container with an unmasked /proc"
+        raise SystemLimit("cannot be read, but memory and processes are only known from there", where="/proc", fix=fix)
+    torch_view, devices, notes, driver_version = _gpus()
     cpu, cpu_notes = read_cpu(torch_view.cpu_capability)
     return Inventory(
         devices=devices,
@@ -171,6 +175,31 @@ def take_inventory() -> Inventory:
         shared_memory_bytes=_shared_memory_bytes(),
         open_files_limit=_open_files_limit(),
     )
+
+
+def _gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
+    """Return what torch and NVML say of the GPUs; looked at in a subprocess where that would initialize CUDA here."""
+    import torch
+
+    if (torch.version.cuda or torch.version.hip) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        try:
+            return in_subprocess(_look_at_gpus)
+        except BrokenProcessPool:
+            note = "looking at the GPUs ended the process that did: a driver or a library of CUDA is broken"
+            return (
+                TorchView(torch.__version__, cpu_capability=torch.backends.cpu.get_cpu_capability()),
+                (),
+                (note,),
+                None,
+            )
+    return _look_at_gpus()
+
+
+def _look_at_gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
+    torch_view = ask_torch()
+    with open_nvml() as nvml:
+        devices, notes = match_devices(nvml, torch_view, os.environ)
+        return torch_view, devices, notes, nvml.driver_version
 
 
 def inventory_of_profile(
@@ -241,12 +270,17 @@ def ask_torch() -> TorchView:
                 devices.append(TorchDevice(properties.name, uuid, properties.total_memory, capability))
         except (RuntimeError, AssertionError) as error:  # torch raises both when CUDA does not start
             complaints.append(str(error))
+        try:
+            cudnn_version = cudnn.version() if torch.version.cuda else None
+        except RuntimeError as error:  # an older cuDNN on the library path than the one torch was built with
+            cudnn_version = None
+            complaints.append(str(error))
     complaints += [str(warning.message) for warning in caught]
     metal = torch.backends.mps.is_available()
     return TorchView(
         version=torch.__version__,
         cuda_version=torch.version.cuda,
-        cudnn_version=cudnn.version() if torch.version.cuda else None,
+        cudnn_version=cudnn_version,
         rocm=rocm,
         architectures=tuple(cuda.get_arch_list()) if devices else (),
         devices=tuple(devices),
@@ -373,7 +407,8 @@ def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str])
         yield nvml.why_not
     if torch_view.rocm:
         yield "ROCm: capability numbers are NVIDIA's, so nothing is taken as native here"
-    if torch_view.cuda_version and not torch_view.devices and torch_view.complaint:
+    has_no_cudnn = torch_view.cudnn_version is None
+    if torch_view.cuda_version and torch_view.complaint and (has_no_cudnn or not torch_view.devices):
         yield f"torch: {torch_view.complaint}"
     order = visible(nvml.gpus, environ).note
     if order and not torch_view.devices:  # torch's own order is known by UUID

@@ -73,6 +73,8 @@ class Traced:
     flops               operations of a micro-batch's forward and backward pass
     moved_bytes         bytes read and written by these
     update_moved_bytes  bytes read and written by the optimizer's step, with clipping
+    launches            operators of a micro-batch's forward and backward pass that compute, views left out: each one
+                        launches a kernel of a GPU at least; update_launches: those of the optimizer's step
     block_bytes         of the parameters of the largest of these; outside_bytes of those that are in none
     row_bytes           of one row of each parameter: by so much the parts of ranks that cut them by rows are uneven
     trained_bytes       of the gradients of all that is trained; widest_bytes of the largest of them
@@ -100,6 +102,8 @@ class Traced:
     widest_bytes: int = 0
     without_bytes: int = 0
     num_layers: int | None = None
+    launches: int = 0
+    update_launches: int = 0
     recompute: tuple[int, ...] = ()
     is_exact: bool = True
     why_not: str = ""

@@ -28,7 +28,8 @@ from runner.base.phases import GROUPS as PHASE_GROUPS
 from runner.base.schema import defaults
 from runner.base.settings import DataSettings, EarlyStoppingSettings, EvaluateSettings, Settings
 from runner.base.shares import lines, table
-from runner.plan.fits import Needs, Part, RankMemory, biggest, passes_of, predicted, sized
+from runner.base.words import sized
+from runner.plan.fits import Needs, Part, RankMemory, biggest, passes_of, predicted
 from runner.plan.inventory import GIB, Device, Inventory, inventory_of_profile, read_cpu, take_inventory
 from runner.plan.ranks import RankDevice, gpus_of_ranks, shares_of
 from runner.plan.segments import Allocator
@@ -115,6 +116,14 @@ class Plan:
     def world_size(self) -> int:
         """Return the number of ranks."""
         return len(self.ranks)
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of worker processes of each rank that read data."""
+        loader = self.choices["dataloader"]
+        if loader.function == "thread":  # without a cache it is a worker: see runner/axes/dataloader.py
+            return int(loader.options["cache"] == "none")
+        return int(loader.options.get("num_workers", 0))
 
     @property
     def selected(self) -> tuple[PhasePlan, ...]:
@@ -680,10 +689,15 @@ def _native_precision(gpu: Device | None) -> tuple[str, str]:
 
 
 def _optimizer(planner: _Planner, gpu: Device | None) -> None:
-    if planner.choices["optimizer"].options.get("kernel") != "auto":
-        return
-    functions = planner.choices["parallelism"].function, planner.choices["optimizer"].function
-    planner.set("optimizer", "kernel", *_kernel(gpu, *functions))
+    optimizer = planner.choices["optimizer"]
+    if optimizer.options.get("kernel") == "auto":
+        functions = planner.choices["parallelism"].function, optimizer.function
+        planner.set("optimizer", "kernel", *_kernel(gpu, *functions))
+    kernel = planner.choices["optimizer"].options.get("kernel")
+    if _is_cuda(gpu) and planner.choices["precision"].function == "fp16" and kernel != "fused":
+        # torch.amp.GradScaler.step reads found_inf on the host, unless the optimizer takes it as a tensor
+        which = f"optimizer.kernel={kernel}" if kernel else f"optimizer={optimizer.name}"
+        planner.notes.append(f"precision=fp16 with {which} waits for the GPU once an update; fused kernels do not")
 
 
 def _kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tuple[str, str]:
@@ -699,7 +713,7 @@ def _workers(planner: _Planner, gpu: Device | None) -> None:
     cores = planner.inventory.cpu.logical_cores
     here = {device.uuid for device in planner.inventory.usable}  # ranks of other machines have cores of their own
     num_ranks = max(1, sum(rank.uuid in here for rank in planner.ranks))
-    workers = options.get("num_workers", 0)  # a thread has no workers
+    workers = options.get("num_workers", 0)  # dataloader=thread has at most one
     if workers == "auto":
         if options["cache"] != "none":
             workers, why = 0, f"auto: nothing to read, the samples are kept in {options['cache']}"

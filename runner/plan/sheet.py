@@ -9,8 +9,9 @@ from itertools import groupby
 from typing import Any
 
 from runner.base.division import Batch
+from runner.base.words import sized
 from runner.plan.estimate import Peaks, Seconds, peaks_of, update_seconds
-from runner.plan.fits import Demand, Needs, RankMemory, biggest, passes_of, sized
+from runner.plan.fits import Demand, Needs, Prediction, RankMemory, biggest, passes_of
 from runner.plan.plan import PhasePlan, Plan, part_of
 from runner.plan.segments import Allocator
 
@@ -99,7 +100,7 @@ def _parts(plan: Plan, of_ranks: Sequence[RankMemory]) -> list[str]:
     shown = kinds if len(kinds) <= COLUMNS else sorted(kinds, key=lambda kind: _room(kind[0]))[:COLUMNS]
     rows = [("memory", *(_devices(plan, kind) for kind in shown))]
     rows += [
-        (name, *(sized(kind[0].prediction.parts[name]) for kind in shown))
+        (name, *(_part(kind[0].prediction, name) for kind in shown))
         for name in of_ranks[0].prediction.parts
         if any(kind[0].prediction.parts[name] for kind in kinds)
     ]
@@ -174,7 +175,8 @@ def seconds_of(plan: Plan, phase: PhasePlan, demand: Demand, peaks: Mapping[str,
         share = phase.batch.shares[number] if phase.batch.stages == 1 else phase.batch.global_batch_size
         whole, rest = divmod(share, max(1, min(share, phase.batch.micro_batch_size)))
         passes = [min(share, phase.batch.micro_batch_size)] * whole + ([rest] if rest else [])
-        found = update_seconds(demand, passes, _peaks(peaks, rank.name))
+        launches = rank.is_gpu and plan.choices["compile"].name == "off"
+        found = update_seconds(demand, passes, _peaks(peaks, rank.name), launches=launches)
         if found is None:
             return None
         if phase.batch.stages > 1:  # each rank has some layers of every pass
@@ -195,9 +197,20 @@ def _assumed(plan: Plan, needs: Needs) -> list[str]:
         said[-1] += f" attention {scores}."
     else:
         said.append(f"{how}, as a CPU allocates them; libraries are an estimate.")
-    said[-1] += " Times know nothing of launches, of exchange between ranks and of reading data."
+    if any(each.prediction.bounds for each in plan.memory):
+        said[-1] += (
+            " Parameters and gradients of fsdp are upper bounds: what is gathered and what is reduced do not peak"
+            " together."
+        )
+        if any(phase.batch.accumulation_steps > 1 for phase in plan.selected):
+            said[-1] += (
+                " Each rank keeps all gradients, not an even part of them, between the micro-batches of an update:"
+                " they are reduced once, after the last. One micro-batch per update and rank keeps an even part."
+            )
+    said[-1] += " The time estimate ignores communication between ranks and data loading."
     if plan.choices["compile"].name != "off":
-        said.append(f"Traced without compile={plan.choices['compile'].name}, which mostly takes less.")
+        name = plan.choices["compile"].name
+        said.append(f"Traced without compile={name}, which mostly takes less; kernel launches are not in its time.")
     why = [needs.why_not, *(demand.why_not for demand in needs.demands.values())]
     if not Allocator.of(plan.choices["memory"].options.get("allocator")).is_known:
         why.append("torch's own allocator is modelled, and not the driver's, which backend:cudaMallocAsync takes")
@@ -237,6 +250,11 @@ def _verdict(each: RankMemory) -> str:
     total, capacity = each.prediction.total, each.prediction.capacity
     of = f" of {sized(capacity)}" if capacity else ""
     return f"{sized(total)}{of} predicted" + ("" if each.prediction.fits else ", which DOES NOT FIT")
+
+
+def _part(prediction: Prediction, name: str) -> str:
+    bound = "up to " if name in prediction.bounds and prediction.parts[name] else ""
+    return bound + sized(prediction.parts[name])
 
 
 def _sized(size: int) -> str:

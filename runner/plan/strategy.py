@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.plan.fits import Demand, Needs, Part, predicted, sized
+from runner.base.words import sized
+from runner.plan.fits import Demand, Needs, Part, predicted
 from runner.plan.ranks import RankDevice
 
 UNEQUAL = 1.1  # memories that differ by more are unequal

@@ -14,7 +14,7 @@ import numpy as np
 from runner.base import partition
 from runner.base.errors import AccelRunError
 from runner.base.picture import COLORS, new_figure
-from runner.base.words import is_number, words_of
+from runner.base.words import is_number, sized_gib, words_of
 from runner.durable.files import listed, mapped
 from runner.measure import pictures
 from runner.measure.results import Results
@@ -426,9 +426,7 @@ def benchmark(story: Story, folder: Path | None, which: str) -> Drawing | str:
         return f"{named}; accel-run benchmark task={story.task} makes some, and benchmarks=DIR shows them"
     try:
         results = Results(found)
-        told = results.facts()["techniques"].values()
-        tasks = dict.fromkeys(str(each["task"]) for each in told if each.get("task"))
-        drawn = pictures.figures(results, ", ".join(tasks) or story.task)
+        drawn = pictures.figures(results)
     except AccelRunError as error:
         return fit(str(error.problems[0]))
     figure = drawn.get(which)
@@ -590,12 +588,12 @@ def _strips(bar: _Bar) -> list[tuple[str, dict[str, float]]]:
     rows = []
     if bar.capacity:
         share = min(1.0, used / bar.capacity)
-        title = f"{bar.name}: peak {used:.3g} of {bar.capacity:.3g} GiB, {share:.0%}"
+        title = f"{bar.name}: peak {sized_gib(used)} of {sized_gib(bar.capacity)}, {share:.0%}"
         rows.append((title, {"in use": share, "free": 1 - share}))
     if len(bar.parts) > 1 and used:
-        inner = {f"{part}: {gib:.2g} GiB": gib / used for part, gib in bar.parts.items()}
+        inner = {f"{part}: {sized_gib(gib)}": gib / used for part, gib in bar.parts.items()}
         rows.append(("what the peak is made of", inner))
-    return rows or [(f"{bar.name}: peak {used:.3g} GiB", {"in use": 1.0})]
+    return rows or [(f"{bar.name}: peak {sized_gib(used)}", {"in use": 1.0})]
 
 
 def _split(peak: float, held: Mapping[str, float]) -> dict[str, float]:

@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from runner.base.figures import NOT_MEASURED, metric_text
 from runner.base.picture import COLORS, new_figure
-from runner.base.words import bytes_in_words, shortened
+from runner.base.words import rate, shortened, sized, sized_gib
 from runner.report.charts import Chart, Drawing, Missing, binned, smoothed
-from runner.report.page import Page, Step, Table, duration, rate, word_of
+from runner.report.page import Page, Step, Table, duration, word_of
 from runner.report.story import Curve, Story
 from runner.report.svg import as_svg, drawing
 
@@ -160,14 +161,15 @@ def _overlaid(curves: dict[str, Curve], axis: str, *, is_noisy: bool, is_named: 
     notes = ["" if is_named else "the lines are named in the first chart"]
     notes += [
         f"{what}: {shortened(names, _NAMED)}" if names else ""
-        for what, names in (("not measured", without), ("not finite at the end", unfinished))
+        for what, names in ((NOT_MEASURED, without), ("not finite at the end", unfinished))
     ]
     return Drawing(figure, "; ".join(said), "; ".join(filter(None, notes)))
 
 
 def _metric(name: str, story: Story) -> str:
-    value = story.metrics.get(name)
-    return "" if value is None else f"{value:.5g}"
+    if name not in story.metrics:
+        return ""
+    return metric_text(story.metrics[name], 5)
 
 
 def _loss(story: Story) -> str:
@@ -176,8 +178,7 @@ def _loss(story: Story) -> str:
 
 
 def _speed(story: Story) -> str:
-    value = (story.evidence.items_per_s if story.evidence else None) or story.curves.last("perf/items_per_s")
-    return "" if value is None else rate(value)
+    return "" if story.throughput is None else rate(story.throughput)
 
 
 def _step(story: Story) -> str:
@@ -193,12 +194,12 @@ def _step(story: Story) -> str:
 def _peak(story: Story) -> str:
     seen = story.evidence
     value = None if seen is None else seen.device_peak_gib if seen.device_peak_gib is not None else seen.host_peak_gib
-    return "" if value is None else f"{value:.3g} GiB"
+    return "" if value is None else sized_gib(value)
 
 
 def _checkpoints(story: Story) -> str:
     found = story.checkpoints
-    return f"{len(found)}, {bytes_in_words(sum(each.bytes for each in found))}" if found else ""
+    return f"{len(found)}, {sized(sum(each.bytes for each in found))}" if found else ""
 
 
 def _updates(story: Story) -> str:
@@ -216,7 +217,7 @@ _FIGURES: tuple[tuple[str, Callable[[Story], str]], ...] = (
     ("device", lambda story: str(story.plan.get("device_name") or "")),
     ("updates", _updates),
     ("time", lambda story: duration(story.total_s) if story.total_s else ""),
-    ("items a second", _speed),
+    ("items a second, after the first update", _speed),
     ("time of an update (8 of 10 rows)", _step),
     ("peak memory", _peak),
     ("checkpoints", _checkpoints),

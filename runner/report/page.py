@@ -15,8 +15,8 @@ from typing import Any
 
 from runner import __version__
 from runner.base.errors import StorageError
-from runner.base.packages import require
-from runner.base.words import bytes_in_words, is_number
+from runner.base.figures import NOT_MEASURED, metric_text
+from runner.base.words import is_number, rate, sized, sized_gib
 from runner.durable import files
 from runner.durable.directory import is_name
 from runner.durable.files import listed, mapped
@@ -289,15 +289,17 @@ def _loss_tile(story: Story) -> Iterable[Tile]:
 def _metric_tiles(story: Story) -> Iterable[Tile]:
     for name, value in list(story.metrics.items())[:_METRIC_TILES]:
         baseline = story.baselines.get(name)
+        if value is None:
+            yield Tile(name, NOT_MEASURED, "no items, or not finite, in the last evaluation")
+            continue
         note = "" if baseline is None else f"a trivial model reaches {baseline:.4g}"
         yield Tile(name, f"{value:.4g}", note)
 
 
 def _speed_tile(story: Story) -> Iterable[Tile]:
     seen = story.evidence
-    items = (seen.items_per_s if seen else None) or story.curves.last("perf/items_per_s")
-    if items is not None:
-        yield Tile("throughput", rate(items), "items a second")
+    if story.throughput is not None:
+        yield Tile("throughput", rate(story.throughput), "items a second, after the first update")
     if seen is not None and seen.step_time_ms is not None:
         low, high = seen.step_time_low_ms, seen.step_time_high_ms
         note = f"median; {low:.4g} to {high:.4g} in 8 of 10 rows" if low is not None and high is not None else "median"
@@ -313,7 +315,7 @@ def _memory_tile(story: Story) -> Iterable[Tile]:
         ("host", seen.host_peak_gib, seen.host_total_gib),
     ):
         if peak is not None:
-            yield Tile(f"peak memory, {name}", f"{peak:.3g} GiB", f"of {total:.3g} GiB" if total else "")
+            yield Tile(f"peak memory, {name}", sized_gib(peak), f"of {sized_gib(total)}" if total else "")
 
 
 def _time_tile(story: Story) -> Iterable[Tile]:
@@ -340,9 +342,7 @@ def _checkpoints_tile(story: Story) -> Iterable[Tile]:
     damaged = sum(bool(each.problems) for each in known)
     state = f"{damaged} damaged" if damaged else "all whole" if known else "not read here"
     size = sum(each.bytes for each in story.checkpoints)
-    yield Tile(
-        "checkpoints", str(len(story.checkpoints)), f"{state}, {bytes_in_words(size)}" if story.checkpoints else "none"
-    )
+    yield Tile("checkpoints", str(len(story.checkpoints)), f"{state}, {sized(size)}" if story.checkpoints else "none")
 
 
 def _limited(story: Story) -> str:
@@ -413,14 +413,15 @@ def _is_of_the_monitor(name: str) -> bool:
 
 def _picture(path: Path, name: str, room: int) -> Picture | None:
     """Return the picture written anew, as small as it may be; None where it is none, or there is no room for it."""
-    pillow = require("PIL.Image", "plots")
+    from PIL import Image  # here: matplotlib's, and few pages have pictures
+
     try:
         content = files.read(path, at_most=_MOST_PICTURE_BYTES)
-        with pillow.open(io.BytesIO(content), formats=["PNG"]) as image:
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
             if math.prod(image.size) > _MOST_PIXELS:
                 return None
             image.load()
-            over = pillow.new("RGBA", image.size, "white")
+            over = Image.new("RGBA", image.size, "white")
             over.alpha_composite(image.convert("RGBA"))
             over.thumbnail((_PICTURE_WIDTH, 4 * _PICTURE_WIDTH))
             buffer = io.BytesIO()
@@ -448,7 +449,10 @@ def _phases(story: Story) -> Table:
     for name, phase in mapped(story.record.get("phases")).items():
         if isinstance(phase, dict):
             made = f"{word_of(phase.get('updates'))} of {word_of(phase.get('total'))}" if phase.get("total") else "-"
-            values = ", ".join(f"{key} {value:.4g}" for key, value in numbers(phase.get("metrics")).items())
+            known = mapped(phase.get("metrics"))
+            values = ", ".join(
+                f"{key} {metric_text(value)}" for key, value in known.items() if value is None or is_number(value)
+            )
             peaks = [
                 f"{name} {value:.3g}"
                 for name, key in (("device", "peak_device_gib"), ("host", "peak_host_gib"))
@@ -522,7 +526,7 @@ def _environment(story: Story) -> Table:
         memory = f", {cpu['memory_bytes'] / 2**30:.1f} GiB" if is_number(cpu.get("memory_bytes")) else ""
         rows.append(("CPU", f"{cpu.get('name')}, {cpu.get('logical_cores')} of its threads for this run{memory}"))
     for key, value in inventory.items():
-        in_words = bytes_in_words(value) if key.endswith("_bytes") and is_number(value) else word_of(value)
+        in_words = sized(value) if key.endswith("_bytes") and is_number(value) else word_of(value)
         rows.append((key.removesuffix("_bytes").replace("_", " "), in_words if value is not None else "none"))
     rows += [("note", word_of(note)) for note in told]
     rows += [("host", word_of(story.record["host"]))] if story.record.get("host") else []
@@ -535,7 +539,7 @@ def _checkpoints(story: Story) -> Table:
             return f"not read here; accel-run status run={story.said}"
         return f"damaged: {'; '.join(each.problems)}" if each.problems else "whole"
 
-    rows = [(each.name, bytes_in_words(each.bytes), state(each)) for each in reversed(story.checkpoints)]
+    rows = [(each.name, sized(each.bytes), state(each)) for each in reversed(story.checkpoints)]
     return Table("checkpoints", "Checkpoints", ("checkpoint", "size", "state"), rows)
 
 
@@ -588,11 +592,6 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours} h {minute} min" if hours else f"{minute} min {second} s"
-
-
-def rate(items_per_s: float) -> str:
-    """Return items per second without an exponent."""
-    return f"{items_per_s:,.0f}" if items_per_s >= 100 else f"{items_per_s:.3g}"
 
 
 def word_of(value: Any) -> str:

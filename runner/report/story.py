@@ -18,13 +18,14 @@ from runner.base.configuration import Request, compose, to_yaml
 from runner.base.errors import AccelRunError
 from runner.base.guarded_yaml import read_guarded
 from runner.base.secret import fit_to_show, is_secret
+from runner.base.stopwatch import THROUGHPUT
 from runner.base.words import is_number
 from runner.durable import files
 from runner.durable.checkpoint import verify
 from runner.durable.directory import RunDirectory, is_name
 from runner.durable.files import listed
 from runner.durable.standing import Standing, standing
-from runner.engine.evidence import Evidence, evidence_in
+from runner.engine.evidence import Evidence, evidence_in, throughput
 from runner.observe.samples import Samples, read_samples
 
 PARTS = (
@@ -115,10 +116,19 @@ class Story:
         return numbers(self.record.get("baselines"))
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """The last value of each metric of evaluation."""
+    def metrics(self) -> dict[str, float | None]:
+        """Each metric of evaluation as run.json has it; None: without items, or not finite. Else its last value."""
         found = {name: self.curves.last(name) for name in self.curves.of if name.startswith("val/")}
-        return {name: value for name, value in found.items() if value is not None} | numbers(self.record.get("metrics"))
+        last = self.record.get("metrics")
+        without = [str(name) for name, value in last.items() if value is None] if isinstance(last, dict) else []
+        return (
+            {name: value for name, value in found.items() if value is not None} | dict.fromkeys(without) | numbers(last)
+        )
+
+    @property
+    def throughput(self) -> float | None:
+        """Items per second."""
+        return throughput(self.evidence, {THROUGHPUT: self.curves.last(THROUGHPUT)})
 
     @property
     def parts_s(self) -> dict[str, float]:
@@ -321,9 +331,10 @@ def _checkpoints(directory: RunDirectory, missing: dict[str, str]) -> Iterator[C
         is_there = files.is_plain_directory(folder)
         missing["checkpoints"] = "there is no checkpoint" if is_there else "there is no folder checkpoints"
     found = {name: dict(_sizes(folder / name)) for name in names}
+    run = directory.owner
     is_read = sum(sum(sizes.values()) for sizes in found.values()) <= _MOST_READ
     for name, sizes in found.items():
-        problems = tuple(map(fit, verify(folder / name))) if is_read else None
+        problems = tuple(map(fit, verify(folder / name, run))) if is_read else None
         yield Checkpoint(fit(name), sum(sizes.values()), sizes, problems)
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 from xml.etree import ElementTree as Tree
 
-from runner.base.packages import require
 from runner.base.picture import COLORS
 
 SPACE = "http://www.w3.org/2000/svg"
@@ -19,12 +18,10 @@ _LINK = "{http://www.w3.org/1999/xlink}href"
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Figures made inside are for the page: text is kept as text, and no name is taken for a formula.
+    """Figures made inside are for the page: text is kept as text, and no name is taken for a formula."""
+    import matplotlib as mpl  # here: it takes its time
 
-    Raises MissingPackage where matplotlib is missing.
-    """
-    matplotlib = require("matplotlib", "plots")
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+    with mpl.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 

@@ -33,12 +33,12 @@ from runner.base.configuration import Configuration, Request, compose
 from runner.base.division import Batch
 from runner.base.errors import AccelRunError
 from runner.base.order import Order
+from runner.base.subprocesses import in_subprocess
 from runner.base.task import Progress
 from runner.engine.assemble import Parts, assemble
 from runner.engine.forecast import forecast
 from runner.engine.kinds import Gradients
 from runner.engine.loop import Position, train_updates
-from runner.launch.apart import apart
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.need import Traced
 from runner.plan.plan import PhasePlan, make_plan
@@ -125,9 +125,9 @@ def compared(words: Sequence[str], micros: Sequence[int]) -> list[tuple[Traced, 
     sizes = (f"micro_batch_size={max(micros)}", f"global_batch_size={2 * max(micros)}")
     configuration = compose(Request((*words, *sizes, "device=cpu")))
     began = time.perf_counter()
-    traced = apart(forecast, configuration, HERE, micros)
+    traced = in_subprocess(forecast, configuration, HERE, micros)
     seconds = (time.perf_counter() - began) / len(traced)
-    real = apart(counted, configuration, micros)
+    real = in_subprocess(counted, configuration, micros)
     return [(one, real[one.phase, one.micro_batch_size], seconds) for one in traced]
 
 

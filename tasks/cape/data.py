@@ -193,7 +193,7 @@ class Episodes:
         self._members: dict[int, list[int]] = defaultdict(list)
         for position, annotation in enumerate(poses.annotations):
             self._members[annotation.category.id].append(position)
-        self._pictures: dict[int, Tensor] = {}
+        self.pictures: dict[int, Tensor] = {}
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -263,16 +263,16 @@ class Episodes:
 
     def _picture(self, position: int) -> Tensor:
         """Return the crop (3, S, S) as uint8; what lies outside the picture is grey."""
-        if (kept := self._pictures.get(position)) is not None:
+        if (kept := self.pictures.get(position)) is not None:
             return kept
         picture = read_crop(self.poses.annotations[position], self.crop, self.image_size)
-        if (len(self._pictures) + 1) * picture.numel() <= KEPT_IN_MEMORY:
-            self._pictures[position] = picture
+        if (len(self.pictures) + 1) * picture.numel() <= KEPT_IN_MEMORY:
+            self.pictures[position] = picture
         return picture
 
     def __getstate__(self) -> dict[str, Any]:
         """Send no pictures to a worker process."""
-        return {**self.__dict__, "_pictures": {}}
+        return {**self.__dict__, "pictures": {}}
 
 
 def read_crop(annotation: Annotation, crop: Crop, image_size: int) -> Tensor:

@@ -25,7 +25,7 @@ from runner.tasks.gpt.data import prepared
 from runner.base.packages import require
 from runner.base.task import sample_rng
 
-VERSION = 3  # a new one for every change of what is drawn
+VERSION = 4  # a new one for every change of what is drawn
 FONTS = [
     f"DejaVu{family}{style}.ttf"
     for family, styles in {
@@ -179,8 +179,10 @@ def resembling(letters: Sequence[Letter], others: Sequence[Letter]) -> set[str]:
 
 def all_letters() -> list[Letter]:
     """Return the letters and digits that enough fonts draw with the same points, each shape once."""
-    ft2font = require("matplotlib.ft2font", "cape")
-    folder = Path(require("matplotlib", "cape").get_data_path()) / "fonts" / "ttf"
+    import matplotlib as mpl  # here: it takes its time
+    from matplotlib import ft2font
+
+    folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
     drawn: dict[str, dict[str, tuple[tuple[int, ...], Array]]] = defaultdict(dict)
     for name in FONTS:
         font = ft2font.FT2Font(str(folder / name))
@@ -379,11 +381,12 @@ def _inside(points: Array, image_size: int) -> Array:
 
 def _paint(rng: np.random.Generator, codes: Sequence[int], pixels: Array, image_size: int) -> Array:
     """Return the letter in one colour on soft blotches: (S, S, 3) uint8."""
+    from matplotlib.path import Path as Outline
+
     images, draws = require("PIL.Image", "cape"), require("PIL.ImageDraw", "cape")
-    path = require("matplotlib.path", "cape").Path
     fine = image_size * SUPERSAMPLING
     winding = np.zeros((fine, fine), dtype=np.int8)
-    for polygon in path(pixels * SUPERSAMPLING, list(codes)).to_polygons(closed_only=True):
+    for polygon in Outline(pixels * SUPERSAMPLING, list(codes)).to_polygons(closed_only=True):
         mask = images.new("1", (fine, fine))
         draws.Draw(mask).polygon([tuple(point) for point in polygon.tolist()], fill=1)
         x, y = polygon[:-1].T

@@ -61,9 +61,9 @@ class PoseTransformer(nn.Module):
     layer. Sources: Xu et al., Pose for Everything, ECCV 2022; Shi et al., Matching Is Not Enough, CVPR 2023, section 3.
     """
 
-    def __init__(self, shape: Shape, *, forget: float = 0.0) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.shape, self.forget = shape, forget
+        self.shape = shape
         C = shape.width
         self.backbone = ResNet(shape.stem, shape.stages, published=shape.published, num_levels=shape.num_levels)
         self.inputs = nn.ModuleList(
@@ -122,8 +122,6 @@ class PoseTransformer(nn.Module):
     def guess(self, query: Maps, tokens: Tensor, present: Tensor, given: Tensor, seen: Tensor) -> Guess:
         """Return the Guess where the keypoints before each are `given` (N, K, 2), unknown where not `seen` (N, K)."""
         steps, proposals = self.steps(query, tokens, present)
-        if self.training and self.forget:
-            seen = seen & (torch.rand(seen.shape, device=seen.device) >= self.forget)
         looking = Surroundings(tokens, present[:, None, None], query)
         return self._through_layers(steps + self.before(given, seen), proposals, looking)
 

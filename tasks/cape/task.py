@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.base.errors import ConfigError, MissingPackage, Problem
+from runner.base.errors import ConfigError, Problem
+from runner.base.noise import per_sample_noise
 from runner.base.task import Context, Prediction, Sum, Task
 from runner.base.values import Count, Factor, Fraction, PositiveInt
 
@@ -123,8 +124,8 @@ class CategoryAgnosticPose(Task):
     ) -> None:
         self.sets, self.shape, self.seed, self.augmentation = sets, shape, seed, augmentation
         self.max_keypoints = max(poses.max_keypoints for poses in sets.values())
-        self._episodes = episodes
-        self.model = PoseTransformer(shape, forget=forget)
+        self._episodes, self.forget = episodes, forget
+        self.model = PoseTransformer(shape)
         annotations = sets["train"].annotations
         visible = sum(int(annotation.visible.sum()) for annotation in annotations)
         self.items_per_sample = episodes["queries"] * visible / len(annotations)
@@ -150,7 +151,13 @@ class CategoryAgnosticPose(Task):
         Each decoder layer has this loss; the first guess, by likeness alone, has the L1 as well, and the end of each
         query the cross-entropy.
         """
-        return self._loss(model(batch), batch)
+        return self._loss(model(self._forgetful(batch) if self.model.training else batch), batch)
+
+    def _forgetful(self, batch: Batch) -> Batch:
+        """Return the batch with a share `forget` of the query's keypoints hidden from the model."""
+        visible = batch["query_visible"]
+        hidden = per_sample_noise(batch).bernoulli(self.forget, *visible.shape[1:])
+        return {**batch, "query_visible": visible & ~hidden}
 
     def _loss(self, guess: Guess, batch: Batch) -> Sum:
         visible = batch["query_visible"].flatten(0, 1)
@@ -226,10 +233,7 @@ class CategoryAgnosticPose(Task):
             plots = {}
             text = f"{shown.name}: {figures[0]} of {seen} keypoints within {THRESHOLD:g} of the object's longer side"
             if number < pictures:
-                try:
-                    plots[f"{name}.png"] = episode_picture(batch, row, xy, hits, shown)
-                except MissingPackage:
-                    text += '; pictures need the extra "plots"' if number == 0 else ""
+                plots[f"{name}.png"] = episode_picture(batch, row, xy, hits, shown)
             results += found
             yield Prediction({f"{name}.json": json.dumps(found)}, text, items=seen, plots=plots)
         table = category_table(counts)

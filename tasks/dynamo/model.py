@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runner.base.noise import SampleNoise, per_sample_noise
+
 from .data import GENERATION, Batch
 from .text import TASKS
 from .tokenizer import BEGIN, PAD
@@ -99,8 +101,9 @@ class Dynamo(nn.Module):
             made["temperature"] = self.router.temperature
         if "task" not in batch:
             return made
-        weights = self._weights(batch["task"], routing, teacher, made)
-        states = self.base(source, real, self.adapters, weights)
+        noise = record_noise(batch) if self.training or routing == "mixed" else None
+        weights = self.routing_weights(batch["task"], routing, teacher, made, noise)
+        states = self.base(source, real, self.adapters, weights, noise if self.training else None)
         if head is not None:
             made[head] = self._head(head, states, source, real, None)
             return made
@@ -113,8 +116,18 @@ class Dynamo(nn.Module):
                     made[f"written.{task}"] = self._head(task, own, tokens, mask, None)
         return made
 
-    def _weights(self, task: Tensor, routing: Routing, teacher: float, made: Mapping[str, Tensor]) -> Tensor:
-        """Return the weights (N, E) of the adapters for each record."""
+    def routing_weights(
+        self,
+        task: Tensor,
+        routing: Routing,
+        teacher: float,
+        made: Mapping[str, Tensor],
+        noise: SampleNoise | None = None,
+    ) -> Tensor:
+        """Return the weights (N, E) of the adapters for each record.
+
+        noise  what choices are drawn from, for the N records: in training, and for routing "mixed"
+        """
         true = F.one_hot(task, len(TASKS)).float()
         if routing == "true":
             return true
@@ -124,13 +137,14 @@ class Dynamo(nn.Module):
         if not self.hard:
             routed = logits.softmax(dim=-1)
         elif self.training:
-            routed = F.gumbel_softmax(logits, tau=1.0, hard=True)
+            assert noise is not None
+            routed = gumbel_softmax(logits, noise.named("gumbel"))
         else:
             routed = F.one_hot(logits.argmax(dim=-1), len(TASKS)).float()
         if routing == "router":
             return routed
-        taught = torch.rand(len(task), 1, device=task.device) < teacher
-        return torch.where(taught, true, routed)
+        assert noise is not None
+        return torch.where(noise.named("teacher").bernoulli(teacher, 1), true, routed)
 
     def _head(self, task: str, states: Tensor, source: Tensor, real: Tensor, answer: Tensor | None) -> Tensor:
         head = self.heads[task]
@@ -176,13 +190,18 @@ class Encoder(nn.Module):
         real: Tensor,
         adapters: Sequence[nn.ModuleDict] | nn.ModuleList | None = None,
         weights: Tensor | None = None,
+        noise: SampleNoise | None = None,
     ) -> Tensor:
-        """Return the states; `adapters`, one mapping for each block, act with `weights` (N, E)."""
+        """Return the states; `adapters`, one mapping for each block, act with `weights` (N, E).
+
+        noise  what dropout draws from, for the N rows; None: nothing is dropped
+        """
         x = self.embedding(source)
         turn = rotation(source.shape[1], self.head_width, source.device)
         mask = real[:, None, None, :]
         for i, block in enumerate(self.blocks):
-            x = block(x, turn, mask, None if adapters is None else adapters[i], weights)
+            own = None if noise is None else noise.named(i)
+            x = block(x, turn, mask, None if adapters is None else adapters[i], weights, own)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -206,12 +225,13 @@ class Block(nn.Module):
         mask: Tensor,
         adapters: Mapping[str, nn.Module] | nn.Module | None,
         weights: Tensor | None,
+        noise: SampleNoise | None = None,
     ) -> Tensor:
         def projected(targets: str, inputs: Tensor) -> list[Tensor]:
             results: list[Tensor] = [getattr(self, target)(inputs) for target in targets]
             if adapters is None:
                 return results
-            dropped = F.dropout(inputs, self.dropout, self.training)
+            dropped = inputs if noise is None else noise.named(targets).dropout(inputs, self.dropout)
             pairs = zip(results, targets, strict=True)
             return [result + adapters[target](dropped, weights) for result, target in pairs]  # type: ignore[index]
 
@@ -431,6 +451,25 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         transformed: Tensor = self.output(F.gelu(self.input(x), approximate="tanh"))
         return transformed
+
+
+def record_noise(batch: Batch) -> SampleNoise:
+    """Return the random draws for the N records of a batch of training, whose samples are rounds of all tasks."""
+    task = batch["task"]
+    round_of = torch.arange(len(task), device=task.device) % max(1, len(task) // len(TASKS))
+    return per_sample_noise(batch).rows(round_of, task)
+
+
+def gumbel_softmax(logits: Tensor, noise: SampleNoise) -> Tensor:
+    """Return one choice for each row of logits (N, E), one-hot, with the gradient of their softmax.
+
+    As F.gumbel_softmax with hard=True, which draws from the device's generator.
+    Source: Jang et al., Categorical Reparameterization with Gumbel-Softmax, ICLR 2017, section 2.2.
+    """
+    uniform = noise.uniform(logits.shape[-1], dtype=logits.dtype).clamp_min(torch.finfo(logits.dtype).tiny)
+    soft = (logits - (-uniform.log()).log()).softmax(dim=-1)
+    chosen = F.one_hot(soft.argmax(dim=-1), logits.shape[-1]).to(soft.dtype)
+    return chosen - soft.detach() + soft
 
 
 def rotation(length: int, width: int, device: torch.device) -> Tensor:

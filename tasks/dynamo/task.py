@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.base.errors import ConfigError, MissingPackage, Problem
+from runner.base.errors import ConfigError, Problem
 from runner.base.picture import new_figure, png
 from runner.base.task import Context, Dataset, Prediction, Progress, Sum, Task
 from runner.base.values import Annotated, Factor, PositiveInt, Range
@@ -342,10 +342,7 @@ class DynamoTask(Task):
         share = matrix.trace() / matrix.sum()
         text = f"Routing of {matrix.sum()} test records: {share:.1%} to their own task."
         files = {"routing.json": json.dumps({"tasks": TASKS, "true_by_chosen": matrix.tolist()}, indent=1)}
-        try:
-            plots = {"routing.png": routing_picture(matrix)}
-        except MissingPackage:
-            return Prediction(files, f'{text} The picture needs the extra "plots".', items=int(matrix.sum()))
+        plots = {"routing.png": routing_picture(matrix)}
         return Prediction(files, text, items=int(matrix.sum()), plots=plots)
 
     # Counting

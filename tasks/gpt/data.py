@@ -1,6 +1,7 @@
 """Text as memory-mapped tokens: the Python standard library's own sources, the user's text, or token shards.
 
-Documents are split by the hash of their name, so none is seen both in training and in validation.
+Documents are split by the hash of their name, so none is seen both in training and in validation. Files copy from each
+other, so the held-out text of the standard library has no five lines in a row that the training text has too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import platform
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -139,7 +140,9 @@ def open_corpus(
         return _token_shards(data_path, _checked(vocab_size, 50257, least=1))
     documents = standard_library() if data_path is None else user_documents(data_path)
     origin = f"python-{platform.python_version()}" if data_path is None else data_path.resolve().name
-    text = prepared(cache / f"{origin}-{_fingerprint(documents)}", lambda folder: _write_bytes(documents, folder))
+    stamp = _fingerprint(documents)
+    # Of the user's text nothing is left out: what repeats there may be what it is about.
+    text = prepared(cache / f"{origin}-{stamp}", lambda folder: write_bytes(documents, folder, apart=data_path is None))
     if tokenizer == "byte":
         _checked(vocab_size, 256, least=256)
         return Corpus(_files(text, "bytes"), np.uint8, Bytes(), _files(text, "bytes"), text)
@@ -254,24 +257,59 @@ def _fingerprint(documents: Sequence[Document]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
-def _write_bytes(documents: Sequence[Document], folder: Path) -> None:
-    """Write the splits as bytes, and which documents are in which.
+def write_bytes(documents: Sequence[Document], folder: Path, *, apart: bool) -> None:
+    """Write the splits as bytes, which documents are in which, and which share of the held-out blocks is in training.
 
     Documents come in the order of their hash, so that any stretch of a split is a mixture. Where that leaves a
     split empty, as it must with a few files, each document is cut into three instead.
+
+    apart  leave out of the held-out documents the blocks that are in training too
     """
     ordered = sorted(documents, key=lambda document: (document.hash, document.name))
     members = {split: [document for document in ordered if document.split == split] for split in SPLITS}
     whole = all(members.values())
-    for split in SPLITS:
-        with (folder / f"{split}.bytes").open("wb") as file:
-            for document in members[split] if whole else ordered:
-                text = _read_text(document)
-                file.write((text if whole else _cut(text, split)).encode() + SEPARATOR)
-    (folder / "documents.json").write_text(
-        json.dumps({split: [document.name for document in members[split] if whole] for split in SPLITS}, indent=1),
-        encoding="utf-8",
-    )
+    texts = {
+        split: [
+            _read_text(document) if whole else _cut(_read_text(document), split)
+            for document in (members[split] if whole else ordered)
+        ]
+        for split in SPLITS
+    }
+    known = {block for text in texts["train"] for _, block in blocks(text)}
+    shares = {split: share_known(texts[split], known) for split in SPLITS[1:]}
+    if apart and whole:
+        texts |= {split: [without_blocks(text, known) for text in texts[split]] for split in SPLITS[1:]}
+    written = {split: share_known(texts[split], known) for split in SPLITS[1:]}
+    for split, each in texts.items():
+        (folder / f"{split}.bytes").write_bytes(b"".join(text.encode() + SEPARATOR for text in each))
+    names = {split: [document.name for document in members[split] if whole] for split in SPLITS}
+    (folder / "documents.json").write_text(json.dumps(names, indent=1), encoding="utf-8")
+    leakage = {"of_documents": shares, "of_text": written}
+    (folder / "leakage.json").write_text(json.dumps(leakage, indent=1), encoding="utf-8")
+
+
+def blocks(text: str) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield each run of five lines that are not blank: their numbers, and a hash of them without indentation."""
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines()) if line.strip()]
+    for first in range(len(lines) - BLOCK_LINES + 1):
+        run = lines[first : first + BLOCK_LINES]
+        digest = hashlib.blake2b("\n".join(line for _, line in run).encode(), digest_size=8).digest()
+        yield tuple(number for number, _ in run), int.from_bytes(digest, "big")
+
+
+def share_known(texts: Sequence[str], known: Container[int]) -> float:
+    """Return the share of the blocks of these texts that are known."""
+    found = [block in known for text in texts for _, block in blocks(text)]
+    return sum(found) / max(1, len(found))
+
+
+def without_blocks(text: str, known: Container[int]) -> str:
+    """Return the text without the lines of its known blocks."""
+    while left_out := {number for numbers, block in blocks(text) if block in known for number in numbers}:
+        lines = text.splitlines(keepends=True)
+        # Lines that now follow each other may be a known block again.
+        text = "".join(line for number, line in enumerate(lines) if number not in left_out)
+    return text
 
 
 def _read_text(document: Document) -> str:
@@ -309,7 +347,8 @@ def _texts(path: Path) -> Iterator[str]:
         yield document.decode("utf-8")
 
 
-FORMAT_VERSION = 1  # of the prepared files; a change of their content makes it one higher
+BLOCK_LINES = 5
+FORMAT_VERSION = 2  # of the prepared files; a change of their content makes it one higher
 FORMATS = (
     "data.path takes a UTF-8 text file, a folder of them, or a folder with train.bin and val.bin: "
     "tokens as uint16, nothing else, as nanoGPT writes them"

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from runner.base.noise import SampleNoise, per_sample_noise
 
 
 @dataclass(frozen=True)
@@ -25,40 +30,66 @@ class Shape:
         return -(-self.vocab_size // 64) * 64
 
 
+class Rates(NamedTuple):
+    """Probabilities of dropout.
+
+    residual   of the embedding and of the output of each branch
+    attention  of attention weights
+    """
+
+    residual: float = 0.0
+    attention: float = 0.0
+
+    def noise(self, x: Tensor, layer: int, training: bool) -> SampleNoise | None:
+        """Return the draws of a layer for the samples of x (B, ...), None where nothing is dropped.
+
+        layer  0 is the embedding, blocks follow. Each has a name: a pipeline may run them in different processes
+        """
+        return per_sample_noise(x, f"layer {layer}") if training and any(self) else None
+
+
 class Transformer(nn.Module):
     """Tokens (B, T) to logits (B, T, V): pre-norm blocks, learned positions, output tied to the embedding.
 
     Weights are drawn from N(0, 0.02); the projections that end in the residual stream from N(0, 0.02 / sqrt(2 L)), so
     that its variance does not grow with the number of layers L.
-    Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.3.
+    Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.3. Dropout is drawn for
+    each sample: Vaswani et al., Attention Is All You Need, NIPS 2017, section 5.4.
     """
 
-    def __init__(self, shape: Shape, *, dropout: float = 0.0) -> None:
+    def __init__(self, shape: Shape, *, dropout: float = 0.0, attention_dropout: float = 0.0) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.rates = shape, Rates(dropout, attention_dropout)
         self.embedding = nn.Embedding(shape.padded_vocab_size, shape.width)
         self.positions = nn.Embedding(shape.block_size, shape.width)
-        self.dropout = dropout
-        self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(Block(shape, self.rates) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.width)
         self.apply(_draw_weights)
         for name, weight in self.named_parameters():
             if name.endswith(("attention.output.weight", "mlp.output.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * shape.num_layers))
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+    def noise(self, tokens: Tensor) -> list[SampleNoise | None]:
+        """Return the draws of the embedding and of each block for one forward pass."""
+        return [self.rates.noise(tokens, layer, self.training) for layer in range(1 + len(self.blocks))]
+
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, noise: Sequence[SampleNoise | None] | None = None
+    ) -> Tensor:
         """Return the logits of the token after each of `tokens` (B, T); with a cache after the last one, (B, 1, V).
 
         cache  what came before `tokens`, extended by them in place: first the prompt, then one token at a time
+        noise  self.noise(tokens); None: the model asks for it, which interrupts a compiled graph
         """
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         assert end <= self.shape.block_size, f"{end} tokens exceed the context of {self.shape.block_size}"
+        noise = self.noise(tokens) if noise is None else noise
         x: Tensor = self.embedding(tokens) + self.positions.weight[start:end]
-        x = F.dropout(x, self.dropout, self.training)
+        x = dropped(x, self.rates.residual, noise[0])
         if cache is None:
-            for block in self.blocks:
-                x = block(x)
+            for block, own in zip(self.blocks, noise[1:], strict=True):
+                x = block(x, noise=own)
         else:
             assert start == 0 or end == start + 1, "a filled cache takes one token at a time"
             for block, past in zip(self.blocks, cache.layers, strict=True):
@@ -69,7 +100,8 @@ class Transformer(nn.Module):
 
     def layers(self) -> list[nn.Module]:
         """Return modules whose composition is this model without a cache; they hold its parameters."""
-        return [Beginning(self), *self.blocks, End(self)]
+        middle = [Middle(block, self.rates, layer) for layer, block in enumerate(self.blocks, start=1)]
+        return [Beginning(self), *middle, End(self)]
 
 
 class Beginning(nn.Module):
@@ -77,11 +109,24 @@ class Beginning(nn.Module):
 
     def __init__(self, whole: Transformer) -> None:
         super().__init__()
-        self.embedding, self.positions, self.dropout = whole.embedding, whole.positions, whole.dropout
+        self.embedding, self.positions, self.rates = whole.embedding, whole.positions, whole.rates
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, noise: object = None) -> Tensor:
+        """Return the residual stream. `noise` is what the unsplit model takes; here each layer asks for its own."""
         x: Tensor = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
-        return F.dropout(x, self.dropout, self.training)
+        return dropped(x, self.rates.residual, self.rates.noise(tokens, 0, self.training))
+
+
+class Middle(nn.Module):
+    """A block that asks for its draws itself, as layer `layer` of the model."""
+
+    def __init__(self, block: nn.Module, rates: Rates, layer: int) -> None:
+        super().__init__()
+        self.block, self.rates, self.layer = block, rates, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.block(x, noise=self.rates.noise(x, self.layer, self.training))
+        return result
 
 
 class End(nn.Module):
@@ -98,52 +143,61 @@ class End(nn.Module):
 class Block(nn.Module):
     """Attention and a feed-forward of four times the width, each added to the residual stream."""
 
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    def __init__(self, shape: Shape, rates: Rates) -> None:
         super().__init__()
+        self.rates = rates
         self.attention_norm = nn.LayerNorm(shape.width)
-        self.attention = Attention(shape, dropout)
+        self.attention = Attention(shape, rates.attention)
         self.mlp_norm = nn.LayerNorm(shape.width)
-        self.mlp = FeedForward(shape, dropout)
+        self.mlp = FeedForward(shape)
 
-    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
-        attended: Tensor = self.attention(self.attention_norm(x), past)
-        x = x + attended
+    def forward(self, x: Tensor, past: KeyValues | None = None, noise: SampleNoise | None = None) -> Tensor:
+        attended: Tensor = self.attention(self.attention_norm(x), past, noise)
+        x = x + dropped(attended, self.rates.residual, noise)
         transformed: Tensor = self.mlp(self.mlp_norm(x))
-        return x + transformed
+        return x + dropped(transformed, self.rates.residual, noise)
 
 
 class Attention(nn.Module):
-    """Causal self-attention (B, T, C) with one projection for queries, keys and values."""
+    """Causal self-attention (B, T, C) with one projection for queries, keys and values.
+
+    dropout  of the attention weights. Above 0 no fused kernel computes a training pass: those draw from the device's
+             generator, so their draws depend on the micro-batch
+    """
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
-        self.num_heads = shape.num_heads
+        self.num_heads, self.dropout = shape.num_heads, dropout
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.output = nn.Linear(shape.width, shape.width)
-        self.dropout = dropout
 
-    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, past: KeyValues | None = None, noise: SampleNoise | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
         if past is not None:
             k, v = past.extend(k, v)
-        dropout = self.dropout if self.training else 0.0
-        # A single token attends to everything before it; the causal mask would align it with the first key.
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
-        return F.dropout(self.output(y.transpose(1, 2).reshape(B, T, C)), self.dropout, self.training)
+        if noise is not None and self.dropout > 0:
+            future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+            scores = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).masked_fill(future, float("-inf"))
+            y = noise.dropout(scores.softmax(dim=-1), self.dropout) @ v
+        else:
+            # A single token attends to everything before it; the causal mask would align it with the first key.
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
+        projected: Tensor = self.output(y.transpose(1, 2).reshape(B, T, C))
+        return projected
 
 
 class FeedForward(nn.Module):
     """Two projections with a GELU between them."""
 
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.input = nn.Linear(shape.width, 4 * shape.width)
         self.output = nn.Linear(4 * shape.width, shape.width)
-        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.output(F.gelu(self.input(x), approximate="tanh")), self.dropout, self.training)
+        transformed: Tensor = self.output(F.gelu(self.input(x), approximate="tanh"))
+        return transformed
 
 
 class Cache:
@@ -173,6 +227,11 @@ class KeyValues:
         self.keys[:, :, start : self.length] = keys
         self.values[:, :, start : self.length] = values
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+
+def dropped(x: Tensor, p: float, noise: SampleNoise | None) -> Tensor:
+    """Return x (B, ...) after dropout with probability p; without noise, x itself."""
+    return x if noise is None else noise.dropout(x, p)
 
 
 def _draw_weights(module: nn.Module) -> None:

@@ -62,14 +62,16 @@ def build(
     vocab_size: PositiveInt | None = None,
     block_size: PositiveInt | None = None,
     dropout: Factor = 0.0,
+    attention_dropout: Factor = 0.0,
 ) -> Task:
     """A decoder-only transformer that predicts the next token of real text.
 
-    size        tiny: for two CPU cores; 124m, 350m: the published shapes
-    tokenizer   byte: 256 tokens; bpe: a byte-pair encoding trained on the text once, needs the package tokenizers
-    vocab_size  tokens in the vocabulary; null: the published 50257, in tiny only what the tokenizer needs
-    block_size  tokens in a sample, the longest context; null: that of the size (tiny 64, published 1024)
-    dropout     share of activations dropped after the embedding, in attention and at the end of each branch
+    size               tiny: for two CPU cores; 124m, 350m: the published shapes
+    tokenizer          byte: 256 tokens; bpe: byte pairs, trained on the text once, needs the package tokenizers
+    vocab_size         tokens in the vocabulary; null: the published 50257, in tiny only what the tokenizer needs
+    block_size         tokens in a sample, the longest context; null: that of the size (tiny 64, published 1024)
+    dropout            probability of dropout after the embedding and at the end of each branch
+    attention_dropout  probability of dropout of attention weights; above 0 training uses no fused attention kernel
     """
     if vocab_size is None and size != "tiny":
         vocab_size = PUBLISHED_VOCAB_SIZE
@@ -79,7 +81,7 @@ def build(
         vocab_size=vocab_size or corpus.tokenizer.num_tokens,
         block_size=block_size or SHAPES[size].block_size,
     )
-    return GPT(corpus, shape, dropout=dropout)
+    return GPT(corpus, shape, dropout=dropout, attention_dropout=attention_dropout)
 
 
 class GPT(Task):
@@ -88,10 +90,10 @@ class GPT(Task):
     item = "token"
     model: Transformer
 
-    def __init__(self, corpus: Corpus, shape: Shape, *, dropout: float = 0.0) -> None:
+    def __init__(self, corpus: Corpus, shape: Shape, *, dropout: float = 0.0, attention_dropout: float = 0.0) -> None:
         self.corpus = corpus
         self.shape = shape
-        self.model = Transformer(shape, dropout=dropout)
+        self.model = Transformer(shape, dropout=dropout, attention_dropout=attention_dropout)
         self.items_per_sample = float(shape.block_size)
         num_bytes = corpus.tokenizer.num_bytes
         self._num_bytes = None if num_bytes is None else torch.from_numpy(num_bytes)
@@ -102,7 +104,8 @@ class GPT(Task):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sum:
         """Return the cross-entropy in nats summed over the tokens y (B, T), in float32 whatever the model runs in."""
         x, y = batch
-        logits = model(x).float()
+        # Asked for here and not in the model, so that torch.compile can make one graph of the model.
+        logits = model(x, noise=self.model.noise(x)).float()
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1), reduction="sum"), y.numel()
 
     def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Sum]:

@@ -87,9 +87,9 @@ def _show_score(figure: Any, axes: Any, score: Array, label: str = "") -> None:
 
 
 def _patch() -> Any:
-    from runner.base.packages import require
+    from matplotlib.patches import Patch  # here: it takes its time
 
-    return require("matplotlib.patches", "plots").Patch
+    return Patch
 
 
 BACKGROUND = (20, 20, 30)

@@ -132,12 +132,14 @@ def implant(cube: Array, mask: np.ndarray[Any, np.dtype[np.uint8]], rng: np.rand
     """Put targets and as many decoys into cube (H, W, C), in place; mask (H, W) becomes 1 where a target is."""
     height, width, channels = cube.shape
     wavelength = np.linspace(0, 1, channels)
+    drawn = []
     for number in range(2 * int(rng.integers(2, 5))):
-        is_target = number % 2 == 1  # a target lies over a decoy, never under it: the mask stays exact
-        lines = LINES if is_target else _decoy_lines(rng)
+        is_target = number % 2 == 1
+        lines = LINES if is_target else decoy_lines(rng)
+        drawn.append((is_target, lines, _ellipse(height, width, rng), rng.uniform(*DEPTH)))
+    # Decoys first: one over a target would add lines of its own to pixels that the mask says are a target's.
+    for is_target, lines, inside, depth in sorted(drawn, key=lambda each: each[0]):
         absorbed = sum(share * np.exp(-0.5 * ((wavelength - at) / LINE_WIDTH) ** 2) for at, share in lines)
-        inside = _ellipse(height, width, rng)
-        depth = rng.uniform(*DEPTH)
         spectra = cube[inside]
         cube[inside] = spectra - ((spectra + 0.05) * (depth * absorbed)).astype(np.float32)
         mask[inside] = is_target
@@ -195,7 +197,7 @@ def _ellipse(height: int, width: int, rng: np.random.Generator) -> Any:
     return (first / along) ** 2 + (second / across) ** 2 <= 1
 
 
-def _decoy_lines(rng: np.random.Generator) -> list[tuple[float, float]]:
+def decoy_lines(rng: np.random.Generator) -> list[tuple[float, float]]:
     """Return two lines that are not those of a target."""
     places: list[float] = []
     while len(places) < 2:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.base.errors import ConfigError, InputMissing, MissingPackage, Problem
+from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.task import Content, Context, Prediction, Progress, Sum, Task
 from runner.base.values import NonNegative, PositiveInt
 
@@ -160,33 +160,35 @@ class AnomalyTask(Task):
         generator: torch.Generator,
         *,
         samples: PositiveInt = 8,
+        batch_size: PositiveInt = 1,
         rows: PositiveInt = 4,
     ) -> Iterator[Prediction]:
         """Yield the score maps of test cubes.
 
-        samples  number of test cubes, at most as many as there are
-        rows     number of cubes in plots/maps.png
+        samples     number of test cubes, at most as many as there are
+        batch_size  cubes in one call of the model
+        rows        number of cubes in plots/maps.png
         """
         test = self.splits["test"]
         maps: list[Map] = []
         count = min(samples, len(test))
         for index in range(count):
-            batch = test.__getitems__([index])
-            cube = batch["cube"].to(generator.device)
-            logits, _ = model(cube)
+            at = index % batch_size
+            if at == 0:
+                batch = test.__getitems__(list(range(index, min(index + batch_size, count))))
+                cubes = batch["cube"].to(generator.device)
+                many, _ = model(cubes)
+            cube, logits, mask = (each[at : at + 1] for each in (cubes, many, batch["mask"]))
             rx = self.model.rx_logit(cube)
-            arrays = [part[0].float().cpu().numpy() for part in (cube, rx, logits, batch["mask"])]
+            arrays = [part[0].float().cpu().numpy() for part in (cube, rx, logits, mask)]
             one = Map(test.title(index), arrays[0], arrays[1], arrays[2], arrays[3])
             maps = [*maps, one][:rows]
             files: dict[str, Content] = {f"score-{index:04d}.npy": one.score}
             plots: dict[str, bytes] = {}
-            text = f"{one.title}: {self._verdict(logits.float(), rx, batch['mask'].to(rx.device))}"
-            try:
-                files[f"score-{index:04d}.png"] = score_picture(one, self.unit)
-                if index == count - 1:
-                    plots["maps.png"] = maps_picture(maps, self.unit)
-            except MissingPackage:
-                text += "; pictures need the extra plots" if index == 0 else ""
+            text = f"{one.title}: {self._verdict(logits.float(), rx, mask.to(rx.device))}"
+            files[f"score-{index:04d}.png"] = score_picture(one, self.unit)
+            if index == count - 1:
+                plots["maps.png"] = maps_picture(maps, self.unit)
             yield Prediction(files, text, items=one.score.size, plots=plots)
 
     def _verdict(self, logits: Tensor, rx: Tensor, mask: Tensor) -> str:

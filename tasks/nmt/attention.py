@@ -35,7 +35,8 @@ def calls_of_training(
     task: Task, model: nn.Module, batch: Batch, *, num_layers: int, device: torch.device
 ) -> list[NamedCall]:
     """Return the attention calls of one training pass over a batch; the model is left in the mode it was in."""
-    moved = Batch(_moved(batch.source, device), _moved(batch.target, device), batch.labels.to(device))
+    source, target = (Rows(*(field.to(device) for field in rows)) for rows in (batch.source, batch.target))
+    moved = Batch(source, target, batch.labels.to(device), batch.places.to(device))
     was_training = model.training
     model.train()
     try:
@@ -70,7 +71,7 @@ def in_words(calls: Sequence[NamedCall]) -> str:
 
 
 def picture(calls: Sequence[NamedCall], *, packed: bool) -> bytes:
-    """Return a table of the calls as PNG. Raises MissingPackage where matplotlib is missing."""
+    """Return a table of the calls as PNG."""
     figure = new_figure(15.0, 1.4 + 0.5 * len(calls))
     axes = figure.subplots()
     axes.axis("off")
@@ -98,7 +99,6 @@ def _cells(each: NamedCall) -> list[tuple[str, str]]:
         str(call.num_keys),
         _name(call),
         "yes" if call.causal else "no",
-        f"{call.dropout:g}",
     ]
     kernels = [(call.refusals.get(name, f"ran ({call.kernel})"), name in call.refusals) for name in KERNELS]
     return [
@@ -124,17 +124,12 @@ def _flash_on_gpu(call: AttentionCall) -> str:
         torch.bfloat16,
         torch.device("cuda"),
         masked=call.masked,
-        dropout=call.dropout,
         capability=(8, 0),
     )
 
 
 def _masked(calls: Sequence[NamedCall]) -> int:
     return sum(each.call.masked for each in calls)
-
-
-def _moved(rows: Rows, device: torch.device) -> Rows:
-    return Rows(*(field.to(device) for field in rows))
 
 
 def _name(call: AttentionCall) -> str:
@@ -151,7 +146,6 @@ COLUMNS = {
     "keys": 0.5,
     "type": 0.75,
     "causal": 0.6,
-    "dropout": 0.75,
     "mask": 0.6,
     **dict.fromkeys(KERNELS, 1.9),
     "flash on a GPU in bfloat16": 1.9,

@@ -34,11 +34,17 @@ SPLITS = ("train", "val", "test")
 
 
 class Batch(NamedTuple):
-    """Rows of sources (R, S) and of targets (R, T); `labels` (R, T) is the token after each target token, 0 if none."""
+    """Rows of sources (R, S) and of targets (R, T) that hold N pairs.
+
+    labels  (R, T): the token after each target token, 0 if none
+    places  (N, 2): of pair i its row minus i, and its number in that row, from 1. Relative, so that samples that were
+            read one by one are collated to a batch whose pair i is in row i
+    """
 
     source: Rows
     target: Rows
     labels: Tensor
+    places: Tensor
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,8 @@ class PairData:
         return len(self.sources)
 
     def __getitem__(self, index: int) -> Batch:
-        source, target, labels = self.__getitems__([index])
-        return Batch(Rows(*(field[0] for field in source)), Rows(*(field[0] for field in target)), labels[0])
+        source, target, labels, places = self.__getitems__([index])
+        return Batch(Rows(*(field[0] for field in source)), Rows(*(field[0] for field in target)), labels[0], places[0])
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the batch itself, one row for each pair: S and T are the longest lengths whatever is in it."""
@@ -378,7 +384,8 @@ def _laid(data: PairData, pairs: Array, places: Places, source_room: int, target
     """Return the pairs in their places."""
     source, _ = _rows(data.sources, pairs, places, places.source_starts, source_room, shifted=False)
     target, labels = _rows(data.labels, pairs, places, places.target_starts, target_room, shifted=True)
-    return Batch(source, target, labels)
+    relative = places.rows - np.arange(len(places.rows))
+    return Batch(source, target, labels, torch.from_numpy(np.stack([relative, places.segments], axis=1)))
 
 
 def _rows(

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runner.base.noise import SampleNoise, per_sample_noise
+
 MOST_SEGMENTS = 8  # pairs in a row: so many channels are appended to each head, and kernels like multiples of 8
 
 
@@ -59,42 +61,131 @@ class Fence(NamedTuple):
 OPEN = Fence()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, fence: Fence, *, causal: bool = False, dropout: float = 0.0) -> Tensor:
+class Rates(NamedTuple):
+    """Probabilities of dropout.
+
+    residual   of the embeddings, inside of each feed-forward and of the output of each branch
+    attention  of attention weights
+    """
+
+    residual: float = 0.0
+    attention: float = 0.0
+
+
+class PairNoise(NamedTuple):
+    """Random draws for N pairs, wherever they are in the rows.
+
+    pairs   draws for the N pairs
+    places  (N, 2): see Batch
+    """
+
+    pairs: SampleNoise
+    places: Tensor
+
+    def of_tokens(self, rows: Rows) -> SampleNoise:
+        """Return draws for the tokens (R, L), by pair and position."""
+        return self.pairs.rows(self._pair_of(rows), rows.positions)
+
+    def of_weights(self, queries: Rows, keys: Rows) -> SampleNoise:
+        """Return draws for the attention weights (R, Q, K), by pair and both positions."""
+        positions = queries.positions[:, :, None] * _MOST_POSITIONS + keys.positions[:, None, :]
+        return self.pairs.rows(self._pair_of(queries)[:, :, None], positions)
+
+    def _pair_of(self, rows: Rows) -> Tensor:
+        """Return the number of the pair that each token (R, L) belongs to; padding takes that of any."""
+        number = torch.arange(len(self.places), device=self.places.device)
+        table = number.new_zeros(len(rows.segments), MOST_SEGMENTS + 1)
+        table[number + self.places[:, 0], self.places[:, 1]] = number
+        return table.gather(1, rows.segments)
+
+
+class Draws(NamedTuple):
+    """What a layer draws dropout from; None: nothing is dropped.
+
+    tokens  for each of its tokens (R, L)
+    own     for the weights of its self-attention (R, L, L)
+    across  for the weights of its attention to the source (R, T, S)
+    """
+
+    tokens: SampleNoise | None = None
+    own: SampleNoise | None = None
+    across: SampleNoise | None = None
+
+    def of_layer(self, number: int) -> Draws:
+        """Return other draws for each layer."""
+        return Draws(*(None if each is None else each.named(number) for each in self))
+
+
+NOTHING = Draws()
+
+
+def dropped(x: Tensor, p: float, noise: SampleNoise | None) -> Tensor:
+    """Return x (R, L, ...) after dropout with probability p; without noise, x itself."""
+    return x if noise is None else noise.dropout(x, p)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fence: Fence,
+    *,
+    causal: bool = False,
+    dropout: float = 0.0,
+    noise: SampleNoise | None = None,
+) -> Tensor:
     """Return the attention of queries (R, H, Q, D) to the keys that the fence lets them see, (R, H, Q, D).
 
     Codes are appended to queries and keys as channels. The product of a query and a key of its own segment gains
     exactly 0; that with any other key, padding too, falls by FAR, and the exponential of it is exactly 0. So nothing
     but rounding differs from a mask, and no mask is given: every kernel takes such a call.
+
+    noise  for the weights (R, Q, K), that dropout is drawn from. No fused kernel computes such a call: those draw from
+           the device's generator, so their draws depend on the micro-batch
     """
-    if fence.query_code is None or fence.key_code is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=fence.mask, dropout_p=dropout, is_causal=causal)
     size, heads = q.shape[-1], q.shape[1]
-    q = torch.cat([q, fence.query_code.to(q.dtype).expand(-1, heads, -1, -1)], dim=-1)
-    k = torch.cat([k, fence.key_code.to(k.dtype).expand(-1, heads, -1, -1)], dim=-1)
+    scale = None
+    if fence.query_code is not None and fence.key_code is not None:
+        q = torch.cat([q, fence.query_code.to(q.dtype).expand(-1, heads, -1, -1)], dim=-1)
+        k = torch.cat([k, fence.key_code.to(k.dtype).expand(-1, heads, -1, -1)], dim=-1)
+        scale = size**-0.5
+    if noise is not None:
+        scores = (q @ k.transpose(-2, -1)) * size**-0.5
+        if fence.mask is not None:
+            scores = scores.masked_fill(~fence.mask, float("-inf"))
+        if causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(future, float("-inf"))
+        weights = scores.softmax(dim=-1).permute(0, 2, 3, 1)  # (R, Q, K, H)
+        return noise.dropout(weights, dropout).permute(0, 3, 1, 2) @ v
+    if scale is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=fence.mask, is_causal=causal)
     v = F.pad(v, (0, MOST_SEGMENTS))  # the flash kernel wants one head size for all three
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal, scale=size**-0.5)[..., :size]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)[..., :size]
 
 
 class Transformer(nn.Module):
     """Source and target rows to the logits (R, T, V) of the token after each target token.
 
     Pre-norm layers, learned positions, one embedding for both sides and the output. Weights are drawn from a
-    normal distribution, biases start at zero.
+    normal distribution, biases start at zero. Dropout is drawn for each pair, by the positions of its tokens.
 
     packed  keep segments and padding apart by codes, without masks; otherwise a row holds one pair, padding of the
             source is masked, and that of the target needs nothing, because it comes last and attention is causal
     Source: Vaswani et al., Attention Is All You Need, NIPS 2017; Press and Wolf, Using the Output Embedding, EACL 2017.
     """
 
-    def __init__(self, shape: Shape, *, dropout: float = 0.0, packed: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, *, dropout: float = 0.0, attention_dropout: float = 0.0, packed: bool = False
+    ) -> None:
         super().__init__()
-        self.shape, self.dropout, self.packed = shape, dropout, packed
+        self.shape, self.rates, self.packed = shape, Rates(dropout, attention_dropout), packed
         self.embedding = nn.Embedding(shape.vocab_size, shape.width)
         self.source_positions = nn.Embedding(shape.source_length, shape.width)
         self.target_positions = nn.Embedding(shape.target_length, shape.width)
-        self.encoder = nn.ModuleList(EncoderLayer(shape, dropout) for _ in range(shape.num_layers))
+        self.encoder = nn.ModuleList(EncoderLayer(shape, self.rates) for _ in range(shape.num_layers))
         self.encoder_norm = nn.LayerNorm(shape.width)
-        self.decoder = nn.ModuleList(DecoderLayer(shape, dropout) for _ in range(shape.num_layers))
+        self.decoder = nn.ModuleList(DecoderLayer(shape, self.rates) for _ in range(shape.num_layers))
         self.decoder_norm = nn.LayerNorm(shape.width)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
@@ -102,33 +193,53 @@ class Transformer(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(weight)
 
-    def forward(self, source: Rows, target: Rows, cache: Cache | None = None) -> Tensor:
+    def noise(self, places: Tensor) -> PairNoise | None:
+        """Return the draws of one forward pass over pairs in these places (N, 2); None where nothing is dropped."""
+        return PairNoise(per_sample_noise(places), places) if self.training and any(self.rates) else None
+
+    def forward(self, source: Rows, target: Rows, cache: Cache | None = None, noise: PairNoise | None = None) -> Tensor:
         """Return the logits (R, T, V).
 
         cache  of the target tokens before `target`, which then is the next one, (R, 1), of one pair per row; the
                source is encoded at the first and only its segments are read at the others
+        noise  self.noise(batch.places)
+        Raises ValueError without noise where dropout needs it: rows do not say which samples they hold.
         """
-        memory = self._encoded(source) if cache is None or cache.length == 0 else None
-        x = self._embedded(target, self.target_positions)
+        if noise is None and self.training and any(self.rates):
+            raise ValueError("dropout needs the draws of the batch: model(source, target, noise=model.noise(places))")
+        memory = self._encoded(source, noise) if cache is None or cache.length == 0 else None
+        draws = self._draws(noise, "target", target, target, source)
+        x = self._embedded(target, self.target_positions, draws)
         own = self._fence(target, target) if self.packed and cache is None else OPEN
         across = self._fence(target, source)
         for number, layer in enumerate(self.decoder):
-            x = layer(x, memory, own, across, None if cache is None else cache.layers[number])
+            past = None if cache is None else cache.layers[number]
+            x = layer(x, memory, own, across, past, draws.of_layer(number))
         if cache is not None:
             cache.length += 1
         return F.linear(self.decoder_norm(x), self.embedding.weight)
 
-    def _encoded(self, source: Rows) -> Tensor:
-        x = self._embedded(source, self.source_positions)
+    def _encoded(self, source: Rows, noise: PairNoise | None) -> Tensor:
+        draws = self._draws(noise, "source", source, source)
+        x = self._embedded(source, self.source_positions, draws)
         fence = self._fence(source, source)
-        for layer in self.encoder:
-            x = layer(x, fence)
+        for number, layer in enumerate(self.encoder):
+            x = layer(x, fence, draws.of_layer(number))
         memory: Tensor = self.encoder_norm(x)
         return memory
 
-    def _embedded(self, rows: Rows, positions: nn.Embedding) -> Tensor:
-        x = self.embedding(rows.tokens) + positions(rows.positions)
-        return F.dropout(x, self.dropout, self.training)
+    def _embedded(self, rows: Rows, positions: nn.Embedding, draws: Draws) -> Tensor:
+        return dropped(self.embedding(rows.tokens) + positions(rows.positions), self.rates.residual, draws.tokens)
+
+    def _draws(self, noise: PairNoise | None, name: str, tokens: Rows, *keys: Rows) -> Draws:
+        """Return what one side draws from: for its tokens, and for its attention to each of `keys`."""
+        if noise is None:
+            return NOTHING
+        weights = keys if self.rates.attention > 0 else ()
+        return Draws(
+            noise.of_tokens(tokens).named(name),
+            *(noise.of_weights(tokens, each).named(f"{name} {number}") for number, each in enumerate(weights)),
+        )
 
     def _fence(self, queries: Rows, keys: Rows) -> Fence:
         if not self.packed:
@@ -142,38 +253,50 @@ class Transformer(nn.Module):
 class EncoderLayer(nn.Module):
     """Self-attention and a feed-forward, each added to the residual stream (R, S, C)."""
 
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    def __init__(self, shape: Shape, rates: Rates) -> None:
         super().__init__()
+        self.rates = rates
         self.attention_norm = nn.LayerNorm(shape.width)
-        self.attention = SelfAttention(shape, dropout)
+        self.attention = SelfAttention(shape, rates.attention)
         self.mlp_norm = nn.LayerNorm(shape.width)
-        self.mlp = FeedForward(shape, dropout)
+        self.mlp = FeedForward(shape, rates.residual)
 
-    def forward(self, x: Tensor, fence: Fence) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), fence)
-        transformed: Tensor = self.mlp(self.mlp_norm(x))
-        return x + transformed
+    def forward(self, x: Tensor, fence: Fence, draws: Draws = NOTHING) -> Tensor:
+        attended: Tensor = self.attention(self.attention_norm(x), fence, noise=draws.own)
+        x = x + dropped(attended, self.rates.residual, draws.tokens)
+        transformed: Tensor = self.mlp(self.mlp_norm(x), draws.tokens)
+        return x + dropped(transformed, self.rates.residual, draws.tokens)
 
 
 class DecoderLayer(nn.Module):
     """Causal self-attention, attention to the encoded source, and a feed-forward, each added to (R, T, C)."""
 
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    def __init__(self, shape: Shape, rates: Rates) -> None:
         super().__init__()
+        self.rates = rates
         self.attention_norm = nn.LayerNorm(shape.width)
-        self.attention = SelfAttention(shape, dropout)
+        self.attention = SelfAttention(shape, rates.attention)
         self.cross_norm = nn.LayerNorm(shape.width)
-        self.cross = CrossAttention(shape, dropout)
+        self.cross = CrossAttention(shape, rates.attention)
         self.mlp_norm = nn.LayerNorm(shape.width)
-        self.mlp = FeedForward(shape, dropout)
+        self.mlp = FeedForward(shape, rates.residual)
 
     def forward(
-        self, x: Tensor, memory: Tensor | None, own: Fence, across: Fence, past: LayerCache | None = None
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        own: Fence,
+        across: Fence,
+        past: LayerCache | None = None,
+        draws: Draws = NOTHING,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), own, causal=past is None, past=past)
-        x = x + self.cross(self.cross_norm(x), memory, across, past)
-        transformed: Tensor = self.mlp(self.mlp_norm(x))
-        return x + transformed
+        rate, tokens = self.rates.residual, draws.tokens
+        attended: Tensor = self.attention(self.attention_norm(x), own, causal=past is None, past=past, noise=draws.own)
+        x = x + dropped(attended, rate, tokens)
+        found: Tensor = self.cross(self.cross_norm(x), memory, across, past, draws.across)
+        x = x + dropped(found, rate, tokens)
+        transformed: Tensor = self.mlp(self.mlp_norm(x), tokens)
+        return x + dropped(transformed, rate, tokens)
 
 
 class SelfAttention(nn.Module):
@@ -185,12 +308,21 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.output = nn.Linear(shape.width, shape.width)
 
-    def forward(self, x: Tensor, fence: Fence, *, causal: bool = False, past: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        fence: Fence,
+        *,
+        causal: bool = False,
+        past: LayerCache | None = None,
+        noise: SampleNoise | None = None,
+    ) -> Tensor:
         q, k, v = _heads(self.qkv(x), 3, self.num_heads)
         if past is not None:
             k, v = past.extend(k, v)
-        y = attend(q, k, v, fence, causal=causal, dropout=self.dropout if self.training else 0.0)
-        return F.dropout(self.output(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        y = attend(q, k, v, fence, causal=causal, dropout=self.dropout, noise=noise)
+        projected: Tensor = self.output(y.transpose(1, 2).flatten(2))
+        return projected
 
 
 class CrossAttention(nn.Module):
@@ -203,7 +335,14 @@ class CrossAttention(nn.Module):
         self.kv = nn.Linear(shape.width, 2 * shape.width)
         self.output = nn.Linear(shape.width, shape.width)
 
-    def forward(self, x: Tensor, memory: Tensor | None, fence: Fence, past: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        fence: Fence,
+        past: LayerCache | None = None,
+        noise: SampleNoise | None = None,
+    ) -> Tensor:
         (q,) = _heads(self.query(x), 1, self.num_heads)
         if memory is None:
             assert past is not None, "without a cache the source must be given"
@@ -212,12 +351,13 @@ class CrossAttention(nn.Module):
             k, v = _heads(self.kv(memory), 2, self.num_heads)
             if past is not None:
                 past.source = k, v
-        y = attend(q, k, v, fence, dropout=self.dropout if self.training else 0.0)
-        return F.dropout(self.output(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        y = attend(q, k, v, fence, dropout=self.dropout, noise=noise)
+        projected: Tensor = self.output(y.transpose(1, 2).flatten(2))
+        return projected
 
 
 class FeedForward(nn.Module):
-    """Two projections with a ReLU between them."""
+    """Two projections with a ReLU and dropout between them."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -225,9 +365,9 @@ class FeedForward(nn.Module):
         self.output = nn.Linear(shape.feed_forward, shape.width)
         self.dropout = dropout
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.dropout(F.relu(self.input(x)), self.dropout, self.training)
-        return F.dropout(self.output(hidden), self.dropout, self.training)
+    def forward(self, x: Tensor, noise: SampleNoise | None = None) -> Tensor:
+        transformed: Tensor = self.output(dropped(F.relu(self.input(x)), self.dropout, noise))
+        return transformed
 
 
 class Cache:
@@ -274,3 +414,4 @@ def _heads(x: Tensor, count: int, num_heads: int) -> tuple[Tensor, ...]:
 # After division by the root of the head size, a thousand or more for heads of up to 100 channels: above any difference
 # of scores that occurs, by far enough for its exponential to be 0; and float16 and bfloat16 can still write it.
 FAR = 1e4
+_MOST_POSITIONS = 2**24  # more than a sequence has

@@ -82,20 +82,20 @@ class Pieces:
         line = torch.arange(len(lengths)).repeat_interleave(counts)
         number = torch.arange(len(line)) - (counts.cumsum(0) - counts)[line] + skipped
         self._line = line.repeat(2)
-        self._known = number.repeat(2)  # points before the start
-        self._left = (lengths[line] - 1 - number).repeat(2)  # and after it
+        self.num_known = number.repeat(2)  # points before the start
+        self.num_left = (lengths[line] - 1 - number).repeat(2)  # and after it
         self._sense = torch.tensor([1, -1]).repeat_interleave(len(line))
         self._start = torch.cat([firsts[line] + number, self.tracts.ends[line] - 1 - number])
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Draw how much of its history each sample remembers."""
-        self._remembered = torch.full((len(self),), NUM_DIRECTIONS)
+        self.num_remembered = torch.full((len(self),), NUM_DIRECTIONS)
         if self.split == "train":
             rng = np.random.default_rng([self.seed, epoch])
             forgets = rng.choice(3, size=len(self), p=[0.8, 0.1, 0.1])
             some = rng.integers(0, NUM_DIRECTIONS, size=len(self))
-            self._remembered = torch.from_numpy(np.select([forgets == 0, forgets == 1], [NUM_DIRECTIONS, 0], some))
+            self.num_remembered = torch.from_numpy(np.select([forgets == 0, forgets == 1], [NUM_DIRECTIONS, 0], some))
 
     def __len__(self) -> int:
         return len(self._line)
@@ -107,11 +107,11 @@ class Pieces:
         """Return the batch itself."""
         at = torch.as_tensor(indices)
         start, sense, line = self._start[at], self._sense[at], self._line[at]
-        known = torch.minimum(self._known[at], self._remembered[at])
+        known = torch.minimum(self.num_known[at], self.num_remembered[at])
         back = torch.minimum(torch.arange(NUM_DIRECTIONS, -1, -1)[None], known[:, None])
         points, subject = self.tracts.points, self.tracts.subject[line]
         before = points[start[:, None] - back * sense[:, None]]
-        left, ahead = self._left[at, None], torch.arange(1, NUM_POINTS + 1)
+        left, ahead = self.num_left[at, None], torch.arange(1, NUM_POINTS + 1)
         end = start[:, None] + left * sense[:, None]
         beyond = (ahead - left).clamp(min=0)[..., None] * (points[end] - points[end - sense[:, None]])
         after = points[start[:, None] + torch.minimum(ahead, left) * sense[:, None]] + beyond
@@ -129,7 +129,7 @@ class Pieces:
         Like is near in mm from the middle of the image, and of the same last direction; a difference of directions
         counts as far as it leads apart over half a piece. Only places with a step before and 16 real points after.
         """
-        places = ((self._left >= NUM_POINTS) & (self._known >= 1)).nonzero()[:, 0]
+        places = ((self.num_left >= NUM_POINTS) & (self.num_known >= 1)).nonzero()[:, 0]
         start, sense, points = self._start[places], self._sense[places], self.tracts.points
         steps = points[start] - points[start - sense]
         reach = NUM_POINTS / 2 * steps.norm(dim=1).mean()

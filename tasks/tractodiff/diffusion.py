@@ -47,19 +47,16 @@ class Schedule(nn.Module):
         signal = self.signal[step].view(-1, *[1] * (x0.dim() - 1))
         return signal.sqrt() * x0 + (1 - signal).sqrt() * noise
 
-    def sample(
-        self, predict: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], generator: torch.Generator | None
-    ) -> Tensor:
+    def sample(self, predict: Callable[[Tensor, Tensor], Tensor], draw: Callable[[], Tensor]) -> Tensor:
         """Return a sample (B, ...) by ancestral sampling from pure noise.
 
-        predict    (x_t, step (B,)) -> x0
-        generator  None: torch's global one
+        predict  (x_t, step (B,)) -> x0
+        draw     () -> noise (B, ...) of unit variance
         """
-        device = self.signal.device
-        x = torch.randn(shape, generator=generator, device=device)
+        x = draw()
         for step in reversed(range(self.num_steps)):
-            x0 = predict(x, torch.full(shape[:1], step, device=device)).float()
+            x0 = predict(x, torch.full(x.shape[:1], step, device=x.device)).float()
             x = self.x0_weight[step] * x0 + self.xt_weight[step] * x
             if step > 0:
-                x = x + self.deviation[step] * torch.randn(shape, generator=generator, device=device)
+                x = x + self.deviation[step] * draw()
         return x

@@ -14,16 +14,14 @@ from .model import NUM_POINTS, StreamlineDiffusion
 Draw = Callable[[Tensor], Tensor]
 
 
-def pieces(
-    model: nn.Module, bare: StreamlineDiffusion, condition: Tensor, generator: torch.Generator | None = None
-) -> Tensor:
-    """Return pieces (B, 16, 3) in mm from their start, drawn for the conditions (B, 346)."""
+def pieces(model: nn.Module, bare: StreamlineDiffusion, condition: Tensor, noise: Callable[[], Tensor]) -> Tensor:
+    """Return pieces (B, 16, 3) in mm from their start, drawn for the conditions (B, 346) from noise (B, 16, 3)."""
 
     def predict(noisy: Tensor, step: Tensor) -> Tensor:
         x0: Tensor = model(noisy, step, condition)
         return x0
 
-    return bare.scale * bare.schedule.sample(predict, (len(condition), NUM_POINTS, 3), generator)
+    return bare.scale * bare.schedule.sample(predict, noise)
 
 
 class Drawing:
@@ -43,7 +41,12 @@ class Drawing:
         last = tails[:, -1]
         of = torch.full(last.shape[:1], self.subject, device=last.device)
         condition = self.fields.condition(last, directions_of(tails), of)
-        return last[:, None] + pieces(self.model, self.bare, condition, self.generator)
+
+        def noise() -> Tensor:
+            shape = (len(last), NUM_POINTS, 3)
+            return torch.randn(shape, generator=self.generator, device=self.generator.device)
+
+        return last[:, None] + pieces(self.model, self.bare, condition, noise)
 
 
 def grow(

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from runner.base.packages import require
 from runner.base.picture import new_figure, png
 
 Array = np.ndarray[Any, Any]
@@ -18,7 +17,8 @@ MOST = 400  # streamlines in one view; more hide each other
 
 def side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
     """Return a PNG: one column per set of lines (n, 3) in RAS mm, one row per view, all in the same box."""
-    collection = require("mpl_toolkits.mplot3d.art3d", "plots").Line3DCollection  # importing it registers "3d"
+    from mpl_toolkits.mplot3d.art3d import Line3DCollection  # here: it takes its time; importing it registers "3d"
+
     figure = new_figure(4.9 * len(sets), 9.0)
     points = np.concatenate([line for lines in sets.values() for line in lines])
     low, high = points.min(axis=0), points.max(axis=0)
@@ -28,7 +28,7 @@ def side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
             number += 1
             axes = figure.add_subplot(len(VIEWS), len(sets), number, projection="3d", proj_type="ortho")
             segments, colours = _coloured(lines)
-            axes.add_collection3d(collection(segments, colors=colours, linewidths=1.1, alpha=0.75))
+            axes.add_collection3d(Line3DCollection(segments, colors=colours, linewidths=1.1, alpha=0.75))
             axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), zlim=(low[2], high[2]))
             axes.set(xlabel="right (mm)", ylabel="front (mm)", zlabel="up (mm)")
             axes.set_box_aspect(np.maximum(high - low, 1e-3), zoom=zoom)

@@ -6,7 +6,6 @@ straight on.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import ConfigError, Problem
+from runner.base.noise import per_sample_noise
 from runner.base.task import Content, Context, Prediction, Sum, Task
 from runner.base.values import Positive, PositiveInt
 
@@ -24,6 +24,7 @@ from .fields import Fields
 from .growing import Drawing, grow, pieces
 from .lines import Array, evenly, length, mdf, trk
 from .model import NUM_POINTS, Shape, StreamlineDiffusion
+from .pictures import side_by_side
 
 SETTINGS = {
     "optimizer": "adam",
@@ -95,31 +96,39 @@ class TractoDiff(Task):
         model.scale.copy_(seen["points"].square().mean().sqrt())
         self.mean_step = float(seen["points"].diff(dim=1).norm(dim=-1).mean())
 
+    @property
+    def packages(self) -> Mapping[str, Mapping[str, str]]:
+        return {"train": {"scipy": "tractodiff"}, "infer": {"nibabel": "tractodiff"}}  # the baseline, and .trk files
+
     def dataset(self, split: str) -> Pieces:
         return self.train if split == "train" else Pieces(self.train.folder, split)
 
     def loss(self, model: nn.Module, batch: Batch) -> Sum:
         """Return 20 MDF + 10 collision, summed over the pieces, MDF in units of the model's scale.
 
-        Every second piece is shown once more, at the least noisy twentieth of the steps: there the model's points are
-        nearly those it will draw, and the collision is their share that leaves the mask where the real points do not.
+        Every second piece of the epoch is shown once more, at the least noisy twentieth of the steps: there the model's
+        points are nearly those it will draw, and the collision is their share that leaves the mask where the real
+        points do not. Counted twice, it is that of all pieces.
         """
         schedule, points, condition = self.model.schedule, batch["points"] / self.model.scale, batch["condition"]
-        again = points[::2]
-        count, device = len(points), points.device
-        x0, known = torch.cat([points, again]), torch.cat([condition, condition[::2]])
-        step = torch.randint(schedule.num_steps, (len(x0),), device=device)
-        step[count:] = torch.randint(max(1, schedule.num_steps // 20), (len(again),), device=device)
-        predicted = model(schedule.noised(x0, step, torch.randn_like(x0)), step, known).float()
+        noise, count = per_sample_noise(batch), len(points)
+        again = noise.every(2)
+        x0, known = torch.cat([points, points[again]]), torch.cat([condition, condition[again]])
+        little = noise.integers(0, max(1, schedule.num_steps // 20))
+        step = torch.cat([noise.integers(0, schedule.num_steps), little[again]])
+        drawn = [noise.normal(*points.shape[1:], dtype=points.dtype) for _ in range(2)]
+        noisy = schedule.noised(x0, step, torch.cat([drawn[0], drawn[1][again]]))
+        predicted = model(noisy, step, known).float()
         distance = mdf(predicted[:count], points).sum()
-        half = {name: part[::2] for name, part in batch.items()}
-        leaves = self._inside(half["points"], half) - self._inside(predicted[count:] * self.model.scale, half)
-        collision = leaves.relu().mean(dim=1).sum() * (count / len(again))
+        half = {name: part[again] for name, part in batch.items()}
+        leaves = self.inside(half["points"], half) - self.inside(predicted[count:] * self.model.scale, half)
+        collision = 2 * leaves.relu().mean(dim=1).sum()
         return 20 * distance + 10 * collision, count
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
         """Return the loss, and of pieces drawn from noise the MDF in mm and the share of their points in the mask."""
-        drawn = pieces(model, self.model, batch["condition"])
+        noise, dtype = per_sample_noise(batch), batch["points"].dtype
+        drawn = pieces(model, self.model, batch["condition"], lambda: noise.normal(NUM_POINTS, 3, dtype=dtype))
         return {"loss": self.loss(model, batch)} | self._measured(drawn, batch)
 
     def baselines(self) -> Mapping[str, float]:
@@ -190,13 +199,13 @@ class TractoDiff(Task):
             note = ""
 
     def _measured(self, points: Tensor, batch: Batch) -> dict[str, Sum]:
-        inside = self._inside(points, batch)
+        inside = self.inside(points, batch)
         return {
             "mdf_mm": (mdf(points, batch["points"]).sum(), len(points)),
             "inside": ((inside >= 0.5).sum(), inside.numel()),
         }
 
-    def _inside(self, points: Tensor, batch: Batch) -> Tensor:
+    def inside(self, points: Tensor, batch: Batch) -> Tensor:
         """Return how much points (B, P, 3), in mm from the start, are in the mask (B, P), from 0 to 1."""
         self._mask = self._mask.to(points.device)
         at = (points + batch["start"][:, None]).flatten(0, 1)
@@ -245,10 +254,6 @@ class TractoDiff(Task):
         }
         if not lines:
             return Prediction(files, text, items)
-        if importlib.util.find_spec("matplotlib") is None:
-            return Prediction(files, f'{text}\npictures need the extra "plots"', items)
-        from .pictures import side_by_side
-
         picture = side_by_side({"held out": real, "generated": lines}, f"Streamlines of {name}")
         return Prediction(files, text, items, {f"{name}.png": picture})
 

@@ -125,11 +125,12 @@ def test_each_call_says_what_it_asked_for_and_what_it_was_given() -> None:
     assert (masked.masked, masked.causal, masked.num_keys, masked.dropout) == (True, False, 5, 0.0)
     assert (dropped.kernel, dropped.dropout) == ("math", 0.1)
     assert "dropout" in dropped.refusals["flash"]
-    assert (chosen.kernel, chosen.refusals["flash"]) == ("math", "switched off by the choice of attention")
-    assert causal.refusals["math"] == "could run, but torch took flash_for_cpu first"
+    assert chosen.kernel == "math"
+    assert "choice of attention" in chosen.refusals["flash"]
+    assert "flash_for_cpu" in causal.refusals["math"]
     for each in (causal, masked):
         assert set(each.refusals) == {"efficient", "cudnn", "math"}
-        assert "the CPU has no" in each.refusals["efficient"]
+        assert "CPU" in each.refusals["efficient"]
     assert set(chosen.refusals) == {"flash", "efficient", "cudnn"}
 
 
@@ -185,7 +186,7 @@ def test_compiled_code_is_seen_through() -> None:
 def test_a_kernel_this_device_lacks_is_said_once_or_refused_if_strict(function: Any) -> None:
     with pytest.warns(UserWarning, match="no effect.*the CPU has no"):
         choice = function(CPU)
-    assert "the CPU has no" in choice.reason
+    assert "CPU" in choice.reason
     with pytest.raises(ConfigError, match="the CPU has no"):
         function(CPU, strict=True)
 
@@ -209,6 +210,8 @@ SHAPE = (1, 8, 128, 64)
         ("flash", SHAPE, torch.float32, {"capability": (9, 0)}, "but are float32"),
         ("flash", SHAPE, torch.bfloat16, {"capability": (9, 0), "masked": True}, "mask"),
         ("flash", (1, 8, 128, 512), torch.bfloat16, {"capability": (9, 0)}, "at most 256, but is 512"),
+        ("flash", (1, 8, 128, 256), torch.bfloat16, {"capability": (9, 0)}, ""),
+        ("flash", (1, 8, 128, 192), torch.bfloat16, {"capability": (8, 6)}, ""),
         ("flash", (1, 8, 128, 224), torch.bfloat16, {"capability": (8, 6)}, "no backward"),
         ("flash", (1, 8, 128, 224), torch.bfloat16, {"capability": (8, 6), "training": False}, ""),
         ("flash", (1, 8, 128, 224), torch.bfloat16, {"capability": (8, 0)}, ""),

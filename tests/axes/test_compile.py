@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from runner.axes import compile as axis
 from runner.axes.compile import COMPILES, default, max_autotune, reduce_overhead, regional
 from runner.base.errors import ConfigError
+from tests.forkserver import ForkServer
 
 CPU = torch.device("cpu")
 
@@ -49,6 +52,64 @@ def test_compiling_changes_no_name_and_no_number(option: str) -> None:
     assert len(found) == 6
 
 
+class Own(nn.Module):
+    """A model of a task, whose class is not one of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = stack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+@pytest.mark.parametrize("option", ["default", "regional"])
+@pytest.mark.parametrize("make", [Own, stack, lambda: nn.Linear(4, 4)], ids=["own", "sequential", "linear"])
+def test_what_is_called_was_compiled(option: str, make: Callable[[], nn.Module]) -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model = make()
+    COMPILES[option](model, [model], CPU, backend="eager")
+    model(torch.ones(2, 4))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not axis.nothing_was_compiled()
+
+
+TASK = """
+import torch
+from torch import nn
+from runner import Task
+
+def build() -> Task:
+    return Mine()
+
+class Mine(Task):
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(4, 1))
+
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.ones(8, 4))
+
+    def loss(self, model, batch):
+        return {call}(batch[0]).sum(), len(batch[0])
+"""
+
+
+@pytest.mark.parametrize(("call", "num_warnings"), [("model", 0), ("model[0]", 1)])
+def test_a_task_that_does_not_call_its_model_is_told_that_nothing_was_compiled(
+    server: ForkServer, tmp_path: Path, call: str, num_warnings: int
+) -> None:
+    (tmp_path / "task.py").write_text(TASK.replace("{call}", call))
+    words = "train --task task.py device=cpu monitor=off updates=2 global_batch_size=4 run=mine"
+    ended = server.run(f"{words} compile=default compile.backend=eager dataloader.num_workers=0", tmp_path)
+    assert ended.code == 0, ended.err
+    rows = [json.loads(line) for line in (tmp_path / "outputs" / "mine" / "events.jsonl").read_text().splitlines()]
+    warned = [row for row in rows if row["kind"] == "warning" and row["text"].startswith("compile=default:")]
+    assert len(warned) == num_warnings
+
+
 def test_off_does_nothing(calls: list[Any]) -> None:
     COMPILES["off"](stack(), [nn.Linear(2, 2)], CPU)
     assert calls == []
@@ -69,7 +130,8 @@ def test_regional_without_blocks_compiles_the_model_and_says_so(calls: list[Any]
 
 
 def test_the_modes_reach_torch(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(axis, "_check_compiler", lambda device, backend: None)
+    monkeypatch.setattr(axis, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     model, cuda = stack(), torch.device("cuda")
     reduce_overhead(model, [], cuda)
     max_autotune(model, [], cuda)
@@ -108,7 +170,7 @@ def test_a_missing_cpp_compiler_is_said_before_the_first_update(
     assert len(calls) == 1
 
 
-def test_missing_triton_and_old_gpus_are_said_before_the_first_update(
+def test_missing_triton_compilers_and_old_gpus_are_said_before_the_first_update(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any]
 ) -> None:
     cuda = torch.device("cuda")
@@ -116,16 +178,29 @@ def test_missing_triton_and_old_gpus_are_said_before_the_first_update(
     with pytest.raises(ConfigError, match="Triton"):
         default(stack(), [], cuda)
     monkeypatch.setattr(axis, "find_spec", lambda name: object())
-    monkeypatch.setattr(axis, "_capability", lambda device: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with monkeypatch.context() as without:
+        without.setenv("PATH", "")
+        without.delenv("CC", raising=False)
+        with pytest.raises(ConfigError) as refused:
+            default(stack(), [], cuda)
+    assert "gcc" in (refused.value.problems[0].fix or "")
+    with monkeypatch.context() as without:
+        without.setattr("sysconfig.get_paths", lambda: {"include": "/nowhere"})
+        with pytest.raises(ConfigError) as refused:
+            default(stack(), [], cuda)
+    assert "/nowhere/Python.h" in refused.value.problems[0].what
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     with pytest.raises(ConfigError, match=r"7.0, but cuda has 6.1"):
         default(stack(), [], cuda)
-    monkeypatch.setattr(axis, "_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     default(stack(), [], cuda)
     assert len(calls) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # Inductor's own imports
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.long  # Inductor takes 15 s of a processor to compile anything: its vector instructions, g++
 def test_inductor_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, plain = nn.Tanh(), nn.Tanh()

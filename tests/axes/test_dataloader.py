@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import queue
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
-from runner.axes.dataloader import Fetcher, default
-from runner.base.order import Micro
+from runner.axes.dataloader import DATALOADERS, Fetcher, cached, default, thread
+from runner.base.choice import make
+from runner.base.configuration import Request, compose
+from runner.base.errors import DataError, Exit
+from runner.base.order import Micro, Order
 from runner.base.words import RaisedElsewhere
+from runner.plan.inventory import GIB, Cpu, Inventory
+from runner.plan.plan import make_plan
 from tests.axes.worker_data import Owner
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PARENT = """
-import os, signal, sys, time
+import os, signal, sys
 import torch
 from runner.axes.dataloader import Fetcher, default
 from runner.base.order import Micro
@@ -40,9 +49,8 @@ for index, batch in enumerate(batches):
     if index == hangs_at - 10:
         break
     sys.stdin.readline()
-before = time.monotonic()
 loader.close()
-print("closed", round(time.monotonic() - before, 1), flush=True)
+print("closed", flush=True)
 sys.stdin.readline()
 """
 
@@ -60,7 +68,7 @@ def started(method: str, hangs_at: int = 110) -> tuple[subprocess.Popen[str], li
 def heard(process: subprocess.Popen[str], word: str) -> list[str]:
     assert process.stdout is not None
     line = process.stdout.readline().split()
-    assert line[:1] == [word], (line, process.communicate(timeout=20))
+    assert line[:1] == [word], (line, process.communicate(timeout=60))
     return line[1:]
 
 
@@ -83,16 +91,17 @@ def group_of(leader: int) -> list[int]:
     return found
 
 
-def assert_gone(numbers: list[int], within_s: float = 5.0) -> None:
-    until = time.monotonic() + within_s
-    left = numbers
-    while left and time.monotonic() < until:
-        left = [number for number in left if Path(f"/proc/{number}").exists()]
-        left = [number for number in left if ") Z " not in Path(f"/proc/{number}/stat").read_text()]
-        time.sleep(0.02)
-    assert left == []
+def assert_gone(numbers: list[int]) -> None:
+    def is_gone(number: int) -> bool:
+        try:
+            return ") Z " in Path(f"/proc/{number}/stat").read_text()
+        except OSError:
+            return True
+
+    wait_until(lambda: all(map(is_gone, numbers)), f"all of {numbers} are gone")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_outlive_requests_to_stop_from_their_first_instruction_on(method: str) -> None:
     process, workers = started(method)
@@ -106,13 +115,14 @@ def test_workers_outlive_requests_to_stop_from_their_first_instruction_on(method
         say(process)
         assert heard(process, "batch")[0] == str(index)
     process.kill()
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     assert_gone([*workers, *group_of(process.pid)])
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=60)
     assert "Traceback" not in err, err
     assert out == ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_worker_that_hangs_is_gone_when_it_is_closed(method: str) -> None:
     process, workers = started(method, hangs_at=12)  # read ahead: two batches each
@@ -120,11 +130,10 @@ def test_a_worker_that_hangs_is_gone_when_it_is_closed(method: str) -> None:
         assert heard(process, "batch")[0] == str(index)
         if index < 2:
             say(process)
-    seconds = float(heard(process, "closed")[0])
-    assert seconds < 4
+    heard(process, "closed")
     assert_gone(workers)
     say(process)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, ""), err
     assert "Traceback" not in err, err
 
@@ -141,3 +150,87 @@ def test_the_model_of_the_task_does_not_travel_to_spawned_workers() -> None:
             next(batches)
     finally:
         loader.close()
+
+
+class Squares:
+    """More samples than are kept in one part; those in `bad` cannot be read."""
+
+    def __init__(self, bad: tuple[int, ...] = (), size: int = 1030) -> None:
+        self.bad, self.size = bad, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in self.bad:
+            raise ValueError("damaged")
+        return torch.tensor(index * index)
+
+
+@pytest.mark.parametrize("bad", [(3,), (1029,)])
+def test_bad_samples_anywhere_in_the_data_cannot_be_kept(bad: tuple[int, ...]) -> None:
+    fetcher = Fetcher(Squares(bad), default_collate, bad_samples="skip")
+    with pytest.raises(DataError, match=str(bad[0])):
+        cached(fetcher, "memory", torch.device("cpu"))
+
+
+def test_a_thread_that_finds_its_queue_full_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OftenFull(queue.Queue[Any]):
+        num_full = 0
+
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            if timeout is not None and OftenFull.num_full < 20 and OftenFull.num_full % 2 == 0:
+                OftenFull.num_full += 1
+                raise queue.Full
+            OftenFull.num_full += 1
+            super().put(item, block, timeout)
+
+    monkeypatch.setattr(queue, "Queue", OftenFull)
+    fetcher = Fetcher(Squares(size=40), default_collate, bad_samples="stop")
+    reader = thread(fetcher, torch.device("cpu"), pin_memory=False, cache="memory")  # else a process reads
+    batches = list(itertools.islice(reader.batches(Order(40, 4, 4, seed=0).from_update(0)), 10))
+    reader.close()
+    assert OftenFull.num_full >= 20
+    assert sorted(int(value) for batch in batches for value in batch.batch) == [number**2 for number in range(40)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dataloader.num_workers=0",
+        "dataloader.num_workers=2",
+        "dataloader.cache=memory",
+        "dataloader=thread",
+        "dataloader=thread dataloader.cache=memory",
+    ],
+)
+def test_a_plan_counts_the_workers_that_its_loader_starts(words: str) -> None:
+    plan = make_plan(compose(Request(tuple(words.split()))), Inventory((), Cpu("a processor", 8, 16, 64 * GIB)))
+    choice, fetcher = plan.choices["dataloader"], Fetcher([torch.zeros(())], default_collate, bad_samples="stop")  # type: ignore[arg-type]
+    loader = make(DATALOADERS, choice.function, fetcher, torch.device("cpu"), **choice.options)
+    assert plan.num_workers == loader.num_workers
+
+
+class Exits:
+    """A worker that reads a sample of it ends with this code."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        os._exit(self.code)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(Exit.SYSTEM, OSError), (Exit.SOFTWARE, RuntimeError), (0, RuntimeError)]
+)
+def test_a_worker_that_ran_out_of_files_is_told_from_one_that_died(code: int, expected: type[Exception]) -> None:
+    fetcher = Fetcher(Exits(int(code)), default_collate, bad_samples="stop")
+    loader = default(fetcher, torch.device("cpu"), num_workers=1, pin_memory=False, start_method="fork")
+    with pytest.raises(expected) as caught:
+        next(loader.batches(Order(4, 2, 2, seed=0).from_update(0)))
+    loader.close()
+    assert type(caught.value) is expected

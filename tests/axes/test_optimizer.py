@@ -216,6 +216,16 @@ def test_a_bfloat16_state_survives_bit_for_bit() -> None:
     assert_resuming_changes_nothing(made(adamw), network(torch.bfloat16))
 
 
+@pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
+def test_a_state_survives_in_the_wider_default_format(kernel: str) -> None:
+    """Where float64 is the default format torch counts updates in it, but its fused kernels do not."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_resuming_changes_nothing(made(adamw, kernel=kernel), network(torch.float64))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_before_the_first_update_there_is_no_state_and_that_is_restored_too() -> None:
     model = network()
     fresh = export_state(made(adamw)(model))
@@ -339,6 +349,29 @@ def test_a_sharded_parameter_takes_a_whole_state() -> None:
     tensors, rest = export_state(other)
     assert isinstance(tensors["weight.exp_avg"], DTensor)
     import_state(other, tensors, rest)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("rule", "kernel"), [(adamw, "fused"), (adam, "fused"), (sgd, "foreach")])
+def test_sharded_parameters_get_a_kernel_that_updates_them(rule: Any, kernel: str) -> None:
+    """Without a plan too, which chooses the same: torch has no sharding strategy for its fused SGD."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh, weight = init_device_mesh("cpu", (1,)), torch.randn(4, 3)
+    sharded = nn.ParameterDict({"weight": nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))})
+    plain = nn.ParameterDict({"weight": nn.Parameter(weight.clone())})
+    optimizers = [made(rule)(model) for model in (sharded, plain)]
+    assert optimizers[0].param_groups[0][kernel]
+    for model, optimizer in zip((sharded, plain), optimizers, strict=True):
+        model["weight"].square().sum().backward()
+        optimizer.step()
+    assert isinstance(sharded["weight"], DTensor)
+    torch.testing.assert_close(sharded["weight"].full_tensor(), plain["weight"])
+    if rule is sgd:
+        with pytest.raises(ConfigError) as refused:
+            made(sgd, kernel="fused")(sharded)
+        assert [problem.where for problem in refused.value.problems] == ["optimizer.kernel"]
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE)

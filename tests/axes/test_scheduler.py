@@ -130,17 +130,27 @@ def test_plateau_observes_nothing_while_it_warms_up() -> None:
 
 
 def test_plateau_continues_from_its_saved_state() -> None:
-    metrics = [3.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5]
-    straight, resumed = plateau(99, patience=1, cooldown=1), plateau(99, patience=1, cooldown=1)
-    for update, metric in enumerate(metrics[:4]):
-        straight.observe(metric, update)
-    resumed.load(json.loads(json.dumps(straight.state())))
-    for update, metric in enumerate(metrics[4:], start=4):
-        straight.observe(metric, update)
-        resumed.observe(metric, update)
-        assert resumed.factor(update) == straight.factor(update)
-    assert resumed.state() == straight.state()
-    assert straight.factor(99) < 1.0
+    """Whenever it is saved: after a better metric, after bad ones, and while it rests."""
+    metrics = [3.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5, 1.5, 0.5, 0.9, 0.9, 0.9]
+
+    def fresh() -> Schedule:
+        return plateau(99, patience=1, cooldown=2)
+
+    def factors(schedule: Schedule, first: int, last: int) -> list[float]:
+        found = []
+        for update in range(first, last):
+            schedule.observe(metrics[update], update)
+            found.append(schedule.factor(update))
+        return found
+
+    expected = factors(fresh(), 0, len(metrics))
+    assert len(set(expected)) >= 3
+    for stop in range(len(metrics)):
+        straight, resumed = fresh(), fresh()
+        before = factors(straight, 0, stop)
+        resumed.load(json.loads(json.dumps(straight.state())))
+        assert resumed.state() == straight.state()
+        assert before + factors(resumed, stop, len(metrics)) == expected
 
 
 def test_the_state_of_another_schedule_is_refused() -> None:

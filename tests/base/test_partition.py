@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -117,18 +118,19 @@ def test_equal_layers_on_equal_devices_differ_by_one(num_layers: int, num_stages
 def test_fewer_layers_than_stages_are_a_problem() -> None:
     problem = split([1.0] * 2, [1] * 2, [Device(GIB)] * 3)
     assert isinstance(problem, Problem)
-    assert problem.what == "must have at least as many layers as stages (3), but the model has 2"
-    assert problem.fix == "start at most 2 ranks, or let Task.layers() return smaller layers"
+    assert problem.where == "parallelism=pipeline"
+    assert "(3)" in problem.what
+    assert "2 ranks" in problem.fix
 
 
 def test_what_does_not_fit_is_told() -> None:
     one = split([1.0] * 3, [1, 5 * GIB, 1], [Device(4 * GIB), Device(3 * GIB)])
     assert isinstance(one, Problem)
-    assert one.what == "layer 1 alone needs 5,120.0 MiB, but no device holds more than 4,096.0 MiB"
+    assert re.findall(r"layer \d|[\d,.]+ MiB", one.what) == ["layer 1", "5,120.0 MiB", "4,096.0 MiB"]
     together = split([1.0] * 4, [2 * GIB] * 4, [Device(4 * GIB), Device(3 * GIB)])
     assert isinstance(together, Problem)
-    assert "the layers need at least 8,192.0 MiB" in together.what
-    assert "the devices hold 4,096.0 MiB + 3,072.0 MiB" in together.what
+    assert "8,192.0 MiB" in together.what
+    assert together.what.endswith("4,096.0 MiB + 3,072.0 MiB")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from runner.base.schema import (
     read_functions,
     settings_keys,
 )
-from runner.base.settings import Settings
+from runner.base.settings import EvaluateSettings, Settings
 from runner.base.values import (
     Auto,
     Count,
@@ -35,6 +35,7 @@ from runner.base.values import (
     Positive,
     PositiveInt,
     Range,
+    Seed,
 )
 
 # type, its words, values that fit, values that do not
@@ -50,6 +51,7 @@ TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
     (Fraction, "a number between 0 and 1", [0, 0.5, 1], [-0.1, 1.1]),
     (Factor, "a number from 0 to below 1", [0, 0.999], [1, -0.1]),
     (Count, "a whole number of at least 0", [0, 7], [-1, 1.0, True]),
+    (Seed, "a whole number from 0 to 2**64 - 1", [0, 2**32, 2**64 - 1], [-1, 2**64, 1.0]),
     (PositiveInt, "a whole number of at least 1", [1], [0, -1, 1.5, False]),
     (Annotated[float, Range("a number above 1", low=1.0, low_allowed=False)], "a number above 1", [1.1], [1.0, 1]),
     (DeviceName, "auto, cpu, cuda, cuda:N or mps", ["auto", "cuda", "cuda:12", "mps"], ["gpu", "cuda:", "cuda:x", 0]),
@@ -81,7 +83,7 @@ def test_a_type_is_said_in_words_and_holds_what_it_says(kind: Any, words: str, g
     ("value", "shown"), [("x", '"x"'), (None, "null"), (True, "true"), (math.nan, "nan"), ([1], "[1]"), (-1, "-1")]
 )
 def test_a_fault_says_what_must_be_and_what_is(value: Any, shown: str) -> None:
-    assert fault(Positive, value) == f"must be a number above 0, but is {shown}"
+    assert fault(Positive, value) == f"must be {in_words(Positive)}, but is {shown}"
 
 
 @given(st.floats() | st.integers())
@@ -107,9 +109,10 @@ def test_a_time_to_save_may_be_written_so(text: str) -> None:
     "text", ["", "0updates", "0min", "0.0min", ".min", "1.5epochs", "5days", "-1min", "200", "min"]
 )
 def test_a_time_to_save_may_not_be_written_so(text: str) -> None:
-    assert fault(Every, text) == f'must be 200updates, 2epochs, 10min, auto, but is "{text}"'
+    assert fault(Every, text) == f'must be {in_words(Every)}, but is "{text}"'
 
 
+HELP_OF_LR = "how fast, in words that take two lines"
 SAMPLE = '''
 """A file that must not be run."""
 raise SystemExit("this file was run")
@@ -171,7 +174,7 @@ def test_help_is_the_line_of_the_docstring_also_a_continued_one(sample: Path) ->
     helps = {name: key.help for name, key in first.keys.items()}
 
     assert helps == {
-        "lr": "how fast, in words that take two lines",
+        "lr": HELP_OF_LR,
         "names": "which ones",
         "size": "how large",
         "must": "",
@@ -205,9 +208,7 @@ def test_a_file_that_is_not_python_is_a_syntax_error_with_its_line(tmp_path: Pat
 def test_settings_are_flat_keys_with_their_help() -> None:
     keys = settings_keys(Settings)
 
-    assert (
-        keys["evaluate.samples"].help == "validation samples used, spread evenly and always the same; null: all of them"
-    )
+    assert f"samples  {keys['evaluate.samples'].help}" in str(EvaluateSettings.__doc__)
     assert keys["resume_allow"].default == []
     assert [name for name, key in keys.items() if not key.help] == []
     assert [name for name, key in keys.items() if fault(key.type, key.default)] == []

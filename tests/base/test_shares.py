@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from runner.base.errors import Problem
 from runner.base.shares import Row, dealt, equal, fixed, identity, lines, proportional, slices, summed, table
+from tests.suggestions import suggested
 
 weights_of_ranks = st.lists(st.one_of(st.integers(0, 50), st.floats(0, 1e12)), min_size=1, max_size=9).filter(any)
 some_shares = st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any)
@@ -20,9 +22,9 @@ def must(shares: tuple[int, ...] | Problem) -> tuple[int, ...]:
     return shares
 
 
-def problem(shares: tuple[int, ...] | Problem) -> str:
+def problem(shares: tuple[int, ...] | Problem) -> Problem:
     assert isinstance(shares, Problem)
-    return str(shares)
+    return shares
 
 
 # ---------------------------------------------------------------- proportional
@@ -85,11 +87,10 @@ def test_a_cap_of_one_rank_does_not_push_another_below_its_proportion() -> None:
 
 
 def test_caps_that_hold_too_little_are_said_with_their_sum() -> None:
-    text = problem(proportional(64, (1, 1), (30, 20)))
-    assert text == (
-        "global_batch_size=64: must be at most what the ranks hold together (30 + 20: 50), but is 64\n"
-        "    say global_batch_size=50, or add ranks"
-    )
+    found = problem(proportional(64, (1, 1), (30, 20)))
+    assert found.where == "global_batch_size=64"
+    assert "30 + 20: 50" in found.what
+    assert suggested(found.fix) == ["global_batch_size=50"]
 
 
 # ---------------------------------------------------------------- ragged windows
@@ -135,63 +136,22 @@ def test_the_users_shares_are_taken_as_they_are_or_as_proportions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shares", "world_size", "total", "text"),
+    ("shares", "world_size", "total", "where", "instead"),
     [
-        (
-            (5, 3, 2), 2, 32,
-            (
-                "parallelism.shares=[5,3,2]: must have one number per rank (2), but has 3\n"
-                "    say parallelism.world_size=3, or 2 numbers, as in parallelism.shares=[5,3]"
-            ),
-        ),
-        (
-            (5,), 2, 32,
-            (
-                "parallelism.shares=[5]: must have one number per rank (2), but has 1\n"
-                "    say parallelism.world_size=1, or 2 numbers, as in parallelism.shares=[5,1]"
-            ),
-        ),
-        (
-            (), 2, 32,
-            (
-                "parallelism.shares=[]: must have one number per rank (2), but has 0\n"
-                "    say 2 numbers, as in parallelism.shares=[1,1]"
-            ),
-        ),
-        (
-            (32, 0), 2, 32,
-            (
-                "parallelism.shares=[32,0]: must be at least 1 for each rank, but is 0 for rank 1\n"
-                "    say parallelism.world_size=1"
-            ),
-        ),
-        (
-            (16, -1, 16), 3, 32,
-            (
-                "parallelism.shares=[16,-1,16]: must be at least 1 for each rank, but is -1 for rank 1\n"
-                "    say parallelism.world_size=2 parallelism.shares=[16,16]"
-            ),
-        ),
-        (
-            (0, 0), 2, 32,
-            (
-                "parallelism.shares=[0,0]: must be at least 1 for each rank, but is 0 for rank 0\n"
-                "    say parallelism.shares=[1,1]"
-            ),
-        ),
-        (
-            (1, 1, 1, 1), 4, 3,
-            (
-                "global_batch_size=3: must be at least the number of ranks (4), but is 3\n"
-                "    say parallelism.world_size=3, or global_batch_size=4"
-            ),
-        ),
+        ((5, 3, 2), 2, 32, "parallelism.shares=[5,3,2]", "parallelism.world_size=3 parallelism.shares=[5,3]"),
+        ((5,), 2, 32, "parallelism.shares=[5]", "parallelism.world_size=1 parallelism.shares=[5,1]"),
+        ((), 2, 32, "parallelism.shares=[]", "parallelism.shares=[1,1]"),
+        ((32, 0), 2, 32, "parallelism.shares=[32,0]", "parallelism.world_size=1"),
+        ((16, -1, 16), 3, 32, "parallelism.shares=[16,-1,16]", "parallelism.world_size=2 parallelism.shares=[16,16]"),
+        ((0, 0), 2, 32, "parallelism.shares=[0,0]", "parallelism.shares=[1,1]"),
+        ((1, 1, 1, 1), 4, 3, "global_batch_size=3", "parallelism.world_size=3 global_batch_size=4"),
     ],
-)  # fmt: skip
+)
 def test_shares_that_cannot_be_are_said_with_what_to_do(
-    shares: tuple[int, ...], world_size: int, total: int, text: str
+    shares: tuple[int, ...], world_size: int, total: int, where: str, instead: str
 ) -> None:
-    assert problem(fixed(shares, world_size, total)) == text
+    found = problem(fixed(shares, world_size, total))
+    assert (found.where, suggested(found.fix)) == (where, instead.split())
 
 
 @given(st.lists(st.integers(-2, 40), max_size=5), st.integers(1, 5), st.integers(1, 40))
@@ -212,14 +172,12 @@ def rows_of(shares: tuple[int, ...], micro: int | None) -> tuple[Row, ...]:
     return table(shares, ["cpu"] * size, [None] * size, [micro] * size)
 
 
-def test_the_identity_adds_up_in_one_line() -> None:
-    assert identity(rows_of((19, 13), None)) == "32 samples per update = 19 (rank 0: 1 x 19) + 13 (rank 1: 1 x 13)"
-    assert identity(rows_of((19, 13), 8)) == "32 samples per update = 19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)"
-    assert identity(rows_of((16,) * 4, 8)) == "64 samples per update = 4 x 16 (ranks 0-3: 2 x 8)"
-    assert identity(rows_of((3, 0), 8)) == "3 samples per update = 3 (rank 0: 1 x 3) + 0 (rank 1: none)"
-    assert identity(rows_of((24, 23, 22, 21, 20, 19, 18, 17), 8)) == (
-        "164 samples per update = 24 + 23 + 22 + 21 + 20 + 19 + 18 + 17"
-    )
+def test_the_identity_adds_up_in_one_line_and_the_table_has_aligned_columns(screen: Callable[..., None]) -> None:
+    eight = (24, 23, 22, 21, 20, 19, 18, 17)
+    told = [((19, 13), None), ((19, 13), 8), ((16,) * 4, 8), ((3, 0), 8), (eight, 8)]
+    devices, memory = ["NVIDIA GeForce GTX 1080 Ti", "cpu"], [11 * 2**30, None]
+    rows = lines(table((19, 13), devices, memory, [8, None]))
+    screen("\n".join([*(identity(rows_of(shares, micro)) for shares, micro in told), "", *rows]))
 
 
 @pytest.mark.parametrize(("size", "micro"), list(product((1, 2, 3, 8, 64), (None, 8))))
@@ -235,15 +193,6 @@ def test_the_passes_of_a_rank_are_its_share(shares: list[int], micro: int) -> No
         assert sum(row.passes) == row.share
         assert all(0 < samples <= micro for samples in row.passes)
         assert all(samples == row.micro_batch_size for samples in row.passes[:-1])
-
-
-def test_the_table_has_aligned_columns_and_says_unknown() -> None:
-    devices, memory = ["NVIDIA GeForce GTX 1080 Ti", "cpu"], [11 * 2**30, None]
-    assert lines(table((19, 13), devices, memory, [8, None])) == [
-        "rank  device                        memory  share  percent  micro-batch  passes",
-        "   0  NVIDIA GeForce GTX 1080 Ti  11.0 GiB     19   59.4 %            8  2 x 8 + 3",
-        "   1  cpu                          unknown     13   40.6 %           13  1 x 13",
-    ]
 
 
 def test_many_ranks_are_said_as_a_range() -> None:

@@ -56,10 +56,8 @@ def test_the_lost_time_is_that_of_the_others_without_the_exchange() -> None:
     assert found is not None
     assert found.lost_s == pytest.approx(0.020)
     assert found.lost == pytest.approx(0.020 / (sum(USUAL.values()) + 0.020 + EXCHANGE_S))
-    assert str(found) == (
-        "rank 1 holds the others up: its backward takes 40 ms, theirs 20 ms;"
-        " 33 % of each update is spent waiting for it"
-    )
+    for part in ("rank 1", "backward", "40 ms", "20 ms", "33 %"):
+        assert part in str(found)
 
 
 def test_ranks_that_are_balanced_are_left_in_peace() -> None:
@@ -118,7 +116,7 @@ def test_a_rank_that_only_has_more_samples_is_said_to_have_more() -> None:
     found = slow(updates(0, parts, noise=0.0), (24, 8))
     assert found is not None
     assert found.num_samples == (24, 32)
-    assert str(found).endswith("(it has 24 of 32 samples and is not slower per sample)")
+    assert "24 of 32" in str(found)
     equal_shares = slow(updates(0, parts, noise=0.0), (16, 16))
     assert equal_shares is not None
     assert equal_shares.num_samples is None

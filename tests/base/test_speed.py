@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from itertools import product
 
@@ -338,20 +339,19 @@ def test_a_decision_says_why_and_what_it_brings() -> None:
     assert decision.shares == (24, 8)
     assert decision.old_s == pytest.approx(0.0192)
     assert decision.new_s == pytest.approx(0.0096)
-    assert (
-        decision.reason == "rank 1 takes 3.0 times as long per sample: shares 16+16 -> 24+8, 19.2 -> 9.6 ms an update"
-    )
+    for part in ("rank 1", "3.0 times", "16+16 -> 24+8", "19.2 -> 9.6 ms"):
+        assert part in decision.reason
     stays = run(Balance(32, 2), Ranks([Line(0.0, 0.0004)] * 2), 8)[0]
-    assert stays.reason == "the ranks are balanced: shares stay 16+16, 6.4 ms an update"
+    assert stays.shares == (16, 16)
+    for part in ("16+16", "6.4 ms"):
+        assert part in stays.reason
 
 
 def test_a_verdict_says_what_the_others_take_alone() -> None:
     ranks = Ranks([Line(0.001, 0.001), Line(0.001, 0.008)])
     verdict = run(Balance(32, 2), ranks, 100, exchange_s=0.010)[-1]
     assert (verdict.drop, verdict.shares) == ((1,), (32, 0))
-    assert verdict.reason == (
-        "rank 1 costs more than it brings: rank 0 alone takes 33.0 ms an update, all together 40.0 ms"
-    )
+    assert re.findall(r"rank \d|[\d.]+ ms", verdict.reason) == ["rank 1", "rank 0", "33.0 ms", "40.0 ms"]
 
 
 def test_all_ranks_decide_the_same_from_the_same_times() -> None:

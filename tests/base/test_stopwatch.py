@@ -63,6 +63,27 @@ def watch(request: pytest.FixtureRequest, line: Timeline) -> Stopwatch:
     return Stopwatch() if request.param == "host" else DeviceStopwatch(torch.device("cuda"))
 
 
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_each_update_is_told_once_and_in_order_and_what_follows_the_last_is_not(kind: str) -> None:
+    line = FakeEvent.line = Timeline()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "time", line)
+        patch.setattr(torch, "Event", FakeEvent)
+        told: list[Any] = []
+        watch = Stopwatch(told.append) if kind == "host" else DeviceStopwatch(torch.device("cuda"), told.append)
+        for update in range(1, 6):
+            line.now += 100.0
+            watch.lap("hooks")
+            line.now += update
+            watch.lap("forward")
+            watch.stop(update)
+            line.reached = line.now - 150.0  # the device lags behind
+        watch.finish()
+    assert [(lap.update, lap.seconds) for lap in told] == [
+        (update, {"hooks": 100.0, "forward": float(update)}) for update in range(1, 6)
+    ]
+
+
 STEPS = st.lists(st.tuples(st.sampled_from([*PARTS, "hooks", "stop", *BETWEEN[1:]]), st.integers(0, 8)), max_size=60)
 
 

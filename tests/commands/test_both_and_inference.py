@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.forkserver import ForkServer
+from tests.suggestions import suggested
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
 ON_CPU = ["--task", str(TASK), "device=cpu", "monitor=off", "updates=30", "checkpoint.every=10"]
@@ -73,12 +75,25 @@ def test_both_ends_as_the_training_does_and_then_predicts_nothing(server: ForkSe
     assert not (tmp_path / "outputs" / "mine" / "predictions").exists()
 
 
+def test_a_failed_start_does_not_become_the_last_run(server: ForkServer, folder: Path) -> None:
+    failed = server.run(["train", "run=failed", *ON_CPU, "task.fail_at=1"], folder)
+    assert failed.code == 70, failed.err
+    listed = json.loads(server.run("runs --json", folder).out)
+    assert [row["name"] for row in listed] == ["failed", "second", "first"]
+    for command in ("inference", "status", "report", "resume"):
+        ended = server.run(command, folder)
+        assert ended.code == 0, ended.err
+        assert "second" in ended.out + ended.err, command
+        assert "failed" in ended.out + ended.err, f"{command}: what was skipped is said"
+    assert json.loads((folder / "outputs" / "failed" / "run.json").read_text())["state"] == "failed"
+
+
 def test_inference_takes_the_run_trained_last(server: ForkServer, folder: Path) -> None:
     for words in ("inference", "infer", "inference run=last"):
         shutil.rmtree(folder / "outputs" / "second" / "predictions", ignore_errors=True)
         ended = server.run(words, folder)
         assert ended.code == 0, ended.err
-        assert ended.out.startswith("second: update-0000000030, on cpu")
+        assert ended.out.startswith("second: update-0000000030,")
         assert sorted(predictions(folder / "outputs" / "second")) == ["answer-0.npy", "answer-1.npy"]
     assert not (folder / "outputs" / "first" / "predictions").exists()
 
@@ -102,7 +117,7 @@ def test_a_folder_from_elsewhere_does_not_decide_what_code_is_run(server: ForkSe
     elsewhere.mkdir(exist_ok=True)
     ended = server.run(f"inference run={folder}/outputs/first", elsewhere)
     assert ended.code == 89
-    assert ended.err.endswith(f"read that file, and where you trust it say --task {TASK}\n")
+    assert ended.err.endswith(f" --task {TASK}\n")
 
 
 def test_the_same_seed_predicts_the_same_and_another_does_not(server: ForkServer, folder: Path) -> None:
@@ -119,13 +134,19 @@ def test_the_summary_holds_what_it_took(server: ForkServer, folder: Path) -> Non
     assert server.run("inference inference.samples=7", folder).code == 0
     found = summary(folder / "outputs" / "second")
     assert found.keys() == {
-        "checkpoint_update", "predictions", "items", "item", "seconds", "items_per_s", "latency_ms", "peak_host_gib",
+        "checkpoint_update", "predictions", "items", "item", "seconds", "items_per_s", "model", "latency_ms",
+        "peak_host_gib",
     }  # fmt: skip
     assert (found["checkpoint_update"], found["predictions"], found["items"], found["item"]) == (30, 7, 7, "sample")
     latency = found["latency_ms"]
     assert latency.keys() == {"mean", "median", "p95", "p99"}
-    assert 0 < latency["median"] <= latency["p95"] <= latency["p99"]
-    assert found["seconds"] == pytest.approx(7 * latency["mean"] / 1e3)
+    assert latency["median"] > 0
+    assert latency["p95"] is latency["p99"] is None, "6 calls after the first tell neither"
+    model = found["model"]
+    assert (model["calls"], model["samples_per_call"]) == (7, 1)
+    assert 0 < model["seconds"] < found["seconds"]
+    assert model["seconds"] == pytest.approx((model["first_call_ms"] + 6 * latency["mean"]) / 1e3)
+    assert model["ms_per_sample"] == pytest.approx(1e3 * model["seconds"] / 7)
     assert found["items_per_s"] == pytest.approx(7 / found["seconds"])
 
 
@@ -135,9 +156,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(server: ForkServer
     before = sorted(checkpoints.iterdir())
     ended = server.run("inference", folder)
     assert ended.code == 0, ended.err
-    assert ended.err == (
-        "warning: checkpoint update-0000000030 is passed over: model.safetensors does not agree with its hash\n"
-    )
+    assert re.fullmatch(r"warning: .*-0000000030 .*: model\.safetensors .*\n", ended.err)
     assert summary(folder / "outputs" / "second")["checkpoint_update"] < 30
     assert sorted(checkpoints.iterdir()) == before  # nothing is moved by who only reads
 
@@ -147,27 +166,63 @@ def test_all_checkpoints_damaged_is_exit_65(server: ForkServer, folder: Path) ->
         damage(checkpoint)
     ended = server.run("inference", folder)
     assert ended.code == 65
-    assert "no checkpoint of this run is valid" in ended.err
-    assert "accel-run status run=second" in ended.err
+    assert suggested(ended.err) == ["run=second"]
 
 
 def test_no_checkpoint_is_exit_66(server: ForkServer, folder: Path) -> None:
     shutil.rmtree(folder / "outputs" / "second" / "checkpoints")
     ended = server.run("inference", folder)
     assert ended.code == 66
-    assert "this run has no checkpoint yet" in ended.err
+    assert "no checkpoint" in ended.err
 
 
 def test_no_run_is_exit_66(server: ForkServer, folder: Path) -> None:
     ended = server.run("inference run=secnd", folder)
     assert ended.code == 66
-    assert "did you mean second?" in ended.err
+    assert " second?" in ended.err
 
 
 def test_an_unknown_key_is_exit_78(server: ForkServer, folder: Path) -> None:
     ended = server.run("inference inference.sample=3", folder)
     assert ended.code == 78
-    assert ended.err == "accel-run: inference.sample=3: unknown key\n           did you mean inference.samples?\n"
+    assert "inference.sample=3" in ended.err
+    assert ended.err.endswith(" inference.samples?\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--samples 1", "inference.samples=1"),
+        ("first --seed 1", "inference.seed=1"),
+        ("samples=1", "inference.samples=1"),
+        ("--device cpu", "device=cpu"),
+    ],
+)
+def test_a_key_of_training_is_answered_with_that_of_prediction(
+    server: ForkServer, folder: Path, typed: str, meant: str
+) -> None:
+    ended = server.run(f"inference {typed}", folder)
+    assert ended.code == 78
+    assert ended.err.splitlines()[-1].split() == ["say", meant]
+    assert server.run(f"inference {meant}", folder).code == 0
+
+
+def test_a_batch_size_that_the_prediction_does_not_have_is_answered_with_what_it_has(
+    server: ForkServer, folder: Path
+) -> None:
+    ended = server.run("inference --batch-size 4", folder)
+    assert ended.code == 78
+    assert "inference.samples" in ended.err
+    assert "batch_size=" not in ended.err
+
+
+@pytest.mark.parametrize("typed", ["--batch-size 4", "--batch_size=4", "--bs 4", "--per-device-eval-batch-size 4"])
+def test_a_batch_size_is_answered_with_that_of_prediction(typed: str, server: ForkServer, tmp_path: Path) -> None:
+    """Of the default task, where there is no run."""
+    ended = server.run(f"inference {typed}", tmp_path)
+    assert ended.code == 78
+    assert ended.err.splitlines()[-1].split() == ["say", "inference.batch_size=4"]
+    assert "global_batch_size=4" in server.run(f"both {typed}", tmp_path).err or "eval" in typed
 
 
 def test_a_key_that_only_the_own_task_has_is_known(server: ForkServer, tmp_path: Path) -> None:
@@ -184,7 +239,7 @@ def test_a_task_that_does_not_predict_says_what_to_define(server: ForkServer, tm
     (tmp_path / "mine.py").write_text(source)
     ended = server.run(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
     assert ended.code == 70
-    assert "must define predict(...) to be used with `inference`" in ended.err
+    assert "predict(...)" in ended.err
     assert "Traceback" not in ended.err
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +16,7 @@ import pytest
 
 from runner.cli import main
 from tests.forkserver import ForkServer
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -47,18 +48,18 @@ class Mine(Task):
 def test_a_fault_of_ours_is_one_line_of_cause_and_the_traceback_below(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    text = "two\nlines"
+
     def broken(_: list[str]) -> NoReturn:
-        raise KeyError("two\nlines")
+        raise KeyError(text)
 
     monkeypatch.setattr("runner.commands.plan.run", broken)
     assert main(["plan"]) == 70
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines()[:3] == [
-        "accel-run: KeyError: 'two\\nlines'",
-        "           this is a fault of accel-run, not yours; please report it with what follows",
-        "Traceback (most recent call last):",
-    ]
+    cause, _, traceback, *_ = err.splitlines()
+    assert cause == f"accel-run: KeyError: {text!r}"
+    assert traceback.startswith("Traceback")
     assert "in broken" in err
 
 
@@ -68,13 +69,12 @@ def test_a_fault_of_ours_in_a_run_is_one_line_and_the_traceback_in_error_json(
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
     ended = server.run("train --task ./sabotage.py run=mine device=cpu monitor=off", tmp_path)
     assert ended.code == 70
-    assert ended.err.splitlines() == [
-        "accel-run: TypeError: 'StepInfo' object cannot be interpreted as an integer",
-        "           this is a fault of accel-run, not yours; please report it with outputs/mine/error.json",
-        "           no checkpoint yet (1 update is repeated)",
-    ]
+    cause, report, saved = ended.err.splitlines()
     error = json.loads((tmp_path / "outputs" / "mine" / "error.json").read_text())
-    assert error["cause"] == "TypeError: 'StepInfo' object cannot be interpreted as an integer"
+    assert error["cause"].startswith("TypeError: ")
+    assert cause == f"accel-run: {error['cause']}"
+    assert report.split()[-1] == "outputs/mine/error.json"
+    assert "no checkpoint" in saved
     assert error["exit_code"] == 70
     assert error["traceback"].startswith("Traceback")
     assert "runner/engine/train.py" in error["traceback"]
@@ -87,16 +87,12 @@ def accel_run(*words: str, folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def until(process: subprocess.Popen[str], library: str) -> None:
-    """Wait until the process has this file in its memory."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if library in Path(f"/proc/{process.pid}/maps").read_text():
-                return
-        except OSError:
-            pass
-        time.sleep(0.002)
+def has_loaded(process: subprocess.Popen[str], library: str) -> bool:
+    """Tell whether the process has this file in its memory, or is gone."""
+    try:
+        return library in Path(f"/proc/{process.pid}/maps").read_text() or process.poll() is not None
+    except OSError:
+        return True
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the memory of a process can be read on Linux only")
@@ -113,8 +109,7 @@ def test_who_is_asked_to_stop_in_the_middle_of_an_import_leaves_quietly_with_130
 ) -> None:
     process = accel_run("train", "run=mine", folder=tmp_path)
     try:
-        until(process, moment)
-        time.sleep(0.02)
+        wait_until(lambda: has_loaded(process, moment))
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     finally:
@@ -124,14 +119,19 @@ def test_who_is_asked_to_stop_in_the_middle_of_an_import_leaves_quietly_with_130
     assert not (tmp_path / "outputs" / "mine" / "error.json").exists()
 
 
-def test_a_reader_that_goes_away_is_not_an_error(tmp_path: Path) -> None:
-    process = accel_run("plan", folder=tmp_path)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.wait(timeout=60) == 0
-    assert process.stderr.read() == ""
-    process.stderr.close()
+def test_a_reader_that_goes_away_is_not_an_error(server: ForkServer, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".out")
+    reader = os.open(tmp_path / ".out", os.O_RDONLY | os.O_NONBLOCK)
+    pid = server.start(["plan", "task.size=tiny", "micro_batch_size=4"], tmp_path)
+    wait_until(lambda: Path(f"/proc/{pid}/fd/1").readlink().name == ".out", "the command has its output")
+    os.close(reader)
+    (tmp_path / ".out").unlink()
+    (tmp_path / ".out").write_text("")
+    ended = server.wait()
+    assert ended.code == 0
+    assert [
+        line for line in ended.err.splitlines() if not line.startswith("plan: ")
+    ] == []  # what takes seconds is told
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,8 @@ def test_what_is_under_way_goes_on_when_its_reader_goes_away(
     task.write_text(quiet.read_text().replace("x, y = batch", "x, y = batch; print(len(x), flush=True)"))
     os.mkfifo(tmp_path / ".out")
     reader = os.open(tmp_path / ".out", os.O_RDONLY | os.O_NONBLOCK)
-    server.start([*words, "--task", str(task), "device=cpu", "monitor=off", "updates=20"], tmp_path)
+    given = [*words, "--task", str(task), "device=cpu", "monitor=off", "updates=20"]
+    server.start(given, tmp_path, {"IMPORT_FIRST": "tests.forked_trials"})
     select.select([reader], [], [], 60)  # until the first words are there
     os.close(reader)
     (tmp_path / ".out").unlink()
@@ -158,6 +159,17 @@ def test_what_is_under_way_goes_on_when_its_reader_goes_away(
     assert (runs[0] / "predictions" / "summary.json").is_file() == (words[0] == "both")
 
 
+def test_a_training_needs_no_standard_streams(tmp_path: Path) -> None:
+    """A real process, since Python sets up its streams when it starts."""
+    task = ROOT / "tests" / "faults" / "task_to_attack.py"
+    words = ["train", "--task", str(task), "device=cpu", "monitor=off", "updates=1", "run=mine"]
+    line = 'exec "$0" -m runner "$@" <&- >&- 2>&-'
+    done = subprocess.run(["bash", "-c", line, sys.executable, *words], cwd=tmp_path, env=ENVIRONMENT, check=False)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["state"] == "done"
+    assert "done" in (tmp_path / "outputs" / "mine" / "console.log").read_text()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_behind_standard_output_is_exit_74(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
@@ -166,7 +178,8 @@ def test_a_full_disk_behind_standard_output_is_exit_74(tmp_path: Path) -> None:
             stdout=full, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     assert done.returncode == 74
-    assert done.stderr == "accel-run: standard output cannot be written: No space left on device\n"
+    assert done.stderr.startswith("accel-run: ")
+    assert os.strerror(errno.ENOSPC) in done.stderr
 
 
 def test_closed_streams_are_not_an_error(tmp_path: Path) -> None:

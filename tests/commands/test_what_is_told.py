@@ -12,14 +12,14 @@ TASK = Path(__file__).parents[1] / "faults" / "task_to_attack.py"
 
 
 def test_status_shows_the_error_of_an_attempt_that_was_refused(server: ForkServer, tmp_path: Path) -> None:
-    run = tmp_path / "outputs" / "a"
+    run, cause = tmp_path / "outputs" / "a", "no checkpoint is whole"
     run.mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"state": "preempted"}))
-    (run / "error.json").write_text(json.dumps({"cause": "no checkpoint is whole", "exit_code": 65, "fix": "train"}))
+    (run / "error.json").write_text(json.dumps({"cause": cause, "exit_code": 65, "fix": "train"}))
     os.utime(run / "run.json", (1e9, 1e9))
-    assert "no checkpoint is whole (exit 65) (the attempt after that)" in server.run("status a", tmp_path).out
+    assert f"{cause} (exit 65) (" in server.run("status a", tmp_path).out, "of the attempt after that"
     os.utime(run / "error.json", (9e8, 9e8))
-    assert "no checkpoint is whole" not in server.run("status a", tmp_path).out
+    assert cause not in server.run("status a", tmp_path).out
 
 
 def test_a_run_of_which_all_checkpoints_are_damaged_says_so(server: ForkServer, tmp_path: Path) -> None:
@@ -42,4 +42,4 @@ def test_explain_names_the_file_of_a_profile_that_sets_a_key(server: ForkServer,
 def test_a_lone_task_file_is_answered_with_the_flag(server: ForkServer, tmp_path: Path) -> None:
     ended = server.run("train my_task.py", tmp_path)
     assert ended.code == 78
-    assert "say --task my_task.py" in ended.err
+    assert ended.err.split()[-2:] == ["--task", "my_task.py"]

@@ -10,9 +10,9 @@ import json
 import os
 import signal
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,25 @@ import torch
 from runner.base.ranks import Member
 from runner.base.world import World
 from runner.distributed.join import joined
+from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
 
 
-def run_ranks(function: Callable[[World], Any], world_size: int, *, limit_s: float = 60.0) -> list[Any]:
+def run_ranks(function: Callable[[World], Any], world_size: int, *, limit_s: float = 120.0) -> list[Any]:
     """Return what `function(world)` returned on each rank (JSON); raises AssertionError with a rank's traceback."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         pids = {_forked(function, rank, world_size, Path(folder)): rank for rank in range(world_size)}
-        codes, late = _waited(pids, limit_s)
+        codes = _waited(pids, limit_s)
+        late = [rank for rank in range(world_size) if rank not in codes]
         results: list[Any] = []
         told = [
             path.read_text() for path in sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime)
         ]
-        assert not late, f"ranks {late} did not end within {limit_s:g} s\n" + "\n".join(told)
-        assert not any(codes.values()), f"exit codes by rank {codes}\n" + "\n".join(told)
+        why = f"exit codes by rank {codes}" + (f", ranks {late} did not end" if late else "")
+        assert not late, "\n".join([why, *told])
+        assert not any(codes.values()), "\n".join([why, *told])
         for rank in range(world_size):
             results.append(json.loads((Path(folder) / f"result-{rank}").read_text()))
         return results
@@ -49,7 +52,7 @@ def _forked(function: Callable[[World], Any], rank: int, world_size: int, folder
     code = 1
     try:
         member = Member(rank, rank, world_size, world_size, f"file://{folder}/store")
-        with joined(member, CPU, timeout_s=30.0) as world:
+        with joined(member, CPU, timeout_s=60.0) as world:
             result = function(world)
         (folder / f"result-{rank}").write_text(json.dumps(result))
         code = 0
@@ -59,23 +62,22 @@ def _forked(function: Callable[[World], Any], rank: int, world_size: int, folder
         os._exit(code)  # nothing of pytest's may run at exit
 
 
-def _waited(pids: dict[int, int], limit_s: float) -> tuple[dict[int, int], list[int]]:
-    """Return the exit codes by rank, and the ranks that had to be killed; the first failure ends the others."""
+def _waited(pids: dict[int, int], limit_s: float) -> dict[int, int]:
+    """Return the exit codes by rank, without those of ranks that had to be killed; a failure ends the others."""
     codes: dict[int, int] = {}
-    limit = time.monotonic() + limit_s
-    while len(codes) < len(pids) and time.monotonic() < limit:
+
+    def all_ended() -> bool:
         for pid, rank in pids.items():
             if rank not in codes:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     codes[rank] = os.waitstatus_to_exitcode(status)
-                    if codes[rank]:
-                        limit = min(limit, time.monotonic() + 2.0)
-        time.sleep(0.002)
-    failed = any(codes.values())
-    late = [rank for rank in pids.values() if rank not in codes]
+        return len(codes) == len(pids)
+
+    with suppress(AssertionError):
+        wait_until(all_ended, timeout_s=limit_s)
     for pid, rank in pids.items():
-        if rank in late:
+        if rank not in codes:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    return codes, [] if failed else late
+    return codes

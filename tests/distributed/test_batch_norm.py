@@ -14,6 +14,7 @@ from runner.base.world import World
 from runner.distributed.batch_norm import synchronized
 from runner.distributed.vain import pass_in_vain, unnoticed
 from tests.distributed.ranks import CPU, run_ranks
+from tests.rounding import PROMISED, allowed, distance, distance_of_each
 
 SAMPLES = {1: (8, 4), 2: (8, 4, 3, 5), 3: (8, 4, 2, 3, 2)}
 
@@ -24,10 +25,10 @@ def make_model(dimensions: int, dtype: torch.dtype, **options: Any) -> nn.Module
     norm: Any = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dimensions]
     kernel = () if dimensions == 1 else (1,)
     layers = [convolution(4, 6, *kernel), norm(6, **options), nn.Tanh(), convolution(6, 3, *kernel), norm(3, **options)]
-    model = nn.Sequential(*layers).to(dtype)
+    model = nn.Sequential(*layers)
     for weight in model.parameters():
         nn.init.normal_(weight)
-    return model
+    return model.to(dtype)  # drawn before, so that every format has the same weights
 
 
 def samples(dimensions: int, dtype: torch.dtype) -> Tensor:
@@ -60,31 +61,28 @@ def learned(
     }
 
 
-def distance(one: Any, other: Any) -> float:
-    left, right = torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)
-    assert left.shape == right.shape
-    return float((left - right).abs().max() / left.abs().max().clamp(min=1.0))
-
-
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize("shares", [(5, 3), (1, 7), (2, 5, 1)], ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-4)], ids=["64", "32"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
 def test_ranks_normalize_as_one_process_with_all_samples(
-    dimensions: int, shares: tuple[int, ...], dtype: torch.dtype, tolerance: float
+    dimensions: int, shares: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Float32: the cubed loss amplifies rounding; the equality is that of float64."""
-    alone = learned(World(CPU), dimensions, (8,), dtype)
+    """The loss is a cube, and each of the two norms subtracts a mean and divides by a deviation: 3 * 2 * 2."""
+    alone = learned(World(CPU), dimensions, (8,), torch.float64)
+    terms = 2 * samples(dimensions, dtype)[:, 0].numel()  # of a channel, in two passes
+    tolerance = allowed(dtype, terms=terms, growth=12.0)
     results = run_ranks(lambda world: learned(world, dimensions, shares, dtype), len(shares))
     for number, whole in enumerate(alone["parts"]):
-        assert distance(whole, [row for result in results for row in result["parts"][number]]) < tolerance
+        assert distance(whole, [row for result in results for row in result["parts"][number]]) <= tolerance
     for result in results:
-        for kind in ("gradients", "buffers"):
-            assert result[kind].keys() == alone[kind].keys()
-            for name in alone[kind]:
-                assert distance(alone[kind][name], result[kind][name]) < tolerance, name
+        # A bias before a norm has no gradient but rounding, so the scale is that of all.
+        assert distance(alone["gradients"], result["gradients"]) <= tolerance
+        assert distance_of_each(alone["buffers"], result["buffers"]) <= tolerance
         assert result["buffers"] == results[0]["buffers"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [{"momentum": None}, {"momentum": 0.3, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}],
@@ -95,9 +93,9 @@ def test_every_option_means_what_it_means_in_one_process(options: dict[str, Any]
     results = run_ranks(lambda world: learned(world, 2, (5, 3), torch.float64, 3, **options), 2)
     # without running statistics evaluation normalizes the batch at hand, which is each rank's own
     for number, whole in enumerate(alone["parts"][:-1]):
-        assert distance(whole, [row for result in results for row in result["parts"][number]]) < 1e-12
+        assert distance(whole, [row for result in results for row in result["parts"][number]]) < PROMISED[torch.float64]
     for name, buffer in alone["buffers"].items():
-        assert distance(buffer, results[1]["buffers"][name]) < 1e-12, name
+        assert distance(buffer, results[1]["buffers"][name]) < PROMISED[torch.float64], name
 
 
 def test_a_pass_in_vain_counts_for_nothing_on_any_rank() -> None:
@@ -123,11 +121,10 @@ def test_a_pass_in_vain_counts_for_nothing_on_any_rank() -> None:
     x = samples(2, torch.float64)
     torch.autograd.backward([loss_of(model(x), 0), loss_of(model(x[:5] * 2), 0)])
     for result in run_ranks(passed, 2):
-        for name, weight in model.named_parameters():
-            assert weight.grad is not None
-            assert distance(weight.grad.tolist(), result["gradients"][name]) < 1e-12
+        gradients = {name: weight.grad.tolist() for name, weight in model.named_parameters()}  # type: ignore[union-attr]
+        assert distance(gradients, result["gradients"]) < PROMISED[torch.float64]
         for name, buffer in model.named_buffers():
-            assert distance(buffer.tolist(), result["buffers"][name]) < 1e-12
+            assert distance(buffer.tolist(), result["buffers"][name]) < PROMISED[torch.float64]
 
 
 class _Passes:
@@ -191,6 +188,7 @@ def refused(model: nn.Module) -> list[list[str]]:
     return run_ranks(told, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("norm", "kind"),
     [
@@ -205,12 +203,9 @@ def test_norms_of_other_kinds_are_refused_on_all_ranks(norm: Any, kind: str, mod
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.Tanh(), norm())).train(mode)
     before = [type(module).__name__ for module in model.modules()]
     for said, types, training in refused(model):
-        assert said == (
-            "parallelism.batch_norm: must be per_rank where batch norms are not torch's own BatchNorm1d, 2d or 3d,"
-            f" but is sync: 1.1 ({kind})\n"
-            "    say parallelism.batch_norm=per_rank, or use nn.BatchNorm1d, nn.BatchNorm2d or "
-            "nn.BatchNorm3d in the model"
-        )
+        assert said.startswith("parallelism.batch_norm: ")
+        assert f"sync: 1.1 ({kind})\n" in said
+        assert "parallelism.batch_norm=per_rank" in said
         assert types == before
         assert training == [mode] * len(before)
 
@@ -219,7 +214,7 @@ def test_of_many_norms_some_are_named() -> None:
     for said, _, _ in refused(nn.Sequential(*(Activated(3) for _ in range(7)))):
         assert "sync: 0 (Activated), 1 (Activated)," in said
         assert "4 (Activated) and 2 more\n" in said
-    assert "sync: the model (Activated)\n" in refused(Activated(3))[0][0]
+    assert "model (Activated)\n" in refused(Activated(3))[0][0]
 
 
 def test_norms_that_never_train_may_be_of_any_kind() -> None:
@@ -250,7 +245,8 @@ def test_one_value_over_all_ranks_is_refused_everywhere() -> None:
         return ""
 
     for said in run_ranks(single_value, 2):
-        assert "more than one value per channel over all ranks, but has 1" in said
+        assert "per channel" in said
+        assert "has 1\n" in said
 
 
 def test_half_formats_are_normalized_in_float32() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -54,10 +57,25 @@ def test_activations_are_counted_once_and_weights_are_none() -> None:
     assert all(cost.seconds > 0 for cost in costs)
 
 
-def test_more_work_takes_longer() -> None:
-    model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 8))
-    small, large, _ = measured(model, list(model), (torch.randn(256, 8),))
-    assert large.seconds > 3 * small.seconds
+def test_the_seconds_of_a_layer_are_those_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal now
+            now += 1.0
+            output: Tensor = super().forward(x)
+            if torch.is_grad_enabled():
+                output.register_hook(after)
+            return output
+
+    def after(_: Tensor) -> None:
+        nonlocal now
+        now += 2.0
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    model = nn.Sequential(nn.Linear(4, 4), Slow(4, 4), nn.Sequential(Slow(4, 4), Slow(4, 4)))
+    assert [cost.seconds for cost in measured(model, list(model), (torch.randn(2, 4),))] == [0.0, 3.0, 6.0]
 
 
 def test_measuring_leaves_no_trace() -> None:
@@ -84,3 +102,21 @@ def test_layers_that_look_up_are_measured_too() -> None:
     costs = measured(model, model.layers(), (torch.randint(0, 10, (2, 3)),), repeats=1)
     assert [cost.num_trained for cost in costs] == [44, 20, 20, 0]
     assert costs[1].activation_bytes == 2 * 3 * 4 * 4
+
+
+def test_the_device_is_waited_for_before_and_after_each_pass() -> None:
+    """Else its clock would start in the work of the pass before, and stop before its own is done."""
+    events: list[str] = []
+
+    class Noted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            events.append("forward")
+            output: Tensor = super().forward(x)
+            if torch.is_grad_enabled():
+                output.register_hook(lambda _: events.append("backward"))
+            return output
+
+    model = nn.Sequential(Noted(4, 4))
+    measured(model, list(model), (torch.randn(2, 4),), repeats=3, synchronize=lambda: events.append("wait"))
+    timed = ["wait", "forward", "backward", "wait"] * 4  # the first one is not counted
+    assert events == ["forward", *timed]  # what it keeps is measured apart, before

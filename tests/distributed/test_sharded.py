@@ -26,6 +26,7 @@ from runner.distributed.parallel import Parallel, Passes
 from runner.distributed.sharded import Sharded
 from runner.engine.loop import Position, StepInfo, Training, train_updates
 from tests.distributed.ranks import CPU, run_ranks
+from tests.rounding import PROMISED, allowed, distance, distance_of_each
 
 ALONE = World(CPU)
 NUM_SAMPLES, WIDTH, TOKENS, CLASSES = 45, 6, 4, 5
@@ -184,36 +185,27 @@ def trained(world: World, *, updates: int = 6, **options: Any) -> dict[str, Any]
     }
 
 
-def distance(one: Any, other: Any) -> float:
-    """Return the largest difference over the largest number, of one tensor or list, or the worst of several."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        return max(distance(value, other[name]) for name, value in one.items())
-    left, right = np.array(one), np.array(other)
-    assert left.shape == right.shape
-    return float(np.abs(left - right).max() / max(np.abs(left).max(), 1e-3))
-
-
 SPLITS = [((16, 16), 16), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5), ((1, 30, 1), 7)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["64", "32"])
-def test_shares_and_ranks_do_not_change_the_updates(
-    shares: tuple[int, ...], micro: int, dtype: torch.dtype, tolerance: float
-) -> None:
-    """The second update of each epoch has 13 samples: shares are ragged there, and a rank may have none.
-
-    The means of squares that AdamW keeps have twice the rounding of gradients, and are small: ten times the tolerance.
-    """
-    alone = trained(ALONE, shares=shares, micro=sum(shares), dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
+def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], micro: int, dtype: torch.dtype) -> None:
+    """The second update of each epoch has 13 samples: shares are ragged there, and a rank may have none."""
+    alone = trained(ALONE, shares=shares, micro=sum(shares), dtype=torch.float64)
+    tolerance = allowed(dtype, terms=sum(alone["items"]))  # weights and means add up all updates
     results = run_ranks(lambda world: trained(world, shares=shares, micro=micro, dtype=dtype), len(shares))
     for result in results:
         assert result["items"] == alone["items"]
         for key in ("losses", "norms"):
-            assert distance(alone[key], result[key]) < tolerance, key
-    assert distance(alone["model"], results[0]["model"]) < tolerance
-    assert distance(alone["optimizer"], results[0]["optimizer"]) < 10 * tolerance
+            assert distance(alone[key], result[key]) <= tolerance, key
+    assert distance_of_each(alone["model"], results[0]["model"]) <= tolerance
+    for kind, factor in (("exp_avg", 1), ("exp_avg_sq", 2), ("step", 0)):  # a square has twice the error
+        one, other = ({name: value for name, value in run["optimizer"].items() if name.endswith(f".{kind}")}
+                      for run in (alone, results[0]))  # fmt: skip
+        assert one, kind
+        assert distance(one, other) <= factor * tolerance, kind
 
 
 def gradient(world: World, shares: tuple[int, ...], micro: int, update: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -227,24 +219,24 @@ def gradient(world: World, shares: tuple[int, ...], micro: int, update: int, dty
     return {"grads": listed(run.parallel.whole(found)), "norm": float(norm), "items": int(sums.items)}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["64", "32"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_gradient_of_random_splits_is_that_of_one_process(
-    world_size: int, dtype: torch.dtype, tolerance: float
-) -> None:
-    """In float32 the sum is that of float64: processors add in orders of their own, and so do passes of other sizes."""
+def test_the_gradient_of_random_splits_is_that_of_one_process(world_size: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(world_size)
     cuts = [np.diff(np.sort([0, *rng.choice(np.arange(1, 32), world_size - 1, replace=False), 32])) for _ in range(6)]
     splits = [(tuple(map(int, cut)), int(rng.integers(1, 12)), int(rng.integers(0, 2))) for cut in cuts]
     results = run_ranks(lambda world: [gradient(world, *split, dtype) for split in splits], world_size)
     for number, (shares, _, update) in enumerate(splits):
         alone = gradient(ALONE, shares, 32, update, torch.float64)
-        assert distance(alone["grads"], results[0][number]["grads"]) < tolerance
+        tolerance = allowed(dtype, terms=alone["items"])
+        assert distance(alone["grads"], results[0][number]["grads"]) <= tolerance
         for result in results:
             assert result[number]["items"] == alone["items"]
-            assert abs(result[number]["norm"] / alone["norm"] - 1) < tolerance
+            assert abs(result[number]["norm"] / alone["norm"] - 1) <= tolerance
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"reshard_after_forward": True}], ids=str)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_what_is_kept_or_computed_again_does_not_change_the_updates(
@@ -254,7 +246,7 @@ def test_what_is_kept_or_computed_again_does_not_change_the_updates(
         model = make_model(torch.float64, checkpointed=checkpointed)
         return trained(world, shares=(19, 13), micro=5, model=model, strategy=partial(sharded, **options))
 
-    assert distance(trained(ALONE)["model"], run_ranks(learn, 2)[0]["model"]) < 1e-12
+    assert distance_of_each(trained(ALONE)["model"], run_ranks(learn, 2)[0]["model"]) < PROMISED[torch.float64]
 
 
 # ---------------------------------------------------------------- passes in vain, and parameters in use
@@ -277,7 +269,7 @@ def test_a_pass_in_vain_adds_nothing_even_where_it_is_infinite() -> None:
     alone, first, second = learn(ALONE), *run_ranks(learn, 2)
     assert first[:2] == second[:2] == pytest.approx(alone[:2])
     assert second[2] == []
-    assert distance(alone[3]["model"], first[3]["model"]) < 1e-12
+    assert distance_of_each(alone[3]["model"], first[3]["model"]) < PROMISED[torch.float64]
 
 
 def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay() -> None:
@@ -358,7 +350,7 @@ def test_a_phase_may_train_a_part_of_the_parameters_and_the_next_one_another(str
     assert all(".1." in name for name in alone["changed"][0])
     assert result["changed"] == alone["changed"]
     # AdamW's first steps are signs: where a gradient is near zero, bfloat16 decides otherwise
-    assert distance(alone["model"], result["model"]) < (1e-5 if strategy is sharded else 0.2)
+    assert distance_of_each(alone["model"], result["model"]) < (1e-5 if strategy is sharded else 0.2)
 
 
 # ---------------------------------------------------------------- number formats
@@ -410,6 +402,7 @@ def test_half_precision_learns_as_in_one_process(precision: Any) -> None:
     assert distance(alone["losses"], results[0]["losses"]) < 0.01
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("communicate", "precision"), [("bfloat16", bf16), ("bfloat16", fp32), ("float16", fp16)])
 def test_parameters_may_travel_in_half(communicate: str, precision: Any) -> None:
     """Weights of 8 bits (bfloat16) or 11 bits (float16); sums of gradients and the weights kept are float32."""
@@ -442,6 +435,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_goes_on_with_other_ranks_from_its_checkpoint(name: str) -> None:
     """Two ranks, then one, then two: the checkpoint never tells who made it."""
@@ -467,8 +461,8 @@ def test_a_run_goes_on_with_other_ranks_from_its_checkpoint(name: str) -> None:
     on_one = go_on(run_ranks(start, 2)[0], 4, ALONE)
     result = run_ranks(partial(go_on, on_one, 6), 2)[0]
     assert result["optimizer"].keys() == expected["optimizer"].keys()
-    assert distance(expected["model"], result["model"]) < 1e-12
-    assert distance(expected["optimizer"], result["optimizer"]) < 1e-12
+    assert distance_of_each(expected["model"], result["model"]) < PROMISED[torch.float64]
+    assert distance_of_each(expected["optimizer"], result["optimizer"]) < PROMISED[torch.float64]
     assert result["numbers"] == expected["numbers"]
 
 
@@ -510,12 +504,14 @@ def test_an_evaluation_between_updates_leaves_the_shards_in_place() -> None:
     alone = walk(ALONE)
     result = run_ranks(walk, 2)[0]
     assert result[:2] == [1, True]
-    assert distance(alone[2], result[2]) < 1e-12
+    assert distance(alone[2], result[2]) < PROMISED[torch.float64]
     run = Run(ALONE)
     run.advance(5)
     saved = run.saved()
     loaded = run_ranks(walk, 2)[1]
-    assert distance(run.model(samples(torch.float64)[0][:2]).tolist(), loaded[2]) < 1e-12  # not of gathered copies
+    assert (
+        distance(run.model(samples(torch.float64)[0][:2]).tolist(), loaded[2]) < PROMISED[torch.float64]
+    )  # not of gathered copies
 
 
 def test_gathered_ranks_need_not_keep_step_and_may_call_any_method() -> None:
@@ -538,9 +534,9 @@ def test_gathered_ranks_need_not_keep_step_and_may_call_any_method() -> None:
 
     alone = walk(ALONE)
     first, second = run_ranks(walk, 2)
-    assert distance(alone[2], first[2]) < 1e-12
+    assert distance_of_each(alone[2], first[2]) < PROMISED[torch.float64]
     for result in (first, second):
-        assert distance(alone[:2], result[:2]) < 1e-12
+        assert distance(alone[:2], result[:2]) < PROMISED[torch.float64]
 
 
 def test_blocks_may_return_views_that_are_changed_in_place() -> None:
@@ -562,7 +558,7 @@ def test_blocks_may_return_views_that_are_changed_in_place() -> None:
         torch.manual_seed(0)
         return trained(world, shares=(19, 13), micro=8, model=Viewing().double())["model"]
 
-    assert distance(learn(ALONE), run_ranks(learn, 2)[0]) < 1e-12
+    assert distance_of_each(learn(ALONE), run_ranks(learn, 2)[0]) < PROMISED[torch.float64]
 
 
 @pytest.mark.parametrize("num_keys", [0, 1, 2, 5, 6])
@@ -578,8 +574,8 @@ def test_statistics_and_buffers_are_those_of_all_ranks() -> None:
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         parallel = Sharded(world)
         model = parallel.wrap(model, list, [])  # type: ignore[assignment]
-        model.get_buffer("1.running_mean").fill_(float(world.rank))
-        parallel.settle(model)
+        with parallel.update_of_buffers():
+            model.get_buffer("1.running_mean").fill_(float(world.rank))
         state = {"text": torch.tensor([1.0 + world.rank])}
         merged = parallel.merged(lambda one, other: {"text": torch.cat([one["text"], other["text"]])}, state)
         return [model.get_buffer("1.running_mean").tolist(), merged["text"].tolist()]
@@ -610,8 +606,8 @@ def test_synchronized_norms_learn_as_one_process_with_the_whole_batch() -> None:
 
     # one pass for each update, and a second one that only rank 1 makes in earnest: alone, that is 19+12, then 1
     alone = learn(ALONE, (32,), 32)
-    assert distance(alone, run_ranks(lambda world: learn(world, (19, 13), 19), 2)[0]) < 1e-12
-    assert distance(alone, run_ranks(lambda world: learn(world, (1, 31), 31), 2)[0]) < 1e-12
+    assert distance_of_each(alone, run_ranks(lambda world: learn(world, (19, 13), 19), 2)[0]) < PROMISED[torch.float64]
+    assert distance_of_each(alone, run_ranks(lambda world: learn(world, (1, 31), 31), 2)[0]) < PROMISED[torch.float64]
 
 
 # ---------------------------------------------------------------- refusals
@@ -637,10 +633,14 @@ def test_what_cannot_be_sharded_is_told_all_at_once() -> None:
 
     for said in run_ranks(partial(refusal, wrap), 2):
         assert said.startswith("ConfigError")
-        assert "row-major order to be sharded, but embed.weight do not" in said
-        assert "those of blocks.2 have float32 and float64" in said
-        assert "must belong to one block, but blocks.1.inner.weight is in several" in said
-        assert "must be float32 for a model with batch norms, whose statistics are, but is bfloat16" in said
+        for found in (
+            "row-major",
+            "embed.weight",
+            "blocks.2 have float32 and float64",
+            "blocks.1.inner.weight is in",
+            "is bfloat16",
+        ):
+            assert found in said
 
 
 def test_a_loss_that_goes_past_the_model_is_refused_on_all_ranks() -> None:

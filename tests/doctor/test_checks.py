@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -59,7 +60,7 @@ def test_a_product_that_is_wrong_fails(what: str, name: str) -> None:
         return WRONG[what](one.float(), other.float()).to(one.dtype)  # type: ignore[no-untyped-call]
 
     (number,) = [each for each in arithmetic.formats(CPU.device, Inventory((), CPU)) if each.name == name]
-    assert arithmetic._tried(number, product_that(call), "a product").state == "FAIL"
+    assert arithmetic.try_format(number, product_that(call), "a product").state == "FAIL"
 
 
 def test_float32_that_is_computed_in_tf32_fails() -> None:
@@ -67,19 +68,19 @@ def test_float32_that_is_computed_in_tf32_fails() -> None:
         return (factor.view(torch.int32) & ~0x1FFF).view(torch.float32)  # 10 bits after the point
 
     fp32 = arithmetic.formats(CPU.device, Inventory((), CPU))[0]
-    found = arithmetic._tried(fp32, product_that(lambda one, other: rounded(one) @ rounded(other)), "a product")
+    found = arithmetic.try_format(fp32, product_that(lambda one, other: rounded(one) @ rounded(other)), "a product")
     assert found.state == "FAIL"
 
     tf32 = dataclasses.replace(fp32, name="tf32", digits=11)
     work = product_that(lambda one, other: rounded(one) @ rounded(other))
-    assert arithmetic._error(tf32, work, torch.device("cpu"), torch.float32) <= arithmetic._allowed(tf32, work)
+    assert arithmetic.error_of(tf32, work, torch.device("cpu"), torch.float32) <= arithmetic.allowed_error(tf32, work)
 
 
 def test_a_convolution_that_is_wrong_fails() -> None:
-    work = arithmetic._convolutions()
+    work = arithmetic.convolutions()
     fp32 = arithmetic.formats(CPU.device, Inventory((), CPU))[0]
     shifted = dataclasses.replace(work, call=lambda images, kernels: work.call(images.roll(1, 2), kernels))
-    assert arithmetic._tried(fp32, shifted, "a convolution").state == "FAIL"
+    assert arithmetic.try_format(fp32, shifted, "a convolution").state == "FAIL"
 
 
 def test_formats_are_those_of_the_device() -> None:
@@ -104,9 +105,9 @@ def test_attention_that_is_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_the_mask(*inputs: torch.Tensor, is_causal: bool) -> torch.Tensor:
         return right(*inputs, is_causal=is_causal and inputs[0].dtype == torch.float64)
 
-    assert kernels._attended(CPU.device, "math").state == "ok"
+    assert kernels.try_kernel(CPU.device, "math").state == "ok"
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without_the_mask)
-    assert kernels._attended(CPU.device, "math").state == "FAIL"
+    assert kernels.try_kernel(CPU.device, "math").state == "FAIL"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -114,14 +115,14 @@ def test_attention_in_half_precision_may_be_wrong_by_rounding_only(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = [torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
-    right, allowed = kernels._backward, kernels._allowed(dtype)
-    assert kernels._error_of("flash", inputs) <= allowed
+    right, allowed = kernels.output_and_gradients, kernels.allowed_error(dtype)
+    assert kernels.error_of("flash", inputs) <= allowed
 
     for wrong in (lambda x: x * 1.05, lambda x: x.index_fill(2, torch.tensor(3), 1.0), lambda x: x * float("nan")):
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, "_backward", lambda kernel, given, wrong=wrong: [
+            patch.setattr(kernels, "output_and_gradients", lambda kernel, given, wrong=wrong: [
                 each if each.dtype == torch.float64 else wrong(each) for each in right(kernel, given)])  # fmt: skip
-            assert not kernels._error_of("flash", inputs) <= allowed
+            assert not kernels.error_of("flash", inputs) <= allowed
 
 
 def test_no_fused_kernel_is_said_only_where_each_was_tried_and_refused(
@@ -131,7 +132,7 @@ def test_no_fused_kernel_is_said_only_where_each_was_tried_and_refused(
         """Return what is said beyond each kernel; the first ones were begun by an earlier process."""
         made = {kernel: Finding(state, f"cpu {kernel}", "as planned") for kernel, state in tried.items()}  # type: ignore[arg-type]
         before = [made[kernel] for kernel in kernels.KERNELS[:begun]]
-        monkeypatch.setattr(kernels, "_attended", lambda device, kernel: made[kernel])
+        monkeypatch.setattr(kernels, "try_kernel", lambda device, kernel: made[kernel])
         given = dataclasses.replace(context, begun=frozenset(each.subject for each in before), found=tuple(before))
         return [
             each.subject for each in kernels.attention(given) if each.subject not in {x.subject for x in made.values()}
@@ -145,7 +146,7 @@ def test_no_fused_kernel_is_said_only_where_each_was_tried_and_refused(
 
 
 def test_what_was_found_before_a_crash_is_known_after_it(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "_tried", lambda number, *_: ok(number.subject, "", gflop_per_s=1.0))
+    monkeypatch.setattr(arithmetic, "try_format", lambda number, *_: ok(number.subject, "", gflop_per_s=1.0))
     inventory = Inventory((), dataclasses.replace(CPU, flags=("amx_bf16", "avx512_bf16")))
     fast = ok("cpu fp32", "", gflop_per_s=100.0)
     given = dataclasses.replace(context, inventory=inventory, begun=frozenset({"cpu fp32"}), found=(fast,))
@@ -181,24 +182,25 @@ RANKS: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("what", RANKS)
-def test_a_sum_must_be_right_in_every_process(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_must_be_right_in_every_process(what: str, tmp_path: Path) -> None:
     rank, state, words = RANKS[what]
-    monkeypatch.setattr(traffic, "_rank", rank)
-    found = traffic._added("gloo", ("cpu", "cpu"), tmp_path)
+    found = traffic.sum_over_processes("gloo", ("cpu", "cpu"), tmp_path, rank)
     assert found.state == state
     assert words in found.seen
 
 
 def test_why_torch_refuses_a_kernel_is_told_in_its_own_words() -> None:
+    disabled = "Memory Efficient attention has been runtime disabled."
+    too_old = "Flash attention only supports sm80 and above. This is a sm 7.5 gpu."
     said = [
         "Memory efficient kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:904.)",
-        "Memory Efficient attention has been runtime disabled. (Triggered internally at /pytorch/sdp_utils_cpp.h:558.)",
+        f"{disabled} (Triggered internally at /pytorch/sdp_utils_cpp.h:558.)",
         "Flash attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:906.)",
-        "Flash attention only supports sm80 and above. This is a sm 7.5 gpu. (Triggered internally at x:1.)",
+        f"{too_old} (Triggered internally at x:1.)",
         "cuDNN attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:908.)",
     ]
-    assert kernels.reason_of("flash", said).endswith("This is a sm 7.5 gpu.")
-    assert kernels.reason_of("efficient", said) == "Memory Efficient attention has been runtime disabled."
+    assert kernels.reason_of("flash", said) == too_old
+    assert kernels.reason_of("efficient", said) == disabled
     assert kernels.reason_of("cudnn", said) == ""
 
 
@@ -207,8 +209,8 @@ def test_a_missing_compiler_is_named_with_the_line_that_brings_it(
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
     (found,) = kernels.compiling(context)  # type: ignore[misc]
-    assert (found.state, found.fix) == ("skip", "apt install g++, or export CXX=/path/to/one")
-    assert "/nowhere/g++ is not installed" in found.seen
+    assert (found.state, found.fix.partition(",")[0]) == ("skip", "apt install g++")
+    assert "/nowhere/g++" in found.seen
 
 
 # ---------------------------------------------------------------- the machine
@@ -222,8 +224,7 @@ def test_few_open_files_are_told_with_the_limit_to_set() -> None:
     assert told["fix"].startswith("ulimit -n ")
 
     told = limits_under("resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))")["open files"]
-    assert told["state"] == "FAIL"
-    assert told["fix"].startswith("the hard limit too")
+    assert (told["state"], "/etc/security/limits.conf" in told["fix"]) == ("FAIL", True)
 
 
 def test_few_processes_are_told() -> None:
@@ -244,7 +245,7 @@ def limits_under(before: str) -> dict[str, Any]:
         "print(json.dumps({each.subject: each.to_json() for each in found}))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
@@ -259,7 +260,7 @@ def test_variables_that_slow_torch_down_are_named(context: Context, monkeypatch:
     assert [each.state for each in machine.environment(context)] == ["ok"]
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     (found,) = machine.environment(context)
-    assert (found.state, found.fix) == ("warn", "unset CUDA_LAUNCH_BLOCKING")
+    assert (found.state, found.fix.split()) == ("warn", ["unset", "CUDA_LAUNCH_BLOCKING"])
 
 
 def test_threads_that_are_more_or_fewer_than_the_cores_are_told(
@@ -272,15 +273,29 @@ def test_threads_that_are_more_or_fewer_than_the_cores_are_told(
         return by_subject(machine.threads(dataclasses.replace(context, inventory=Inventory((), cpu))))[""]
 
     assert under(8, 8).state == "ok"
-    assert (under(64, 2).state, under(64, 2).fix) == ("warn", "export OMP_NUM_THREADS=2")
-    assert (under(1, 8, "1").state, under(1, 8, "1").fix) == ("warn", "unset OMP_NUM_THREADS")
+    assert (under(64, 2).state, under(64, 2).fix.split()) == ("warn", ["export", "OMP_NUM_THREADS=2"])
+    assert (under(1, 8, "1").state, under(1, 8, "1").fix.split()) == ("warn", ["unset", "OMP_NUM_THREADS"])
 
 
-def test_a_clock_before_the_installation_is_told(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.time()
-    assert [each.state for each in machine.clock(context)] == ["ok"]
-    monkeypatch.setattr(time, "time", lambda: now - 40 * 365 * 86400)
-    assert by_subject(machine.clock(context))[""].state == "warn"
+@pytest.mark.parametrize(
+    ("offset_s", "pace", "expected"),
+    [(0, 1.0, {"": "ok"}), (-40 * 365 * 86400, 1.0, {"": "warn"}), (0, 2.0, {"": "ok", "pace": "warn"})],
+    ids=["right", "before the installation", "being set"],
+)
+def test_a_clock_that_is_wrong_or_set_is_told(
+    offset_s: float, pace: float, expected: dict[str, str], context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = [0.0]
+    begin = time.time() + offset_s
+    planted = {
+        "time": lambda: begin + pace * passed[0], "monotonic": lambda: passed[0],
+        "sleep": lambda seconds: passed.append(passed.pop() + seconds),
+    }  # fmt: skip
+    for name, function in planted.items():
+        monkeypatch.setattr(machine.time, name, function)
+    found = by_subject(machine.clock(context))
+    monkeypatch.undo()
+    assert {subject: each.state for subject, each in found.items()} == expected
 
 
 # ---------------------------------------------------------------- storage
@@ -299,7 +314,7 @@ def test_a_disk_is_written_synced_and_left_as_it_was(context: Context) -> None:
 def test_a_folder_for_runs_that_is_a_file_fails(context: Context) -> None:
     context.root.write_text("")
     (found,) = storage.disk(context)
-    assert (found.state, found.fix) == ("FAIL", "accel-run train output_root=/path/with/room")
+    assert (found.state, " output_root=" in found.fix) == ("FAIL", True)
 
 
 def test_a_full_disk_fails_and_nothing_is_written(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,47 +342,49 @@ def test_little_shared_memory_is_told(context: Context, monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- packages
 
 
-def needing(monkeypatch: pytest.MonkeyPatch, *packages: software._Needed) -> None:
-    monkeypatch.setattr(software, "_needed", lambda: list(packages))
+def needing(monkeypatch: pytest.MonkeyPatch, *packages: software.Package) -> None:
+    monkeypatch.setattr(software, "required_packages", lambda: list(packages))
 
 
 def test_a_missing_package_is_skipped_in_an_extra_and_fails_where_it_is_needed(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needing(monkeypatch, software._Needed("no-such", ">=1"), software._Needed("not-this-either", ">=2", "8bit"))
+    needing(monkeypatch, software.Package("no-such", ">=1"), software.Package("not-this-either", ">=2", "8bit"))
     (needed,), (optional,) = software.packages(context), software.extras(context)
 
-    assert (needed.state, needed.fix) == ("FAIL", 'pip install "no-such>=1"')
-    assert (optional.state, optional.fix) == ("skip", "scripts/setup.sh 8bit")
+    assert (needed.state, shlex.split(needed.fix)) == ("FAIL", ["pip", "install", "no-such>=1"])
+    assert (optional.state, optional.fix.split()) == ("skip", ["scripts/setup.sh", "8bit"])
 
 
 def test_a_package_that_cannot_be_imported_is_told_with_the_last_line_of_its_error(
     context: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "brokenpack.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    why = "libcudart.so.12: cannot open shared object file"
+    (tmp_path / "brokenpack.py").write_text(f"raise ImportError({why!r})")
     info = tmp_path / "brokenpack-1.5.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brokenpack\nVersion: 1.5\n")
     monkeypatch.syspath_prepend(tmp_path)
-    needing(monkeypatch, software._Needed("brokenpack", ">=1", "8bit"), software._Needed("brokenpack", ">=1"))
+    needing(monkeypatch, software.Package("brokenpack", ">=1", "8bit"), software.Package("brokenpack", ">=1"))
     (needed,), (optional,) = software.packages(context), software.extras(context)
 
     assert (needed.state, optional.state) == ("FAIL", "warn")
-    assert optional.seen == ("1.5 cannot be imported: ImportError: libcudart.so.12: cannot open shared object file")
+    assert optional.seen.startswith("1.5 ")
+    assert optional.seen.endswith(f"ImportError: {why}")
 
 
 def test_a_torch_that_cannot_be_imported_is_told_with_the_line_that_mends_it(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needing(monkeypatch, software._Needed("torch", ">=2.11"))
-    monkeypatch.setattr(software, "_broken", lambda module: "OSError: libcudart.so.13: cannot open shared object file")
+    needing(monkeypatch, software.Package("torch", ">=2.11"))
+    monkeypatch.setattr(software, "import_error", lambda module: "OSError: libcudart.so.13: cannot open it")
     (found,) = software.torch(context)
     assert isinstance(found, Finding)
-    assert (found.state, found.fix) == ("FAIL", 'pip install --force-reinstall "torch>=2.11"')
+    assert (found.state, shlex.split(found.fix)) == ("FAIL", ["pip", "install", "--force-reinstall", "torch>=2.11"])
 
 
 def test_a_version_that_is_not_supported_is_told(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    needing(monkeypatch, software._Needed("psutil", ">=999"), software._Needed("torch", ">=999"))
+    needing(monkeypatch, software.Package("psutil", ">=999"), software.Package("torch", ">=999"))
     (psutil,) = software.packages(context)
     _, torch_found = software.torch(context)
 
@@ -381,11 +398,11 @@ def test_what_is_needed_is_what_pyproject_says() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     stated = {line.partition(">")[0].partition("<")[0] for line in project["dependencies"]}
-    found = software._needed()
+    found = software.required_packages()
 
     assert {each.name for each in found if not each.extra} == stated
     assert {each.extra for each in found} >= {"8bit", "bpe", "onnx", "slurm"}
-    assert software._requires_python().specifier == software.Requirement(f"x{project['requires-python']}").specifier
+    assert software.required_python().specifier == software.Requirement(f"x{project['requires-python']}").specifier
 
 
 def test_a_key_of_wandb_is_never_shown(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

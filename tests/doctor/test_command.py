@@ -5,36 +5,51 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from runner.base.family import state_of
 from runner.cli import main
 from runner.doctor.checks import CHECKS
 from runner.doctor.findings import Finding
 from runner.plan.inventory import Inventory
 from tests.forkserver import ForkServer
 from tests.nvml_stub import PAIR, NvmlStub
+from tests.waiting import wait_until
 
 # A check that hangs with what must not stay: a process in a session of its own, and a folder in the output folder.
 HANGING = """
-import os, subprocess, time
+import os, signal, subprocess
 from runner.doctor import checks, storage
 from runner.doctor.findings import Check, ok
 
 def hang(context):
     yield ok("", "began")
-    subprocess.Popen(["sleep", "601"], start_new_session=True)
+    sleeper = subprocess.Popen(["sleep", "601"], start_new_session=True)
     storage.files.new_directory(storage.nearest(context.root) / f"{storage.TRIAL}{os.getppid()}-x")
-    (context.scratch / "made").touch()
     print("hanging", flush=True)
+    (context.scratch / f"made-{sleeper.pid}").touch()
     while True:
-        time.sleep(0.01)
+        signal.pause()
 
 checks.CHECKS["hang"] = Check(hang, "hangs", "because", 60.0)
+"""
+# No trials of vector instructions and no precompiled headers, which take three C++ compilations more.
+ONE_COMPILATION = """
+import torch._inductor.config
+torch._inductor.config.cpp.vec_isa_ok = True
+torch._inductor.config.cpp_cache_precompile_headers = False
+"""
+# No check is late on a busy machine.
+PATIENT = """
+import dataclasses
+from runner.doctor import checks
+
+for name, check in checks.CHECKS.items():
+    checks.CHECKS[name] = dataclasses.replace(check, limit_s=200.0)
 """
 FAILING = """
 from runner.doctor import checks
@@ -47,7 +62,7 @@ checks.CHECKS["odd"] = Check(lambda context: [warn("", "is odd", "look at it")],
 
 def test_the_whole_examination_finds_something_by_every_check(server: ForkServer, tmp_path: Path) -> None:
     names = ",".join(name for name in CHECKS if name != "compile")  # which takes 10 s, and is tried below
-    ended = server.run(["doctor", "--json", f"checks=[{names}]"], tmp_path)
+    ended = server.run(["doctor", "--json", f"checks=[{names}]"], tmp_path, before=PATIENT)
     told = json.loads(ended.out)
     findings = [Finding.from_json(values) for values in told["findings"]]
 
@@ -67,42 +82,29 @@ def test_the_whole_examination_finds_something_by_every_check(server: ForkServer
     assert sorted(path.name for path in tmp_path.iterdir()) == [".err", ".out"]
 
 
-@pytest.mark.slow
 def test_compile_leaves_no_cache(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run("doctor --json checks=[compile] device=cpu", tmp_path, {"TMPDIR": str(tmp_path)})
+    ended = server.run(
+        "doctor --json checks=[compile] device=cpu", tmp_path, {"TMPDIR": str(tmp_path)}, PATIENT + ONE_COMPILATION
+    )
     (found,) = [each for each in json.loads(ended.out)["findings"] if each["check"] == "compile"]
     assert found["state"] in ("ok", "skip"), found
     assert sorted(path.name for path in tmp_path.iterdir()) == [".err", ".out"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("checks=[]", "names no check"),
-        ("--quick checks=[compile,python]", "asks for compile, which --quick leaves out"),
-    ],
-)
-def test_nothing_that_was_asked_for_is_left_out_silently(
-    words: str, said: str, server: ForkServer, tmp_path: Path
+@pytest.mark.parametrize("words", ["checks=[]", "--quick checks=[compile,python]"])
+def test_nothing_that_was_asked_for_is_left_out_silently(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words.split()]) == 78
+    assert capsys.readouterr().err.startswith("accel-run: checks: ")
+
+
+def test_a_failure_is_exit_69_and_what_to_do_stands_at_the_end(
+    server: ForkServer, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
-    ended = server.run(f"doctor {words}", tmp_path)
-    assert ended.code == 78
-    assert said in ended.err
-
-
-def test_a_failure_is_exit_69_and_what_to_do_stands_at_the_end(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run("doctor checks=[odd,bad,python]", tmp_path, before=FAILING)
+    ended = server.run("doctor checks=[odd,bad]", tmp_path, before=FAILING)
 
     assert ended.code == 69
     assert ended.err == ""
-    lines = ended.out.splitlines()
-    assert lines[0].startswith("ok    python")
-    assert lines[1:3] == ["FAIL  bad            x: is bad", "warn  odd            is odd"]
-    assert lines[3:11] == [
-        "", "FAIL  bad: x: is bad", "      why  because", "      fix  mend it",
-        "", "warn  odd: is odd", "      why  because", "      fix  look at it",
-    ]  # fmt: skip
-    assert re.fullmatch(r"1 ok, 1 warn, 1 FAIL, 0 skip, in \d+\.\d s", lines[-1])
+    screen(ended.out, replace={r"in \d+\.\d s": "in N s", r"  \(\d+\.\d s\)": ""})
 
 
 def test_warnings_are_exit_0(server: ForkServer, tmp_path: Path) -> None:
@@ -114,7 +116,10 @@ def test_nothing_stays_when_it_is_stopped(
     server: ForkServer, tmp_path: Path, short: Path, number: signal.Signals
 ) -> None:
     pid = server.start(["doctor", "checks=[hang]"], tmp_path, {"TMPDIR": str(short)}, HANGING)
-    wait_for(lambda: list(tmp_path.glob(".tmp-doctor-*")) and list(short.glob("*/made")))
+    (made,) = wait_until(lambda: list(short.glob("*/made-*")), "the check hangs")
+    assert list(tmp_path.glob(".tmp-doctor-*"))
+    sleeper = int(made.name.partition("-")[2])
+    assert is_running(sleeper)
     os.kill(pid, number)
     ended = server.wait()
 
@@ -122,7 +127,7 @@ def test_nothing_stays_when_it_is_stopped(
     assert ended.err == "\naccel-run: interrupted\n"
     assert sorted(path.name for path in tmp_path.rglob("*")) == [".err", ".out"]
     assert not list(short.iterdir())
-    wait_for(lambda: not those_that_run(b"sleep\0601\0"))
+    wait_until(lambda: not is_running(sleeper), "what the check started has ended")
 
 
 def test_a_folder_that_may_not_be_written_fails_with_another_to_use(server: ForkServer, tmp_path: Path) -> None:
@@ -133,7 +138,7 @@ def test_a_folder_that_may_not_be_written_fails_with_another_to_use(server: Fork
 
     assert (ended.code, found["state"]) == (69, "FAIL")
     assert str(tmp_path) in found["seen"]
-    assert found["fix"] == "accel-run train output_root=/path/with/room"
+    assert " output_root=" in found["fix"]
 
 
 def test_gpus_that_torch_cannot_use_fail_and_say_why(nvml_stub: NvmlStub, tmp_path: Path) -> None:
@@ -153,7 +158,6 @@ def test_gpus_that_torch_cannot_use_fail_and_say_why(nvml_stub: NvmlStub, tmp_pa
 
     assert done.returncode == 69
     assert [each["state"] for each in gpus] == ["FAIL", "FAIL"]
-    assert all("this torch build has no CUDA" in each["seen"] for each in gpus)
     assert "pytorch.org" in gpus[0]["fix"]
     assert [each["uuid"] for each in told["hardware"]["devices"]] == [PAIR["0.uuid"], PAIR["1.uuid"]]
 
@@ -161,7 +165,7 @@ def test_gpus_that_torch_cannot_use_fail_and_say_why(nvml_stub: NvmlStub, tmp_pa
 def test_a_device_that_is_not_here_fails(server: ForkServer, tmp_path: Path) -> None:
     ended = server.run("doctor checks=[gpus] device=cuda:7", tmp_path)
     assert ended.code == 69
-    assert "cuda:7 is not here; this machine has" in ended.out
+    assert "FAIL  gpus           cuda:7: " in ended.out
 
 
 SLIPS = {
@@ -205,19 +209,5 @@ def test_on_a_terminal_what_is_tried_is_shown_and_wiped(monkeypatch: pytest.Monk
     assert "\x1b[32mok" in shown
 
 
-def those_that_run(words: bytes) -> list[str]:
-    """Return the processes with this command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found += [path.parent.name] if path.read_bytes() == words else []
-        except OSError:
-            continue
-    return found
-
-
-def wait_for(condition: object) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def is_running(pid: int) -> bool:
+    return state_of(pid) not in ("", "Z")

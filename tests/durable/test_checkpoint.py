@@ -26,9 +26,10 @@ from runner.durable import checkpoint, files, tensors
 from runner.durable.checkpoint import Snapshot, Writer, path_of, recover, retain, save, verify
 from runner.durable.system import System
 from tests.faults.recording import Faults, Killed
+from tests.faults.tallies import IS_LONG, SEED
 
 ROOT = Path(__file__).parents[2]
-DTYPES = [getattr(torch, name) for name in sorted(tensors._DTYPES)]
+DTYPES = [getattr(torch, name) for name in sorted(tensors.DTYPES)]
 
 
 def snapshot(update: int) -> Snapshot:
@@ -206,7 +207,8 @@ def test_files_that_changed_places_are_noticed(tmp_path: Path) -> None:
         assert verify(first), name
         (first / name).write_bytes(ours)
     shutil.copytree(second, tmp_path / "update-0000000003")
-    assert verify(tmp_path / "update-0000000003") == ["MANIFEST.json is that of update 2"]
+    (reason,) = verify(tmp_path / "update-0000000003")
+    assert reason.endswith("update 2")
     shutil.copytree(second, tmp_path / "a-copy-under-another-name")
     assert verify(tmp_path / "a-copy-under-another-name") == []
 
@@ -215,14 +217,15 @@ def test_additional_files_and_links_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path, snapshot(1))
     model = path / "model.safetensors"
     (path / "more.safetensors").write_bytes(b"")
-    assert verify(path) == ["more.safetensors is there but not in MANIFEST.json"]
+    (reason,) = verify(path)
+    assert reason.startswith("more.safetensors ")
     (path / "more.safetensors").unlink()
     model.rename(tmp_path / "kept")
     model.symlink_to(tmp_path / "kept")
-    assert verify(path) == ["model.safetensors must be a plain file"]
+    assert [reason.split()[0] for reason in verify(path)] == ["model.safetensors"]
     model.unlink()
     os.mkfifo(model)
-    assert verify(path) == ["model.safetensors must be a plain file"]
+    assert [reason.split()[0] for reason in verify(path)] == ["model.safetensors"]
     model.unlink()
     (tmp_path / "kept").rename(model)
     assert verify(path) == []
@@ -255,9 +258,9 @@ def test_a_hostile_manifest_with_a_good_hash_is_refused(tmp_path: Path, change: 
     path = save(tmp_path, Snapshot(1, {}, {}, {}))
     manifest = json.loads((path / "MANIFEST.json").read_text())
     del manifest["sha256"]
-    (path / "MANIFEST.json").write_bytes(checkpoint._sealed(manifest))
+    (path / "MANIFEST.json").write_bytes(checkpoint.sealed(manifest))
     assert verify(path) == []
-    (path / "MANIFEST.json").write_bytes(checkpoint._sealed(manifest | change))
+    (path / "MANIFEST.json").write_bytes(checkpoint.sealed(manifest | change))
     assert verify(path)
 
 
@@ -289,7 +292,7 @@ def test_a_file_that_is_no_safetensors_is_bad_data(tmp_path: Path) -> None:
     manifest = json.loads((path / "MANIFEST.json").read_text())
     del manifest["sha256"]
     manifest["files"].append({"name": "model.safetensors", "size": size, "sha256": sha256})
-    (path / "MANIFEST.json").write_bytes(checkpoint._sealed(manifest))
+    (path / "MANIFEST.json").write_bytes(checkpoint.sealed(manifest))
     with pytest.raises(DataError, match="not in the safetensors format"):
         checkpoint.load(path).tensors("model")
 
@@ -314,10 +317,8 @@ def test_the_newest_valid_checkpoint_wins_and_damaged_ones_are_moved_aside(tmp_p
     assert updates_in(tmp_path) == [1, 2, 3, 4]
     recovery = recover(tmp_path)
     assert_is(recovery.checkpoint, 2)
-    assert recovery.skipped == (
-        ("update-0000000004", ("model.safetensors does not agree with its hash",)),
-        ("update-0000000003", ("state.json is missing",)),
-    )
+    found = [(name, *(reason.split()[0] for reason in reasons)) for name, reasons in recovery.skipped]
+    assert found == [("update-0000000004", "model.safetensors"), ("update-0000000003", "state.json")]
     assert updates_in(tmp_path) == [1, 2]
     assert {"damaged-update-0000000003-1", "damaged-update-0000000004-1"} <= set(files.names(tmp_path))
     assert_is(checkpoint.load(save(tmp_path, snapshot(3))), 3)
@@ -360,7 +361,7 @@ def test_what_cannot_be_read_is_moved_aside_where_the_run_goes_on_from_another(
         patch.setattr(os, "listdir", denied)
         recovery = recover(tmp_path)
     assert_is(recovery.checkpoint, 1)
-    assert "too many files are open" in recovery.skipped[0][1][0]
+    assert recovery.skipped[0][0] == "update-0000000002"
     # Under its name it would be taken for the one that this run saves at the same update, by other mathematics perhaps.
     assert_is(checkpoint.load(tmp_path / "unreadable-update-0000000002-1"), 2)
     assert_is(recover(tmp_path).checkpoint, 1)
@@ -384,19 +385,19 @@ def test_what_cannot_be_read_stays_where_there_is_no_other(tmp_path: Path, monke
 
 def test_the_newest_is_found_while_another_saves_and_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, snapshot(1))
-    examine, looks = checkpoint._examine, []
+    is_folder, looks = files.is_plain_directory, []
 
-    def overtaken(path: Path) -> Any:
+    def overtaken(path: Path) -> bool:
         looks.append(path.name)
         if len(looks) < 4:  # what was listed is gone when it is looked at
             patch.undo()
             save(tmp_path, snapshot(len(looks) + 1))
-            patch.setattr(checkpoint, "_examine", overtaken)
+            patch.setattr(files, "is_plain_directory", overtaken)
             shutil.rmtree(path)
-        return examine(path)
+        return is_folder(path)
 
     patch = monkeypatch
-    patch.setattr(checkpoint, "_examine", overtaken)
+    patch.setattr(files, "is_plain_directory", overtaken)
     assert_is(checkpoint.load_newest(tmp_path), 4)
 
 
@@ -429,11 +430,17 @@ def count_operations(act: Callable[[], object]) -> int:
     return len(faults.trace)
 
 
+def some(num_operations: int) -> list[int]:
+    """Return which operations fail: a third of them by default."""
+    count = num_operations if IS_LONG else num_operations // 3
+    return random.Random(SEED).sample(range(num_operations), count)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Path, kind: str) -> None:
     num_operations = count_operations(lambda: save(tmp_path / "counting", snapshot(2)))
     assert num_operations > 25
-    for at in range(num_operations):
+    for at in some(num_operations):
         directory = tmp_path / str(at)
         save_quickly(directory, 1)
         acknowledged = 1
@@ -465,7 +472,7 @@ def test_a_fault_at_any_point_of_retention_leaves_the_newest_two(tmp_path: Path,
     num_operations = count_operations(lambda: retain(counting, 2))
     assert updates_in(counting) == [3, 4]
     assert num_operations > 15
-    for at in range(num_operations):
+    for at in some(num_operations):
         directory = fill(tmp_path / str(at))
         with Faults({at: kind}).active(), suppress(StorageError, Killed):
             retain(directory, 2)
@@ -532,7 +539,7 @@ laws = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(laws)
 directory = Path({str(tmp_path / "checkpoints")!r})
 generator, acknowledged = random.Random(0), 0
-for _ in range(15):
+for _ in range({15 if IS_LONG else 5}):
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -562,7 +569,7 @@ for _ in range(15):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -614,7 +621,7 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path, monkeypatc
     write_new = files.write_new
 
     def slow(*arguments: Any) -> Any:
-        gate.wait(10)
+        gate.wait(60)
         return write_new(*arguments)
 
     monkeypatch.setattr(files, "write_new", slow)
@@ -642,7 +649,7 @@ def test_a_save_is_tried_three_times_each_time_in_a_new_folder(tmp_path: Path, m
                 raise OSError(errno.EIO, "broken")
             super().rename(source, target)
 
-    monkeypatch.setattr(checkpoint, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint, "PAUSES_S", (0.0, 0.0))
     tried: list[StorageError] = []
     failed: list[StorageError] = []
     writer = Writer(tmp_path, on_retry=tried.append, on_failure=failed.append)
@@ -658,7 +665,7 @@ def test_a_save_is_tried_three_times_each_time_in_a_new_folder(tmp_path: Path, m
 def test_a_failed_save_is_told_and_the_third_in_a_row_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint, "PAUSES_S", (0.0, 0.0))
     obstacle, directory = tmp_path / "disk", tmp_path / "disk" / "checkpoints"
     told: list[StorageError] = []
     writer = Writer(directory, on_failure=told.append)
@@ -707,7 +714,7 @@ def test_what_was_written_or_checked_once_is_not_read_again(tmp_path: Path, monk
 
 def test_the_writer_tells_what_a_save_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    writer = Writer(tmp_path, sync_first=lambda: bool(gate.wait(10)) or None)
+    writer = Writer(tmp_path, sync_first=lambda: bool(gate.wait(60)) or None)
     assert writer.busy_s is None
     assert writer.last is None
     writer.submit(snapshot(1))

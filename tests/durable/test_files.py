@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,9 +77,24 @@ def test_a_full_disk_is_named_in_words(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "write", failing(errno.ENOSPC))
     with pytest.raises(StorageError) as caught:
         files.write_new(tmp_path / "model", [b"abc"])
-    assert "the disk is full" in str(caught.value)
+    assert "disk is full" in str(caught.value)
     assert str(tmp_path / "model") in str(caught.value)
     assert caught.value.exit_code == Exit.INPUT_OUTPUT
+
+
+@pytest.mark.parametrize(("inodes", "free", "is_named"), [(100, 0, True), (100, 5, False), (0, 0, False)])
+def test_missing_inodes_are_not_called_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inodes: int, free: int, is_named: bool
+) -> None:
+    there = SimpleNamespace(f_files=inodes, f_favail=free, f_bavail=1000)
+    monkeypatch.setattr(os, "statvfs", lambda _: there)
+    monkeypatch.setattr(os, "mkdir", failing(errno.ENOSPC))
+    with pytest.raises(StorageError) as caught:
+        files.make_directory(tmp_path / "a" / "b")
+    assert caught.value.exit_code == Exit.INPUT_OUTPUT
+    problem = caught.value.problems[0]
+    assert ("inodes" in problem.what, "full" in problem.what) == (is_named, not is_named)
+    assert problem.fix
 
 
 def test_size_and_hash_are_those_of_the_content(tmp_path: Path) -> None:
@@ -135,8 +151,8 @@ def test_a_write_that_fails_leaves_no_thread_behind(tmp_path: Path) -> None:
 def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data[:3])))
-    files.atomic_write(tmp_path / "data", "a longer text than three bytes")
-    assert (tmp_path / "data").read_text() == "a longer text than three bytes"
+    files.atomic_write(tmp_path / "data", "0123456789")
+    assert (tmp_path / "data").read_text() == "0123456789"
 
 
 @pytest.mark.parametrize("dangling", [True, False])
@@ -345,7 +361,47 @@ os._exit(0)
                 files.Lock(tmp_path / ".lock", "mine")
             assert caught.value.note == "held"
             process.stdin.close()
-            process.wait(timeout=10)
+            process.wait(timeout=60)
             files.Lock(tmp_path / ".lock", "mine").release()
         finally:
             os.kill(child, 9)
+
+
+def test_a_released_lock_can_be_taken_again_and_a_second_release_does_nothing(tmp_path: Path) -> None:
+    lock = files.Lock(tmp_path / ".lock", "first")
+    with pytest.raises(files.Held) as caught:
+        files.Lock(tmp_path / ".lock", "second")
+    assert caught.value.note == "first"
+    lock.release()
+    again = files.Lock(tmp_path / ".lock", "third")
+    lock.release()  # its descriptor may be another's by now
+    with pytest.raises(files.Held) as caught:
+        files.Lock(tmp_path / ".lock", "fourth")
+    assert caught.value.note == "third"
+    again.release()
+
+
+def test_a_lock_file_that_was_replaced_is_not_held(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    lock = files.Lock(path, "mine")
+    assert lock.holds(path)
+    path.unlink()
+    assert not lock.holds(path)
+    path.write_text("of another process")
+    assert not lock.holds(path)
+    lock.release()
+    assert not lock.holds(path)
+
+
+def test_a_forked_child_releases_nothing(tmp_path: Path) -> None:
+    lock = files.Lock(tmp_path / ".lock", "parent")
+    child = os.fork()
+    if child == 0:
+        try:
+            lock.release()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(files.Held):
+        files.Lock(tmp_path / ".lock", "other")
+    lock.release()

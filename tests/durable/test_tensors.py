@@ -19,9 +19,10 @@ from torch import Tensor
 
 from runner.durable import tensors
 from runner.durable.tensors import Room, pieces
+from tests.faults.tallies import IS_LONG
 
 ROOT = Path(__file__).parents[2]
-WORDS = sorted(tensors._DTYPES)
+WORDS = sorted(tensors.DTYPES)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter("__metadata__".__ne__)
 
 
@@ -30,7 +31,7 @@ def some_tensor(word: str, shape: tuple[int, ...]) -> Tensor:
 
 
 @given(st.dictionaries(NAMES, st.tuples(st.sampled_from(WORDS), st.lists(st.integers(0, 3), max_size=3)), max_size=12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if IS_LONG else 50, deadline=None)
 def test_the_bytes_are_those_that_the_library_writes(drawn: dict[str, tuple[str, list[int]]]) -> None:
     made = {name: some_tensor(word, tuple(shape)) for name, (word, shape) in drawn.items()}
     assert b"".join(pieces(made)) == bytes_of(made)
@@ -113,7 +114,7 @@ def test_the_first_copy_goes_into_memory_that_was_prepared() -> None:
     tensors = [torch.randn(3 << 20), torch.randn(1 << 20), torch.randn(())]
     nbytes = sum(tensor.nbytes for tensor in tensors)
     room = Room()
-    room.prepare(int(1.01 * nbytes), for_gpu=False)
+    room.prepare(int(1.01 * nbytes), torch.device("cpu"))
     room.clear()  # waits for it
     before = room.nbytes
     assert before >= nbytes
@@ -130,14 +131,14 @@ def test_without_a_thread_the_first_copy_takes_its_memory_itself(monkeypatch: py
     room, given = Room(), torch.randn(1 << 20)
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", refused)
-        room.prepare(32 << 20, for_gpu=False)
+        room.prepare(32 << 20, torch.device("cpu"))
     room.clear()
     assert torch.equal(room.copy(given), given)
 
 
 def test_little_is_not_prepared() -> None:
     room = Room()
-    room.prepare(1 << 20, for_gpu=False)
+    room.prepare(1 << 20, torch.device("cpu"))
     room.clear()
     assert room.nbytes == 0
 

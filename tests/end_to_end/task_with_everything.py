@@ -11,12 +11,29 @@ from torch import nn
 
 from runner import Task
 from runner.base.task import Prediction, sample_rng
+from tests.waiting import until_asked_to_stop, wait_until
 
 SETTINGS = {"updates": 100, "global_batch_size": 12, "optimizer.lr": 0.01, "evaluate.every": 40, "checkpoint.every": 37}
 
 
-def build(*, hidden: int = 16, kill_at: int = 0, wait_for: str = "", sleep_s: float = 0.0, fail_at: int = 0) -> Task:
-    return Everything(hidden, kill_at, wait_for, sleep_s, fail_at)
+def build(
+    *,
+    hidden: int = 16,
+    kill_at: int = 0,
+    wait_for: str = "",
+    sleep_s: float = 0.0,
+    stop_at: int = 0,
+    held: str = "",
+    fail_at: int = 0,
+) -> Task:
+    """Return the task; unless NO_KILL is set, a batch of training does something.
+
+    sleep_s  what each batch takes
+    kill_at  the batch at which the process kills itself, once the folder `wait_for` is there
+    stop_at  the batch that makes the file `held`, and waits until the run was asked to stop
+    fail_at  the batch whose loss raises
+    """
+    return Everything(hidden, kill_at, wait_for, sleep_s, stop_at, held, fail_at)
 
 
 class Points(torch.utils.data.Dataset):
@@ -38,11 +55,12 @@ class Points(torch.utils.data.Dataset):
 
 
 class Everything(Task):
-    def __init__(self, hidden, kill_at, wait_for, sleep_s, fail_at):
+    def __init__(self, hidden, kill_at, wait_for, sleep_s, stop_at, held, fail_at):
         self.model = nn.Sequential(
             nn.Linear(8, hidden), nn.Dropout(0.2), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 2)
         )
         self.kill_at, self.wait_for, self.sleep_s, self.fail_at = kill_at, Path(wait_for), sleep_s, fail_at
+        self.stop_at, self.held = stop_at, Path(held)
         self.calls = 0
 
     def dataset(self, split):
@@ -52,12 +70,14 @@ class Everything(Task):
         x, y = batch
         if model.training:
             self.calls += 1
-            time.sleep(self.sleep_s)
+            time.sleep(self.sleep_s)  # lint-tests: sleep: what a batch takes
             harmless = "NO_KILL" in os.environ
             if self.calls == self.kill_at and not harmless:
-                while not self.wait_for.is_dir():
-                    time.sleep(0.01)
+                wait_until(self.wait_for.is_dir)
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.calls == self.stop_at and not harmless:
+                self.held.touch()
+                until_asked_to_stop()
             if self.calls == self.fail_at and not harmless:
                 raise KeyError("points")
         return F.cross_entropy(model(x), y, reduction="sum", ignore_index=-1), (y >= 0).sum()

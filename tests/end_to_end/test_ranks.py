@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,18 @@ from typing import Any
 import psutil
 import pytest
 
+from runner.cli import main
+from tests.faults.tallies import IS_LONG
 from tests.forkserver import Ended, ForkServer
+from tests.waiting import wait_until
 
 TASK = '''
 import os, signal, time
 import torch, torch.nn.functional as F
 from torch import nn
 from runner import Task
+from runner.engine import saving
+from tests.waiting import until_asked_to_stop
 
 class Seen(torch.utils.data.Dataset):
     """Samples that are written down when they are read."""
@@ -50,7 +53,9 @@ class Small(Task):
             self.model.register_buffer("sliced", torch.arange(20.0).view(4, 5)[:, ::2])
             self.model.register_buffer("small", torch.arange(3, dtype=torch.int16))
             self.model.register_buffer("empty", torch.zeros(0))
-    def begin_update(self, progress): self.update = progress.update
+    def begin_update(self, progress):
+        self.update = progress.update
+        if "CLOCK" in os.environ: saving.time.now += 1.0
     def dataset(self, split): return Seen(self.bad and split == "train")
     def loss(self, model, batch):
         x, y, index = batch
@@ -65,10 +70,16 @@ class Small(Task):
                 if self.fault == "kill": os.kill(os.getpid(), signal.SIGKILL)
                 if self.fault == "raise": raise ValueError("no such thing")
                 if self.fault == "exit": os._exit(0)
+                if self.fault == "hang":
+                    while True: signal.pause()
+                if self.fault == "stop": until_asked_to_stop()
+                if self.fault == "deaf":
+                    until_asked_to_stop()
+                    open("asked", "w").close()
+                    while True: signal.pause()
                 if self.fault == "infinite": return F.cross_entropy(model(x), y, reduction="sum") * float("nan"), len(y)
         if model.training and self.fault == "nothing" and self.update == self.at: return model(x).sum() * 0.0, 0
-        if model.training and self.fault == "slow": time.sleep(0.001 * len(y) * (3 if rank() == self.rank else 1))
-        if model.training and "SLEEP" in os.environ: time.sleep(float(os.environ["SLEEP"]))
+        if model.training and self.fault == "slow": time.sleep(0.00025 * len(y) * (10 if rank() == self.rank else 1))
         return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
 def build(*, dropout: float = 0.0, fault: str = "", at: int = 5, rank: int = 1, bad: bool = False,
@@ -118,24 +129,25 @@ def expected(one_process: Path) -> dict[int, float]:
     return losses(one_process)
 
 
+PIPED, SHARDED = TWO.replace("ddp", "pipeline"), TWO.replace("ddp", "fsdp")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "words",
+    [
+        TWO, f"{TWO} parallelism.shares=[19,13] micro_batch_size=5", f"{TWO} parallelism.shares=speed",
+        f"{TWO} dataloader.num_workers=1", SHARDED, f"{SHARDED} micro_batch_size=3", PIPED,
+        f"{PIPED} parallelism.schedule=gpipe micro_batch_size=5", f"{PIPED} parallelism.split=[1,3]",
+    ],
+)  # fmt: skip
 def test_one_rank_and_two_by_any_strategy_make_the_same_curve(
-    server: ForkServer, folder: Path, one_process: Path, expected: dict[int, float]
+    words: str, server: ForkServer, folder: Path, one_process: Path, expected: dict[int, float]
 ) -> None:
-    held_out = rows(one_process)[-1]["val/loss"]
     assert len(expected) == 12
-    unequal = f"{TWO} parallelism.shares=[19,13] micro_batch_size=5"
-    sharded = TWO.replace("ddp", "fsdp")
-    piped = TWO.replace("ddp", "pipeline")
-    for number, words in enumerate(
-        (
-            TWO, unequal, f"{TWO} parallelism.shares=speed", f"{TWO} dataloader.num_workers=1",
-            sharded, f"{sharded} micro_batch_size=3",
-            piped, f"{piped} parallelism.schedule=gpipe micro_batch_size=5", f"{piped} parallelism.split=[1,3]",
-        )
-    ):  # fmt: skip
-        well(server.run(f"{BASE} {words}".replace("run=r", f"run=r{number}"), folder))
-        assert losses(folder, f"r{number}") == pytest.approx(expected, rel=1e-5)
-        assert rows(folder, f"r{number}")[-1]["val/loss"] == pytest.approx(held_out, rel=1e-5)
+    well(server.run(f"{BASE} {words}", folder))
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert rows(folder)[-1]["val/loss"] == pytest.approx(rows(one_process)[-1]["val/loss"], rel=1e-5)
 
 
 def test_two_ranks_go_on_as_one_as_shards_as_stages_and_as_two_again(
@@ -152,6 +164,7 @@ def test_two_ranks_go_on_as_one_as_shards_as_stages_and_as_two_again(
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words",
     [
@@ -159,7 +172,7 @@ def test_two_ranks_go_on_as_one_as_shards_as_stages_and_as_two_again(
         "parallelism=fsdp", "parallelism=pipeline", "parallelism=pipeline parallelism.schedule=interleaved",
     ],
 )  # fmt: skip
-def test_fifty_updates_of_gpt_make_the_same_curve(
+def test_updates_of_gpt_make_the_same_curve(
     words: str, server: ForkServer, gpt_curve: dict[int, float], tmp_path: Path
 ) -> None:
     well(server.run(f"{GPT} {words}", tmp_path))
@@ -168,8 +181,9 @@ def test_fifty_updates_of_gpt_make_the_same_curve(
 
 # A learning rate at which training is stable: where it is not, rounding grows until nothing is left of equality, with
 # one process and another number of threads as well. Short samples: the curves are as near each other (2e-7) as with 64.
+UPDATES = 50 if IS_LONG else 12
 GPT = (
-    "train task=gpt task.size=tiny task.block_size=16 run=r updates=50 global_batch_size=32 optimizer.lr=0.0003"
+    f"train task=gpt task.size=tiny task.block_size=16 run=r updates={UPDATES} global_batch_size=32 optimizer.lr=0.0003"
     " log_every=1 evaluate.every=0 evaluate.samples=32 monitor=off"
 )
 
@@ -180,7 +194,7 @@ def gpt_curve(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> d
     folder = tmp_path_factory.mktemp("gpt")
     well(server.run(GPT, folder))
     found = losses(folder)
-    assert len(found) == 50
+    assert len(found) == UPDATES
     return found
 
 
@@ -190,15 +204,18 @@ def test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit(server: ForkServer, 
     well(server.run(words, folder))
     expected = losses(folder)
     again = words.replace("run=r", "run=again") + " checkpoint.every=5updates"
-    pid = server.start(again.split(), folder, {"SLEEP": "0.02"})
+    again += " task.fault=hang task.at=8"
+    pid = server.start(again.split(), folder, {"ONCE": str(folder / "once")})
     wait_until((folder / "outputs/again/checkpoints/update-0000000005/MANIFEST.json").exists)
+    wait_until((folder / "once").exists)
     os.kill(pid, signal.SIGKILL)
     server.wait()
-    wait_until(lambda: not of_run("run=again"))
-    well(server.run(again, folder))
+    wait_until(lambda: not living(folder))
+    well(server.run(again, folder, {"ONCE": str(folder / "once")}))
     assert losses(folder, "again") == expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", ["", "parallelism.shares=[20,12]"])
 def test_a_killed_rank_is_named_and_the_rest_goes_on(
     server: ForkServer, folder: Path, words: str, expected: dict[int, float]
@@ -206,9 +223,8 @@ def test_a_killed_rank_is_named_and_the_rest_goes_on(
     again = f"{BASE} {TWO} {words} task.fault=kill task.at=7 checkpoint.every=3updates".replace("run=r", "run=again")
     seen = folder / "seen"
     ended = well(server.run(again.split(), folder, {"ONCE": str(folder / "once"), "SEEN": str(seen)}))
-    assert "rank 1" in ended.err
     assert "SIGKILL" in ended.err
-    assert "goes on from the last checkpoint with 1 rank" in ended.out
+    assert len(plan(folder, "again")["ranks"]) == 1
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
     assert sorted(samples_of_first_epoch(seen)) == list(range(90))
 
@@ -229,42 +245,38 @@ def samples_of_first_epoch(seen: Path) -> list[int]:
 def test_the_fault_of_a_task_ends_the_run_with_its_own_words(server: ForkServer, folder: Path) -> None:
     ended = server.run(f"{BASE} {TWO} task.fault=raise", folder)
     assert ended.code == 70
-    assert "ValueError: no such thing" in ended.err
-    assert "rank 1" in ended.err
     assert "Traceback" not in ended.err
     error = json.loads((folder / "outputs/r/error.json").read_text())
-    assert "no such thing" in error["cause"]
+    assert "ValueError" in error["cause"]
     assert json.loads((folder / "outputs/r/run.json").read_text())["state"] == "failed"
 
 
 def test_a_loss_that_is_not_finite_ends_all_ranks_with_82(server: ForkServer, folder: Path) -> None:
     ended = server.run(f"{BASE} {TWO} task.fault=infinite", folder)
     assert ended.code == 82, ended.err
-    assert "the loss is not finite at update 6" in ended.err
+    assert json.loads((folder / "outputs/r/error.json").read_text())["exit_code"] == 82
 
 
 def test_a_rank_that_leaves_in_the_middle_is_lost(server: ForkServer, folder: Path) -> None:
-    began = time.monotonic()
     ended = server.run(f"{BASE} {TWO} task.fault=exit", folder)
     assert ended.code == 84, ended.err
-    assert time.monotonic() - began < 15
-    assert not of_run("run=r")
+    assert not living(folder)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     server: ForkServer, folder: Path, number: int, expected: dict[int, float]
 ) -> None:
-    again = f"{BASE} {TWO}".replace("run=r", "run=again")
-    pid = server.start(again.split(), folder, {"SLEEP": "0.05"})
-    wait_until(lambda: (folder / "outputs/again/metrics.jsonl").exists() and len(losses(folder, "again")) > 3)
+    again = f"{BASE} {TWO} task.fault=stop".replace("run=r", "run=again")
+    pid = server.start(again.split(), folder, {"ONCE": str(folder / "once")})
+    wait_until((folder / "once").exists)
     os.kill(pid, number)
     ended = server.wait()
     assert ended.code == 75, ended.err
-    assert not of_run("run=again")
-    stopped_at = max(losses(folder, "again"))
-    assert stopped_at < 12
-    well(server.run(again, folder))
+    assert not living(folder)
+    assert max(losses(folder, "again")) < 12
+    well(server.run(again.split(), folder, {"ONCE": str(folder / "once")}))
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
 
 
@@ -274,9 +286,6 @@ def test_ranks_started_by_torchrun_make_the_same_run(folder: Path, expected: dic
     assert code == 0, err
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
     assert out.count("12 of 12 updates") == 1, "one rank speaks"
-    code, _, err = torchrun([*words, "optimizer.lrr=1"], folder)
-    assert code != 0
-    assert err.count("optimizer.lrr=1: unknown key") == 1, "one rank speaks"
 
 
 def torchrun(words: list[str], folder: Path) -> tuple[int, str, str]:
@@ -290,57 +299,60 @@ def torchrun(words: list[str], folder: Path) -> tuple[int, str, str]:
 
 
 def test_what_ranks_trained_is_used_by_one_process(server: ForkServer, folder: Path) -> None:
-    words = f"{GPT} {TWO} inference.samples=1".replace("updates=50", "updates=2")
-    ended = well(server.run(words.replace("train", "both", 1), folder))
-    assert "predictions" in ended.out
+    task = Path(__file__).with_name("task_with_everything.py")
+    well(server.run(f"both --task {task} run=r updates=2 inference.samples=1 monitor=off {TWO}", folder))
     assert (folder / "outputs/r/predictions/summary.json").is_file()
 
 
 def test_the_rank_that_holds_the_others_up_is_named(server: ForkServer, folder: Path) -> None:
-    words = f"{BASE} {TWO} task.fault=slow".replace("updates=12", "updates=100")
-    ended = well(server.run(words, folder))
-    assert "rank 1 holds the others up: its forward takes" in ended.out
+    """One rank takes ten times as long; the others wait for it, however busy the machine is."""
+    words = f"{BASE} {TWO} task.fault=slow".replace("updates=12", "updates=60").replace("size=32", "size=30")
+    well(server.run(words, folder))
+    (found,) = events(folder, "slow rank")
+    assert (found["rank"], found["part"]) == (1, "forward")
     assert any("rank1/forward_ms" in row for row in rows(folder))
-    ended = well(server.run(f"{words} parallelism.shares=speed".replace("run=r", "run=again"), folder))
-    assert "times as long per sample: shares 16+16 ->" in ended.out
+    well(server.run(f"{words} parallelism.shares=speed".replace("run=r", "run=again"), folder))
+    first = events(folder, "shares", "again")[0]["shares"]
+    assert sum(first) == 30
+    assert first[1] < 15
 
 
 def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) -> None:
     words = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip".replace("updates=12", "epochs=1")
     well(server.run(words, folder))
-    events = [json.loads(line) for line in (folder / "outputs/r/events.jsonl").read_text().splitlines()]
-    listed = [(event["update"], event["index"]) for event in events if event["kind"] == "bad sample"]
+    listed = [(event["update"], event["index"]) for event in events(folder, "bad sample")]
     assert sorted(index for _, index in listed) == [3, 40, 77]
     well(server.run(words.replace(TWO, "").replace("run=r", "run=one"), folder))
-    events = [json.loads(line) for line in (folder / "outputs/one/events.jsonl").read_text().splitlines()]
-    alone = [(event["update"], event["index"]) for event in events if event["kind"] == "bad sample"]
+    alone = [(event["update"], event["index"]) for event in events(folder, "bad sample", "one")]
     assert listed == alone, "with the update that they belong to"
 
 
-def test_phases_of_statistics_are_merged_over_ranks(server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_phases_of_statistics_are_merged_over_ranks(strategy: str, server: ForkServer, tmp_path: Path) -> None:
     """The task of tests/end_to_end/test_phases_as_data.py: a fit, and phases with parameters of their own."""
     task = Path(__file__).parent / "task_of_phases.py"
     found = []
-    for run, words in (("one", ""), ("two", TWO), ("shards", TWO.replace("ddp", "fsdp"))):
+    for run, words in (("one", ""), ("two", TWO.replace("ddp", strategy))):
         well(server.run(f"train --task {task} run={run} monitor=off {words}", tmp_path))
         record = json.loads((tmp_path / "outputs" / run / "run.json").read_text())
         found.append({name: phase["metrics"] for name, phase in record["phases"].items()})
-    for other in found[1:]:
-        assert other.keys() == found[0].keys()  # the later phases have dropout, and each rank its own
-        assert other["statistics"]["fit/mean"] == pytest.approx(found[0]["statistics"]["fit/mean"], rel=1e-12)
-        assert other["statistics"]["val/loss"] == pytest.approx(found[0]["statistics"]["val/loss"], rel=1e-5)
+    one, two = found
+    assert two.keys() == one.keys()  # the later phases have dropout, and each rank its own
+    assert two["statistics"]["fit/mean"] == pytest.approx(one["statistics"]["fit/mean"], rel=1e-12)
+    assert two["statistics"]["val/loss"] == pytest.approx(one["statistics"]["val/loss"], rel=1e-5)
 
 
 def test_a_second_signal_leaves_at_once_with_130(server: ForkServer, folder: Path) -> None:
-    pid = server.start(f"{BASE} {TWO}".replace("updates=12", "updates=200").split(), folder, {"SLEEP": "0.3"})
-    wait_until(lambda: (folder / "outputs/r/metrics.jsonl").exists() and len(losses(folder)) > 1)
+    pid = server.start(f"{BASE} {TWO} task.fault=deaf".split(), folder, {"ONCE": str(folder / "once")})
+    wait_until((folder / "once").exists)
     os.kill(pid, signal.SIGINT)
-    time.sleep(0.05)
+    wait_until((folder / "asked").exists, "the first signal reaches the rank")
     os.kill(pid, signal.SIGINT)
     ended = server.wait()
     assert ended.code == 130, ended.err
-    assert "fault of accel-run" not in ended.err
-    assert not of_run("run=r")
+    assert "Traceback" not in ended.err
+    assert not living(folder)
 
 
 def test_a_fresh_run_that_loses_a_rank_goes_on_and_does_not_begin_again(server: ForkServer, folder: Path) -> None:
@@ -348,7 +360,9 @@ def test_a_fresh_run_that_loses_a_rank_goes_on_and_does_not_begin_again(server: 
     expected = losses(folder)
     words = f"{BASE} {TWO} resume=fresh task.fault=kill task.at=9 checkpoint.every=3updates"
     ended = well(server.run(words.split(), folder, {"ONCE": str(folder / "once")}))
-    assert ended.out.count("were put aside") == 1, "those of the run before, and no others"
+    aside = list((folder / "outputs/r/checkpoints").glob("earlier-*"))
+    assert len(aside) == 1, "those of the run before, and no others"
+    assert ended.code == 0
     assert losses(folder) == pytest.approx(expected, rel=1e-5)
 
 
@@ -360,29 +374,39 @@ def test_a_pipeline_with_a_split_of_its_own_goes_on_with_fewer_stages(
         "run=r", "run=again"
     )
     ended = well(server.run(words.split(), folder, {"ONCE": str(folder / "once")}))
-    assert "with 2 ranks" in ended.out
+    assert ended.code == 0
+    assert len(plan(folder, "again")["ranks"]) == 2
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
 
 
+# The clock by which checkpoints are due goes on by a second in each update, and does not otherwise.
+CLOCK = """
+from runner.engine import saving
+class Clock:
+    now = 1e9
+    def monotonic(self): return self.now
+saving.time = Clock()
+"""
+
+
 def test_time_is_up_for_one_checkpoint_and_not_for_two_in_a_row(server: ForkServer, folder: Path) -> None:
-    words = f"{BASE} {TWO} checkpoint.every=0.01min checkpoint.keep=100".replace("updates=12", "updates=40")
-    well(server.run(words.replace("evaluate.every=6", "evaluate.every=0").split(), folder, {"SLEEP": "0.05"}))
+    words = f"{BASE} {TWO} checkpoint.every=0.2min checkpoint.keep=100".replace("updates=12", "updates=40")
+    words = words.replace("evaluate.every=6", "evaluate.every=0")
+    well(server.run(words.split(), folder, {"CLOCK": "1"}, CLOCK))
     kept = sorted(int(path.name[-10:]) for path in (folder / "outputs/r/checkpoints").glob("update-*"))
-    assert len(kept) >= 3
-    assert all(later - earlier > 2 for earlier, later in pairwise(kept[:-1])), kept
+    # 12 updates later it is time again, which the ranks know after the next
+    assert [later - earlier for earlier, later in pairwise(kept[:-1])] == [13, 13], kept
 
 
 def test_a_rank_whose_samples_are_all_bad_leaves_them_to_the_others(server: ForkServer, folder: Path) -> None:
     words = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip parallelism.shares=[31,1]"
     well(server.run(words.replace("updates=12", "epochs=30"), folder))
-    events = [json.loads(line) for line in (folder / "outputs/r/events.jsonl").read_text().splitlines()]
-    assert len([event for event in events if event["kind"] == "bad sample"]) == 90
+    assert len(events(folder, "bad sample")) == 90
 
 
 def test_an_update_without_items_ends_the_run_before_it_is_saved(server: ForkServer, folder: Path) -> None:
     ended = server.run(f"{BASE} {TWO} task.fault=nothing task.at=3 checkpoint.every=2updates log_every=100", folder)
     assert ended.code == 70
-    assert "the losses of a whole update count no items (update 4)" in ended.err
     names = [path.name for path in (folder / "outputs/r/checkpoints").glob("update-*")]
     assert names == ["update-0000000002"]
 
@@ -394,6 +418,7 @@ def test_buffers_of_any_type_and_layout_start_alike(
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [33, 1])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 def test_a_fit_may_call_the_model(strategy: str, size: int, server: ForkServer, folder: Path) -> None:
@@ -434,36 +459,41 @@ def build(*, samples: int = 33) -> Task: return Small(samples)
 
 
 def test_nobody_is_left_when_the_launcher_is_killed(server: ForkServer, folder: Path) -> None:
-    pid = server.start(f"{BASE} {TWO} dataloader.num_workers=1".split(), folder, {"SLEEP": "0.2"})
-    wait_until(lambda: (folder / "outputs/r/metrics.jsonl").exists() and len(losses(folder)) > 1)
+    words = f"{BASE} {TWO} dataloader.num_workers=1 task.fault=hang"
+    pid = server.start(words.split(), folder, {"ONCE": str(folder / "once")})
+    wait_until((folder / "once").exists)
+    assert len(living(folder)) >= 5, "the launcher, two ranks and their data workers"
     os.kill(pid, signal.SIGKILL)
     server.wait()
-    wait_until(lambda: not of_run("run=r"), limit_s=10)
+    wait_until(lambda: not living(folder))
 
 
-def test_what_cannot_be_is_said_before_anything_starts(server: ForkServer, folder: Path) -> None:
-    for words, said in (
-        ("parallelism.shares=[1,2,3]", "must have one number per rank (2), but has 3"),
-        ("global_batch_size=1", "must be at least the number of ranks (2), but is 1"),
-    ):
-        ended = server.run(f"{BASE} {TWO} {words}", folder)
-        assert ended.code == 78
-        assert said in ended.err
-        assert not (folder / "outputs").exists()
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [("parallelism.shares=[1,2,3]", "parallelism.shares"), ("global_batch_size=1", "global_batch_size")],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    words: str, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(f"{BASE} {TWO} {words}".split()) == 78
+    assert where in capsys.readouterr().err
+    assert not (folder / "outputs").exists()
 
 
-def of_run(word: str) -> list[int]:
-    """Return the processes of a run that are alive."""
+def plan(folder: Path, run: str) -> dict[str, Any]:
+    return dict(json.loads((folder / "outputs" / run / "plan.json").read_text()))
+
+
+def events(folder: Path, kind: str, run: str = "r") -> list[dict[str, Any]]:
+    lines = (folder / "outputs" / run / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def living(folder: Path) -> list[int]:
+    """Return the processes that work in the folder, as all of a run do, and are alive."""
     found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = process.info["cmdline"] or []
-        if word in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+    for process in psutil.process_iter(["cwd", "status"]):
+        if process.info["cwd"] == str(folder) and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process.pid)
     return found
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
-    limit = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.01)

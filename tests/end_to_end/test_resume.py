@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from runner.durable.checkpoint import load, path_of
 from tests.forkserver import ForkServer
+from tests.waiting import wait_until
 
 TASK = Path(__file__).with_name("task_with_everything.py")
 BASE = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
@@ -60,6 +61,7 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> St
     return of
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2])
@@ -75,30 +77,26 @@ def test_37_updates_a_kill_and_63_more_equal_100(
     assert ended.code == -signal.SIGKILL, ended.err
     again = server.run([*words, f"task.kill_at={at}", f"task.wait_for={checkpoint}"], killed, env={"NO_KILL": "1"})
     assert again.code == 0, again.err
-    assert "resumes at update 37" in again.out
+    assert json.loads((killed / "outputs" / "mine" / "run.json").read_text())["state"] == "done"
     assert_equal_runs(straight(*computed), killed, 100)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
     number: signal.Signals, server: ForkServer, straight: Straight, tmp_path: Path
 ) -> None:
     stopped = tmp_path
-    words = [*BASE, "task.sleep_s=0.01", "dataloader.num_workers=2"]
+    words = [*BASE, "task.stop_at=20", f"task.held={stopped / 'held'}", "dataloader.num_workers=2"]
     pid = server.start(words, stopped)
-    metrics = stopped / "outputs" / "mine" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    import os
-
+    wait_until((stopped / "held").exists)
     os.killpg(pid, number)  # as a terminal or a scheduler does: the data workers get it too
     ended = server.wait()
     assert ended.code == 75, ended.err
     assert "run=mine" in ended.out
     state = json.loads((stopped / "outputs" / "mine" / "run.json").read_text())["state"]
     assert state == "preempted"
-    again = server.run(words, stopped)
+    again = server.run(words, stopped, env={"NO_KILL": "1"})
     assert again.code == 0, again.err
     assert_equal_runs(straight(), stopped, 100)
 
@@ -112,7 +110,7 @@ def test_a_damaged_checkpoint_is_passed_over(server: ForkServer, straight: Strai
     (checkpoint / "model.safetensors").write_bytes(content)
     again = server.run(BASE, damaged)
     assert again.code == 0, again.err
-    assert "update-0000000100 was passed over" in again.err + again.out
+    assert "update-0000000100" in again.err + again.out
     assert_equal_runs(straight(), damaged, 100)
 
 
@@ -142,7 +140,7 @@ def test_other_mathematics_is_refused_or_must_be_named(server: ForkServer, tmp_p
 
 def test_mechanics_may_change_on_resume(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     changed = tmp_path
-    words = [*BASE, "task.sleep_s=0.0"]
+    words = BASE
     first = server.run([*words, "dataloader.num_workers=2", "updates=100", "task.fail_at=60"], changed)
     assert first.code == 70
     resumed = server.run(

@@ -9,6 +9,7 @@ import torch
 
 from runner.base import stopwatch
 from runner.distributed import parallel
+from tests.engine.virtual_time import sleep
 
 LAG_S = 0.02
 
@@ -26,7 +27,7 @@ class LateEvent:
         return time.perf_counter() >= self.at + LAG_S
 
     def synchronize(self) -> None:
-        time.sleep(max(0.0, self.at + LAG_S - time.perf_counter()))
+        sleep(max(0.0, self.at + LAG_S - time.perf_counter()))  # lint-tests: sleep: of virtual time
 
     def elapsed_time(self, later: LateEvent) -> float:
         assert later.query(), "torch raises for a mark that the device has not reached"

@@ -74,7 +74,9 @@ def test_what_lies_between_two_traces_is_traced_before_it_is_said_to_fit(monkeyp
 def test_where_a_run_does_not_fit_the_passes_that_would_are_followed_too() -> None:
     needs = Needs({"train": demand(1, 64)})
     planned, asked_for = plan(*WORDS, needs=needs), composed(*WORDS)
-    asked, more = (engine_needs._wanted(planned, asked_for, HERE, needs, beyond=beyond) for beyond in (False, True))
+    asked, more = (
+        engine_needs.wanted_sizes(planned, asked_for, HERE, needs, beyond=beyond) for beyond in (False, True)
+    )
     assert asked == {64}
     assert more == {64, plan(*WORDS, "micro_batch_size=auto", needs=needs).batch.micro_batch_size}
 

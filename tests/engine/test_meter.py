@@ -41,8 +41,9 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return stopped
 
 
-def made(rows: list[Row], *, every: int = 4, readings: Any = dict, kind: Any = Meter) -> Any:
-    return kind(CPU, "train", every=every, write=rows.append, readings=readings, watch=Stopwatch())
+def made(rows: list[Row], *, every: int = 4, readings: Any = dict, is_starting: bool = False, **more: Any) -> Meter:
+    given = {"every": every, "write": rows.append, "readings": readings, "is_starting": is_starting, **more}
+    return Meter(CPU, "train", watch=Stopwatch(), **given)
 
 
 def step(update: int, loss: float, items: Tensor | int = 1, norm: float | None = 0.5) -> StepInfo:
@@ -216,6 +217,33 @@ def test_updates_that_the_clock_has_not_seen_do_not_count_for_it(time: Time) -> 
     assert [row["perf/items_per_s"] for row in rows] == [6.0, 12.0]
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 100])
+def test_throughput_is_the_items_over_the_time_since_the_first_update_whatever_the_rows(time: Time, every: int) -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=every, is_starting=True)
+    update_of(meter, time, 1, {"data": 60.0}, items=100)
+    meter.restart_clock()
+    began, items = time.now, 0
+    for number in range(2, 12):
+        update_of(meter, time, number, {"hooks": 0.25, "forward": 0.25 * number}, items=number)
+        ended, items = time.now, items + number
+        with meter.watch.during("evaluation"):
+            time.now += 2.0  # what follows the last update does not slow any down
+    meter.close_window()
+    assert meter.timed.throughput == pytest.approx(items / (ended - began))
+    assert rows[-1]["perf/throughput"] == meter.timed.throughput
+
+
+def test_throughput_is_unknown_before_a_second_update(time: Time) -> None:
+    rows: list[Row] = []
+    meter = made(rows, every=1, is_starting=True)
+    update_of(meter, time, 1, {"data": 60.0}, items=100)
+    meter.restart_clock()
+    meter.close_window()
+    assert meter.timed.throughput is None
+    assert rows[0]["perf/step_time_ms"] is None, "the first update of a process is start-up, also in a row of its own"
+
+
 def test_every_second_of_a_process_has_its_part(time: Time) -> None:
     clock = Clock(started=time.now)
     time.now += 3.0
@@ -244,38 +272,50 @@ def test_a_window_without_any_timed_update_has_no_speed(time: Time) -> None:
 # ---------------------------------------------------------------- rows on their way from a device
 
 
-class Late(Meter):
-    """A meter whose numbers arrive when `arrived` says so."""
+class Late:
+    """Sends numbers that arrive when `arrived` says so."""
 
     arrived = False
     waited = 0
 
-    def _sent(self, values: list[Tensor]) -> Arriving:
+    def __call__(self, numbers: Tensor) -> Arriving:
         def wait() -> None:
             self.waited += 1
 
         event: Any = SimpleNamespace(query=lambda: self.arrived, synchronize=wait)
-        return Arriving(torch.stack(values), event)
+        return Arriving(numbers, event)
 
 
 def test_a_row_is_written_when_its_numbers_have_come_and_in_order() -> None:
     rows: list[Row] = []
-    meter = made(rows, every=1, kind=Late)
+    late = Late()
+    meter = made(rows, every=1, send=late)
     meter(step(1, 1.0))
     meter(step(2, 2.0))
     assert rows == [], "nobody waits"
-    meter.arrived = True
+    late.arrived = True
     meter(step(3, 3.0))
     assert [row["update"] for row in rows] == [1, 2, 3]
 
 
 def test_flushing_waits_for_what_is_on_its_way() -> None:
     rows: list[Row] = []
-    meter = made(rows, every=1, kind=Late)
+    late = Late()
+    meter = made(rows, every=1, send=late)
     meter(step(1, 1.0))
     meter(step(2, 2.0))
     meter.flush()
-    assert ([row["update"] for row in rows], meter.waited) == ([1, 2], 2)
+    assert ([row["update"] for row in rows], late.waited) == ([1, 2], 2)
     meter(step(3, 3.0))
     assert meter.state()["losses"] == []
     assert [row["update"] for row in rows] == [1, 2, 3], "a checkpoint knows of no row that is not written"
+
+
+def test_a_resumed_meter_has_every_bit_of_the_gradient_norm() -> None:
+    meter, rows = made([]), []
+    norm = torch.tensor(1 / 3, dtype=torch.float64)
+    meter(StepInfo(1, torch.tensor(1.0), 1, norm, 0.1, ()))
+    resumed = made(rows)
+    resumed.load(meter.state())
+    resumed.close_window()
+    assert rows[0]["train/grad_norm"] == 1 / 3

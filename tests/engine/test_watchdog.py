@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -29,6 +28,7 @@ from runner.engine.watchdog import (
     Waited,
 )
 from tests.forkserver import ForkServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,8 +47,7 @@ class Stuck(System):
 
 class Slow(System):
     def fsync(self, descriptor):
-        time.sleep(0.4)
-        super().fsync(descriptor)
+        time.sleep(0.4)  # and no real one: a disk that is busy may take longer than the limit
 
 class Rows(torch.utils.data.Dataset):
     def __init__(self, fault):
@@ -59,7 +58,9 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index):
         self.num_read += 1
         if self.fault == "search": time.sleep(0.06)
-        if self.fault == "data" and self.num_read > 200: time.sleep(FOR_EVER)
+        if self.fault == "data" and self.num_read > 200:
+            open(f"hangs-{os.getpid()}", "w").close()
+            time.sleep(FOR_EVER)
         return self.x[index], self.y[index]
 
 class Small(Task):
@@ -82,16 +83,16 @@ class Small(Task):
             os.read(os.pipe()[0], 1)
         elif place == "pdb":
             reading, writing = os.pipe()
-            threading.Timer(2.0, os.write, (writing, b"c\\\\n")).start()
+            threading.Timer(4.0, os.write, (writing, b"c\\\\n")).start()
             pdb.Pdb(stdin=os.fdopen(reading), stdout=open(os.devnull, "w")).set_trace()
         elif place == "a while":
-            time.sleep(2.0)
+            time.sleep(4.0)
         else:
             time.sleep(FOR_EVER)
     def dataset(self, split): return Rows(self.fault if split == "train" else "")
     def loss(self, model, batch):
         x, y = batch
-        time.sleep(1.5 if self.fault == "slow" and model.training else 0.02)
+        time.sleep(2.5 if self.fault == "slow" and model.training else 0.02)
         if self.fault == "search" and self.update == 2: x = x * float("nan")
         if model.training:
             for place in ("loss", "lock", "pipe", "pdb", "a while"): self.fail(place)
@@ -99,24 +100,35 @@ class Small(Task):
             time.sleep(FOR_EVER)
         return F.cross_entropy(model(x), y, reduction="sum"), len(y)
     def summarize(self, metrics):
-        if self.fault == "summary": time.sleep(1.5)
+        if self.fault == "summary": time.sleep(2.5)
         return metrics
     def predict(self, model, generator):
         if self.fault == "slow":
             for number in range(3):
-                time.sleep(1.5)
+                time.sleep(2.5)
                 yield Prediction({f"{number}.txt": "x"})
-        time.sleep(0.0 if self.fault == "slow" else FOR_EVER)
+            return
+        time.sleep(FOR_EVER)
         yield
 
 def build(*, fault: str = "") -> Task: return Small(fault)
 """.replace("\\\\n", "\\n")
 BASE = (
     "train --task task.py run=r updates=12 global_batch_size=32 log_every=1 evaluate.every=6 monitor=off"
-    " watchdog.update_s=1.5 watchdog.data_s=1.5 watchdog.checkpoint_s=20"
+    " watchdog.update_s=3 watchdog.data_s=3 watchdog.checkpoint_s=60"
 )
+COUNTED = "checkpoint.every=6updates"  # the best checkpoint of a run this short may be in memory only
 SOON = "checkpoint.every=5updates watchdog.checkpoint_s=1"
 BY_THE_CLOCK = "checkpoint.every=0.002min watchdog.checkpoint_s=1 updates=500"
+
+ON_DISK_AT_ONCE = """
+from runner.durable.checkpoint import Writer
+submit = Writer.submit
+def submit_and_wait(self, *args, **kwargs):
+    submit(self, *args, **kwargs)
+    self.wait()
+Writer.submit = submit_and_wait
+"""
 
 
 @pytest.fixture
@@ -135,13 +147,7 @@ def family(word: str) -> set[int]:
     return found
 
 
-def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
-    limit = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.01)
-
-
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("fault", "words", "said", "at"),
     [
@@ -150,8 +156,8 @@ def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
         ("lock", "", "update 8 of phase train hangs", "in fail: lock.acquire()"),
         ("pipe", "", "update 8 of phase train hangs", "in fail: os.read(os.pipe()[0], 1)"),
         ("val", "", "a batch of the evaluation after update 12 of phase train hangs", "in loss: time.sleep(FOR_EVER)"),
-        ("data", "", "the next batch for update 7 of phase train hangs", "in __getitem__: if self.fault"),
-        ("data", "dataloader.num_workers=1", "the next batch for update", "in __getitem__: if self.fault"),
+        ("data", "", "the next batch for update 7 of phase train hangs", "in __getitem__: time.sleep(FOR_EVER)"),
+        ("data", "dataloader.num_workers=1", "the next batch for update", "in __getitem__: time.sleep(FOR_EVER)"),
         ("disk", SOON, "the checkpoint of update", ""),
         ("disk", BY_THE_CLOCK, "the checkpoint of update", ""),
     ],
@@ -162,10 +168,11 @@ def test_what_hangs_is_named_with_its_place_and_leaves_nobody(
 ) -> None:
     run = f"h{os.getpid()}"
     line = f"{BASE} task.fault={fault}".replace("run=r", f"run={run}")
+    words = words if fault == "disk" else f"{words} {COUNTED}"
     changed = {word.partition("=")[0] for word in words.split()}
     line = " ".join([word for word in line.split() if word.partition("=")[0] not in changed] + words.split())
-    ended = server.run(line, folder, {"TMPDIR": str(folder / "tmp")})
-    at_end = time.time()
+    before = "" if fault == "disk" else ON_DISK_AT_ONCE  # there, training must go on beside the save
+    ended = server.run(line, folder, {"TMPDIR": str(folder / "tmp")}, before)
     assert ended.code == 83, ended.err
     assert said in ended.err
     assert at in ended.err
@@ -173,10 +180,9 @@ def test_what_hangs_is_named_with_its_place_and_leaves_nobody(
     assert not family(f"run={run}")
     assert not list((folder / "tmp").iterdir())
     directory = folder / "outputs" / run
-    assert at_end - (directory / "metrics.jsonl").stat().st_mtime < 1.5 + 10.0  # since the last update
     if fault == "disk":  # nothing more can be written there
-        assert re.search(r"\n +last checkpoint: update \d+ \(\d+ updates? (is|are) repeated\)\n", ended.err), ended.err
-        assert "stacks of all threads" in ended.err
+        assert re.search(r"last checkpoint: update \d+ ", ended.err), ended.err
+        assert ".py:" in ended.err, "stacks, which cannot be kept in a file"
         return
     error = json.loads((directory / "error.json").read_text())
     assert (error["exit_code"], said in error["cause"]) == (83, True)
@@ -231,38 +237,39 @@ def test_a_hang_is_told_also_where_nothing_can_be_written(is_there: bool, server
     line = f"{BASE} task.fault=loss".replace("evaluate.every=6", "evaluate.every=0")
     ended = server.run(line, folder, {"TMPDIR": str(gone)}, before)
     assert ended.code == 83, ended.err
-    assert "in fail: time.sleep(FOR_EVER)" in ended.err
-    assert "\n           no checkpoint yet (7 updates are repeated)\n" in ended.err
-    assert "from the last checkpoint" not in ended.err
-    assert ("stacks.txt in the run's folder" in ended.err) == (not is_there)
+    assert "time.sleep(FOR_EVER)" in ended.err
+    assert "no checkpoint yet" in ended.err
+    assert "(7 updates" in ended.err
+    assert "last checkpoint" not in ended.err
+    assert ("stacks.txt" in ended.err) == (not is_there)
     assert (folder / "outputs/r/error.json").exists() == (not is_there)
 
 
 def test_a_slow_disk_that_moves_loses_nothing(server: ForkServer, folder: Path) -> None:
     """A save takes three seconds and more; none of its steps does."""
-    words = BASE.replace("watchdog.checkpoint_s=20", "watchdog.checkpoint_s=1.5 checkpoint.every=5updates")
+    words = BASE.replace("watchdog.checkpoint_s=60", "watchdog.checkpoint_s=1.5 checkpoint.every=5updates")
     ended = server.run([*words.split(), "task.fault=slow disk"], folder)
     assert ended.code == 0, ended.err
     assert (folder / "outputs/r/checkpoints/update-0000000012").is_dir()
 
 
-IN_A_SECOND = "import runner.engine.watchdog as watchdog; watchdog.LEAST_S = 1.0"  # else each case takes minutes
+SOON_OVER = "import runner.engine.watchdog as watchdog; watchdog.LEAST_S = 2.0"  # else each case takes minutes
 
 
 def test_what_takes_longer_than_the_least_limit_from_the_start_is_let_be(server: ForkServer, folder: Path) -> None:
     words = " ".join(word for word in BASE.split() if not word.startswith("watchdog")).replace(
-        "updates=12", "updates=4"
+        "updates=12", "updates=3"
     )
     for fault in ("slow", "summary"):
         line = f"{words.replace('run=r', f'run={fault}')} evaluate.every=2 task.fault={fault}"
-        ended = server.run(line, folder, before=IN_A_SECOND)
+        ended = server.run(line, folder, before=SOON_OVER)
         assert ended.code == 0, ended.err
-    ended = server.run("inference run=slow", folder, before=IN_A_SECOND)
+    ended = server.run("inference run=slow", folder, before=SOON_OVER)
     assert ended.code == 0, ended.err
 
 
 def test_the_search_for_what_is_not_finite_may_take_longer_than_an_update(server: ForkServer, folder: Path) -> None:
-    words = BASE.replace("watchdog.data_s=1.5", "watchdog.data_s=60").replace("updates=12", "updates=4")
+    words = BASE.replace("watchdog.data_s=3", "watchdog.data_s=60").replace("updates=12", "updates=4")
     ended = server.run(f"{words} task.fault=search", folder)
     assert ended.code == 82, ended.err
     assert "at update 3" in ended.err
@@ -271,13 +278,14 @@ def test_the_search_for_what_is_not_finite_may_take_longer_than_an_update(server
 def test_a_process_that_was_stopped_for_longer_than_its_limit_goes_on(server: ForkServer, folder: Path) -> None:
     pid = server.start(BASE.replace("updates=12", "updates=40").split(), folder)
     rows = folder / "outputs/r/metrics.jsonl"
-    until(lambda: rows.is_file() and rows.read_text().count("\n") > 3)
+    wait_until(lambda: rows.is_file() and rows.read_text().count("\n") > 3)
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(3.0)
+    time.sleep(4.0)  # lint-tests: sleep: the limits of the stopped process, of 3 s, pass meanwhile
     os.kill(pid, signal.SIGCONT)
     assert server.wait().code == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_nobody_outlives_a_run_that_is_killed_and_the_next_one_sweeps(
     start: str, server: ForkServer, folder: Path, short: Path
@@ -289,13 +297,13 @@ def test_nobody_outlives_a_run_that_is_killed_and_the_next_one_sweeps(
     words = words.replace("updates=12", "updates=60").replace("evaluate.every=6", "evaluate.every=0")  # saves nothing
     pid = server.start(words.split(), folder, place)
     rows = folder / "outputs" / run / "metrics.jsonl"
-    until(lambda: rows.is_file() and rows.read_text().count("\n") > 3, limit_s=60.0)
-    time.sleep(0.3)  # the workers hang by now
+    wait_until(lambda: rows.is_file() and rows.read_text().count("\n") > 3)
+    wait_until(lambda: len(list(folder.glob("hangs-*"))) == 2, "both workers hang")
     others = {child.pid for child in psutil.Process(pid).children(recursive=True)}
     assert len(others) >= 2
     os.kill(pid, signal.SIGKILL)
     server.wait()
-    until(lambda: not [one for one in others if psutil.pid_exists(one)], limit_s=10.0)
+    wait_until(lambda: not [one for one in others if psutil.pid_exists(one)])
     assert list(short.iterdir()), "the folder of the killed run"
     again = [word for word in words.split() if "fault" not in word]
     assert server.run(again, folder, place).code == 0

@@ -46,7 +46,12 @@ COURSE_AXES: dict[str, dict[str, str]] = {
         "drop_last": "task.samples=27 dataloader.drop_last=true",
         "bad": "task.samples=26 task.bad=true dataloader.bad_samples=skip",
     },
-    "keeps": {"layer norm": "", "batch norm": "task.batch_norm=true", "own generator": "task.own=true"},
+    "keeps": {
+        "layer norm": "",
+        "batch norm": "task.batch_norm=true",
+        "own generator": "task.own=true",
+        "moving average": "task.average=true",
+    },
 }
 # What may be otherwise each time the run goes on, and how it is ended.
 MECHANICS = {
@@ -54,6 +59,7 @@ MECHANICS = {
         "0": "dataloader.num_workers=0",
         "1": "dataloader.num_workers=1",
         "2": "dataloader.num_workers=2 dataloader.start_method=fork",
+        "3": "dataloader.num_workers=3 dataloader.prefetch_factor=1",
         "thread": "dataloader=thread",
         "spawn": "dataloader.num_workers=1 dataloader.start_method=spawn",
     },
@@ -118,7 +124,8 @@ class Cell:
         workers, saves = (list(AXES[axis]) for axis in ("workers", "saves"))
         worker, save = self["workers"], self["saves"]
         if self["change"] == "workers":
-            worker = [name for name in workers if name != "spawn" or worker == "spawn"][(attempt + self.number) % 4]
+            readers = [name for name in workers if name != "spawn" or worker == "spawn"]
+            worker = readers[(attempt + self.number) % len(readers)]
         if self["change"] == "saves":
             save = saves[(attempt + self.number) % 3]
         words = [*AXES["workers"][worker].split(), *AXES["saves"][save].split()]
@@ -139,8 +146,10 @@ class Cell:
 def can_be(levels: Levels) -> bool:
     """Tell whether a cell of these levels means something."""
     cell = Cell(levels, 0)
-    if cell["keeps"] != "layer norm" and cell["ranks"] != "one":
-        return False  # a norm over a micro-batch is another with other ranks; buffers of ranks are averaged
+    if cell["keeps"] == "own generator" and cell["ranks"].startswith("pipeline"):
+        return False  # its loss draws from a buffer of the first layer, which is on another rank
+    if cell["keeps"] == "batch norm" and cell["ranks"] != "one" and (cell["data"] != "whole" or "+1" in cell["ranks"]):
+        return False  # it cannot train on a micro-batch of one sample
     if cell["end"] == "rank" and cell["ranks"] == "one":
         return False
     if not cell.is_exact and (cell["precision"] != "fp32" or cell["keeps"] != "layer norm"):
@@ -183,7 +192,7 @@ def covering(rng: random.Random, count: int, num_courses: int) -> list[Cell]:
         return found
 
     width = len(COURSE_AXES)
-    ranks = [list(COURSE_AXES["ranks"])[number % len(COURSE_AXES["ranks"])] for number in range(num_courses)]
+    ranks = ranks_of(rng, num_courses)
     courses = [best([levels[:width] for levels in some(rng, rank)]) for rank in ranks]
     cells = [
         Cell(best([drawn(rng, course, rare=0.0) for _ in range(40)]), number) for number, course in enumerate(courses)
@@ -193,6 +202,37 @@ def covering(rng: random.Random, count: int, num_courses: int) -> list[Cell]:
         candidates = [drawn(rng, course, rare) for course in courses for _ in range(15)]
         cells.append(Cell(best(candidates), len(cells)))
     return cells[:count]
+
+
+def ranks_of(rng: random.Random, num_courses: int) -> list[str]:
+    """Return the ranks of each course: in turn, or one process, replicated ranks and one more where there are few."""
+    levels = list(COURSE_AXES["ranks"])
+    if num_courses >= len(levels):
+        return [levels[number % len(levels)] for number in range(num_courses)]
+    replicated = [level for level in levels if level.startswith("ddp")]
+    others = [level for level in levels if not level.startswith(("one", "ddp"))]
+    return ["one", rng.choice(replicated), rng.choice(others)][:num_courses]
+
+
+def cells_whose_readers_change(rng: random.Random, count: int) -> list[Cell]:
+    """Return cells of few courses, on one and two ranks, that are killed and resumed with another reader each time."""
+    courses = [
+        dict(zip(AXES, ("fp32", ranks, accumulation, "one", "adamw cosine", data, "layer norm"), strict=False))
+        for ranks, accumulation, data in (
+            ("one", "1", "ragged"), ("one", "2", "bad"), ("ddp 2", "2", "ragged"), ("ddp 5+3", "1", "bad"),
+        )
+    ]  # fmt: skip
+    kills = ["update", "boundary", "late", "evaluation", "save", "SIGTERM", "resuming", "recovery", "thrice"]
+    found = []
+    for number in range(count):
+        levels = courses[number % len(courses)] | {
+            "workers": "spawn" if rng.random() < 0.01 else "0",
+            "saves": rng.choice(["1", "2"]),
+            "end": rng.choice(kills),
+            "change": "workers",
+        }
+        found.append(Cell(tuple(levels[axis] for axis in AXES), rng.randrange(1000)))
+    return found
 
 
 COST = {"one": 1.0, "ddp": 1.5, "fsdp": 2.0, "pipeline": 3.0}  # seconds of a run, about, over those of one process

@@ -151,7 +151,7 @@ def manifest_forged(pair: Pair, update: int, generator: random.Random) -> tuple[
     del manifest["sha256"]
     what, change = generator.choice(_FORGERIES)
     change(manifest, generator.choice(manifest["files"]))
-    content["MANIFEST.json"] = checkpoint._sealed(manifest)
+    content["MANIFEST.json"] = checkpoint.sealed(manifest)
     return what, content
 
 

@@ -8,7 +8,7 @@ save    which save of this process
 phase   of "update" and "begin"
 by      SIGKILL ends the launcher too, "rank" this rank alone; SIGTERM asks the launcher; "raise": the task raises
 rank    who does it
-wait    do it only once a checkpoint is there
+wait    do it only once a checkpoint is there; a number: that one
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import json
 import os
 import shutil
 import signal
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from runner.durable import files
 from runner.durable.system import System
+from tests.waiting import wait_until
 
 FAULT: dict[str, Any] = json.loads(os.environ.get("FAULT") or "{}")
 LAUNCHER = os.getpid()
+MAX_WAIT_S = 3.0  # for a checkpoint that need not come
 CHECKPOINTS = Path("outputs/mine/checkpoints")
 
 
@@ -42,9 +44,12 @@ def _is_mine() -> bool:
 
 
 def _end() -> None:
-    limit = time.monotonic() + 3
-    while FAULT.get("wait") and not list(CHECKPOINTS.glob("update-*/MANIFEST.json")) and time.monotonic() < limit:
-        time.sleep(0.001)
+    wait = FAULT.get("wait", False)
+    if wait is True:  # where there may be none yet, another history is as good
+        with suppress(AssertionError):
+            wait_until(lambda: list(CHECKPOINTS.glob("update-*/MANIFEST.json")), timeout_s=MAX_WAIT_S)
+    elif wait:
+        wait_until(lambda: list(CHECKPOINTS.glob(f"update-{wait:010}/MANIFEST.json")), f"checkpoint {wait}")
     by = FAULT["by"]
     if by == "raise":
         raise KeyError("injected")
@@ -99,14 +104,14 @@ def _loses(count: int | None) -> None:
     """The newest `count` checkpoints, None: all, are gone before the run looks where it goes on."""
     from runner.engine import session
 
-    real = session._where_to_go_on
+    real = session.resume_point
 
-    def where_to_go_on(*given: Any) -> Any:
+    def resume_point(*given: Any) -> Any:
         for path in sorted(CHECKPOINTS.glob("update-*"), reverse=True)[:count]:
             shutil.rmtree(path)
         return real(*given)
 
-    session._where_to_go_on = where_to_go_on
+    session.resume_point = resume_point
 
 
 BROKEN = {"forgets": _forgets, "begins anew": lambda: _loses(None), "takes an older one": lambda: _loses(1)}

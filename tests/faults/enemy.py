@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from runner.durable.checkpoint import MANIFEST, STATE, _sealed
+from runner.durable.checkpoint import MANIFEST, STATE, sealed
 
 Attack = Callable[[Path], None]
 
@@ -44,7 +44,7 @@ def resealed(folder: Path, change: Callable[[dict[str, Any]], None] = lambda _: 
         for name in names
     ]
     change(manifest)
-    (folder / MANIFEST).write_bytes(_sealed(manifest))
+    (folder / MANIFEST).write_bytes(sealed(manifest))
 
 
 def attacks(outside: Path) -> Iterator[tuple[str, Attack]]:
@@ -107,6 +107,7 @@ def _manifests() -> Iterator[tuple[str, Attack]]:
         "phase",
         "world_size",
         "run_id",
+        "run_uid",
         "wandb_id",
     ):
         for value in STRANGE:
@@ -291,6 +292,8 @@ def _records(outside: Path) -> Iterator[tuple[str, Attack]]:
         "exit_code",
         "metrics",
         "tracker_id",
+        "uid",
+        "adopted",
     ):
         for value in (
             *STRANGE,

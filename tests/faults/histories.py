@@ -297,6 +297,24 @@ def _check_small_files(root: Path, promised: Mapping[str, Any]) -> None:
         assert path.read_bytes() == b"next"
 
 
+FEW = ("predictions/a.txt", "predictions/b.txt", "plots/a.png")
+
+
+def _write_several_at_once(root: Path, promise: Promise) -> None:
+    with RunDirectory.create_or_open(root / "runs", "one") as run:
+        for number in range(3):
+            run.write_all({name: _small(number) for name in FEW[number:] + FEW[:number]})
+            promise("several", number)
+
+
+def _check_several(root: Path, promised: Mapping[str, Any]) -> None:
+    for name in FEW:
+        path, oldest = root / "runs" / "one" / name, promised.get("several", -1)
+        if oldest < 0 and not files.exists(path):
+            continue
+        assert path.read_bytes() in [_small(number) for number in range(max(0, oldest), 3)], f"{name} is not whole"
+
+
 def _append_and_cut(root: Path, promise: Promise) -> None:
     with files.AppendLog(root / "metrics.jsonl") as log:
         log.write(ROWS[0].decode())
@@ -376,6 +394,7 @@ HISTORIES = [
     History("saves in the place of another", _save_anew, _check_anew, _saved_twice),
     History("what was left half made is swept", _sweep_and_go_on, _check_saved, _left_half_made),
     History("a fresh start", _start_afresh, _check_afresh, _three_and_a_damaged_one),
+    History("several files at once", _write_several_at_once, _check_several),
     History("small files", _write_small_files, _check_small_files),
     History("a log", _append_and_cut, _check_log),
     History("a log with a torn line", _append_after_a_torn_line, _check_log, _torn),

@@ -1,17 +1,20 @@
-"""Kill saving processes and whole runs at random moments, and ask the oracle after each. For a process apart."""
+"""Kill saving processes and whole runs at random events, and ask the oracle after each. For a process apart.
+
+A process kills itself at its n-th operation on files, or another kills it when it has heard of the n-th: no clock.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +38,7 @@ class Campaign:
 
 
 def kill_saves(folder: Path, count: int, seed: int) -> Campaign:
-    """Kill a process that saves in a row `count` times, half of them at an operation, half at a time."""
+    """Kill a process that saves in a row `count` times, half of them at an operation, half by another process."""
     with files.through(CarelessOfAll()):  # what was written survives a kill, on disk or not
         return _kill_saves(folder, count, seed)
 
@@ -62,16 +65,16 @@ def _kill_saves(folder: Path, count: int, seed: int) -> Campaign:
 
 def _kill_once(root: Path, update: int, generator: random.Random) -> tuple[saver.Told, str]:
     in_operation = generator.random() < 0.5
-    at = generator.randint(1, 160) if in_operation else -1
-    moment = generator.choice(saver.MOMENTS)
+    at, moment = generator.randint(1, 160), generator.choice(saver.MOMENTS)
     real = System() if generator.random() < 0.1 else CarelessOfAll()
-    system = saver.Interrupted(lambda: os.kill(os.getpid(), signal.SIGKILL), at, moment, real)
+    system = saver.Interrupted(
+        lambda: os.kill(os.getpid(), signal.SIGKILL), at if in_operation else -1, moment, real, is_told=not in_operation
+    )
     pid, listener = saver.start(partial(saver.save_in_a_row, root, update + 1), system, update)
     how = f"operation {at} {moment}"
     if not in_operation:
-        seconds = generator.uniform(0, 0.03)
-        how = f"after {seconds:.4f} s"
-        time.sleep(seconds)
+        how = f"by another process, operation {at} begun"
+        listener.wait_for("operations", at - 1)
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -98,7 +101,7 @@ def kill_runs(folder: Path, count: int, seed: int, words: tuple[str, ...] = ()) 
         with tempfile.TemporaryDirectory(dir=folder) as name:
             ends: list[str] = []
             try:
-                _kill_one_run(Path(name), straight, words, generator, operations, reference.seconds, ends, campaign)
+                _kill_one_run(Path(name), straight, words, generator, operations, ends, campaign)
             except Exception as error:
                 cause = f"{type(error).__name__}: {error}"
                 campaign.bad.append(f"seed {seed}, run {number} ({'; '.join(ends)}): {cause}")
@@ -112,13 +115,12 @@ def _kill_one_run(
     words: tuple[str, ...],
     generator: random.Random,
     operations: int,
-    seconds: float,
     ends: list[str],
     campaign: Campaign,
 ) -> None:
     acknowledged = 0
     for _ in range(generator.choice((1, 1, 2, 4))):
-        how, end = whole_runs.random_end(generator, operations, seconds)
+        how, end = whole_runs.random_end(generator, operations)
         ends.append(how)
         ended = whole_runs.run(words, folder, end, before=acknowledged)
         acknowledged = ended.acknowledged
@@ -141,28 +143,41 @@ def _last_start(folder: Path) -> object:
     return max(starts, key=lambda row: row["time"])
 
 
+class Killing(io.FileIO):
+    """A file whose process is killed at a write, counted from 1, of which the first half is made."""
+
+    def __init__(self, path: Path, at: int) -> None:
+        super().__init__(path, "wb")
+        self.left = at
+
+    def write(self, data: Any) -> int:
+        self.left -= 1
+        if self.left == 0:
+            super().write(bytes(data)[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().write(data)
+
+
 def kill_in_place(folder: Path, count: int, seed: int) -> Campaign:
     """Kill a process `count` times that overwrites its only checkpoint, as torch.save to a path does."""
     campaign = Campaign()
     file = folder / "checkpoint.pt"
 
-    def work(tell: Callable[[str, int], None]) -> None:
-        for update in range(1, 100_000):
-            torch.save({"update": update, "weight": torch.full((500_000,), float(update))}, file)
-            tell("saved", update)
+    def save(update: int, at: int = -1) -> Killing:
+        with Killing(file, at) as opened:
+            torch.save({"update": update, "weight": torch.full((500_000,), float(update))}, opened)
+        return opened
 
+    num_writes = -1 - save(1).left
     for number in range(count):
-        file.unlink(missing_ok=True)
-        pid, listener = saver.start(work, System())
-        time.sleep(random.Random(f"{seed} in place {number}").uniform(0.02, 0.06))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        listener.hear()
+        at = random.Random(f"{seed} in place {number}").randint(1, num_writes)
+        save(1)
+        pid, listener = saver.start(lambda tell, at=at: save(2, at), System())  # type: ignore[misc]
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         listener.close()
         campaign.kills += 1
         try:
-            found = int(torch.load(file, weights_only=True)["update"])
-            assert found >= listener.told.saved
+            torch.load(file, weights_only=True)
         except Exception as error:
-            campaign.bad.append(f"kill {number}: {type(error).__name__}: {error}".splitlines()[0])
+            campaign.bad.append(f"kill {number} at write {at}: {type(error).__name__}: {error}".splitlines()[0])
     return campaign

@@ -148,6 +148,12 @@ class Recording(System):
             if (node := self._descriptors[descriptor][0]) != _OUTSIDE:
                 self.operations.append(Sync(node))
 
+    def sync_file_system(self, descriptor: int) -> None:
+        """Take note of a sync of each file: of the folders a later fsync makes sure."""
+        with self._guard:
+            made = [each.node for each in self.operations if isinstance(each, Write | Truncate)]
+            self.operations += [Sync(node) for node in dict.fromkeys(made)]
+
     def fsync_fails(self, descriptor: int) -> None:
         """Take note that the sync of this file or folder was refused."""
         with self._guard:
@@ -219,6 +225,9 @@ class Quick(System):
     def fsync(self, descriptor: int) -> None:
         os.fstat(descriptor)
 
+    def sync_file_system(self, descriptor: int) -> None:
+        os.fstat(descriptor)
+
 
 class Killed(BaseException):
     """The process ends here."""
@@ -283,6 +292,10 @@ class Faults(System):
         if kind.startswith("E") and isinstance(self.inner, Recording):
             self.inner.fsync_fails(descriptor)
         self._do(kind, lambda: self.inner.fsync(descriptor))
+
+    def sync_file_system(self, descriptor: int) -> None:
+        kind = self._begin("sync_file_system", self._names[descriptor])
+        self._do(kind, lambda: self.inner.sync_file_system(descriptor))
 
     def close(self, descriptor: int) -> None:
         try:

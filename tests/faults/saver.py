@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import sys
 import traceback
 from collections.abc import Callable
@@ -76,6 +77,7 @@ class Told:
     rows: int = 0
     saved: int = 0
     recorded: int = 0
+    operations: int = 0  # not acknowledged, but begun
 
 
 def save_in_a_row(root: Path, first: int, acknowledge: Callable[[str, int], None]) -> None:
@@ -96,7 +98,10 @@ def save_in_a_row(root: Path, first: int, acknowledge: Callable[[str, int], None
 
 
 def start(work: Callable[[Callable[[str, int], None]], None], system: System, before: int = 0) -> tuple[int, Listener]:
-    """Begin `work` in a forked process, its file operations through `system`; return its pid and who hears of it."""
+    """Begin `work` in a forked process, its file operations through `system`; return its pid and who hears of it.
+
+    An `Interrupted` system that counts aloud tells the listener of each operation, too.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -104,6 +109,8 @@ def start(work: Callable[[Callable[[str, int], None]], None], system: System, be
         return pid, Listener(reading, before)
     code = 70
     try:
+        if isinstance(system, Interrupted):
+            system.tell = lambda number: _tell(writing, "operations", number)
         with files.through(system):
             work(lambda kind, update: _tell(writing, kind, update))
     except (StorageError, OSError):
@@ -128,10 +135,23 @@ class Listener:
     def hear(self) -> None:
         """Everything that was acknowledged until now is in `told`."""
         with suppress(BlockingIOError):
-            while content := os.read(self._reading, _MESSAGE << 10):
-                for start_ in range(0, len(content), _MESSAGE):  # each message is written whole
-                    update = int.from_bytes(content[start_ + 1 : start_ + _MESSAGE], "little")
-                    setattr(self.told, _KINDS[content[start_]], update)
+            while self._read(_MESSAGE << 10):
+                pass
+
+    def wait_for(self, kind: str, number: int) -> None:
+        """Wait until `number` was told for this kind, or the process has ended; it goes on meanwhile."""
+        while getattr(self.told, kind) < number:
+            select.select([self._reading], [], [])
+            with suppress(BlockingIOError):
+                if not self._read(_MESSAGE):
+                    return
+
+    def _read(self, num_bytes: int) -> bytes:
+        content = os.read(self._reading, num_bytes)
+        for start_ in range(0, len(content), _MESSAGE):  # each message is written whole
+            update = int.from_bytes(content[start_ + 1 : start_ + _MESSAGE], "little")
+            setattr(self.told, _KINDS[content[start_]], update)
+        return content
 
     def close(self) -> None:
         """Nothing more is heard."""
@@ -181,7 +201,10 @@ class Interrupted(System):
     """Calls `end` at the operation numbered `at`: before it, after it, or with half of a write made.
 
     before_each  called with the number before each operation
+    is_told      the listener hears of each operation before it begins
     """
+
+    tell: Callable[[int], None]  # given by `start`, in the process that works
 
     def __init__(
         self,
@@ -190,10 +213,12 @@ class Interrupted(System):
         moment: str,
         real: System | None = None,
         before_each: Callable[[int], None] = lambda _: None,
+        *,
+        is_told: bool = False,
     ) -> None:
         self._end, self._at, self._moment = end, at, moment
         self._real = real or System()
-        self._before_each = before_each
+        self._before_each, self._is_told = before_each, is_told
         self.count = 0
         for name in OPERATIONS:
             setattr(self, name, self._meddled(name, getattr(self._real, name)))
@@ -203,6 +228,8 @@ class Interrupted(System):
             self.count += 1
             is_it = self.count == self._at
             self._before_each(self.count)
+            if self._is_told:
+                self.tell(self.count)
             if is_it and self._moment == "before":
                 self._end()
             if is_it and self._moment == "half way" and name == "write":
@@ -266,6 +293,6 @@ def _tell(writing: int, kind: str, update: int) -> None:
     os.write(writing, bytes([_KINDS.index(kind)]) + update.to_bytes(_MESSAGE - 1, "little"))
 
 
-_KINDS = ("rows", "saved", "recorded")
+_KINDS = ("rows", "saved", "recorded", "operations")
 _MESSAGE = 9
 _ENDS = [0]

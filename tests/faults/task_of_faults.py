@@ -4,8 +4,10 @@ ACCEL_RUN_END="update 5" or "evaluation 3" in the environment ends the process t
 """
 
 import os
+import random
 import signal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,7 +39,8 @@ class Points(torch.utils.data.Dataset):
     def __getitem__(self, index):
         rng = sample_rng(7, self.epoch if self.split == "train" else 0, index)
         x = torch.from_numpy(rng.standard_normal(8)).float()
-        return x, int(x[:4].sum() > 0)
+        drawn = 0.1 * (torch.randn(8) + float(np.random.normal()) + random.gauss(0, 1))  # as transforms do
+        return x + drawn, int(x[:4].sum() > 0)
 
 
 class Faulty(Task):

@@ -1,4 +1,7 @@
-"""A small task with all that a resumed run could lose: dropout, draws of all generators, bad samples, own state."""
+"""A small task with all that a resumed run could lose: dropout, draws of all generators, bad samples, own state.
+
+Samples draw from the global generators too, as transforms do, in training and in evaluation.
+"""
 
 import random
 
@@ -21,6 +24,7 @@ def build(
     batch_norm: bool = False,
     bad: bool = False,
     own: bool = False,
+    average: bool = False,
     double: bool = False,
 ) -> Task:
     """A classifier of points.
@@ -30,23 +34,31 @@ def build(
     batch_norm  statistics that training gathers
     bad         some samples cannot be read
     own         a generator and a count of the task's own, kept in buffers of the model
+    average     a moving average of what training has seen, which the forward pass uses
     double      float64
     """
-    return Points(samples, dropout, noise, batch_norm, bad, own, double)
+    return Points(samples, dropout, noise, batch_norm, bad, own, average, double)
 
 
 class Shift(nn.Module):
     """Subtracts a mean that a fit may have found; holds what the task wants to keep."""
 
-    def __init__(self, own):
+    def __init__(self, own, average):
         super().__init__()
         self.register_buffer("mean", torch.zeros(6))
+        self.average = average
+        if average:
+            self.register_buffer("center", torch.zeros(6))
         if own:
             self.register_buffer("generator", torch.Generator().manual_seed(3).get_state())
             self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
-        return x - self.mean
+        if not self.average:
+            return x - self.mean
+        if self.training:
+            self.center.lerp_(x.detach().mean(0), 0.2)
+        return x - self.mean - self.center
 
 
 class Samples:
@@ -61,9 +73,12 @@ class Samples:
         self.epoch = epoch
 
     def __getitem__(self, index):
-        if index in self.bad:
+        if index in self.bad and index % 2:
             raise ValueError(f"sample {index} cannot be read")
-        x = sample_rng(5, 0, index).standard_normal(6) + 0.5
+        noise = torch.randn(6, dtype=torch.float64).numpy() + np.random.normal(size=6) + random.gauss(0, 1)
+        if index in self.bad:  # it has drawn by then
+            raise ValueError(f"sample {index} cannot be read")
+        x = 0.05 * noise + sample_rng(5, 0, index).standard_normal(6) + 0.5
         y = int(x[:3].sum() > 1.5)
         if self.split == "train":
             x = x + 0.1 * sample_rng(5, self.epoch + 1, index).standard_normal(6)
@@ -93,12 +108,12 @@ class Mean(Fit):
 
 
 class Points(Task):
-    def __init__(self, samples, dropout, noise, batch_norm, bad, own, double):
+    def __init__(self, samples, dropout, noise, batch_norm, bad, own, average, double):
         self.samples, self.noise, self.bad, self.own = samples, noise, bad, own
         self.dtype = torch.float64 if double else torch.float32
         norm = nn.BatchNorm1d(12) if batch_norm else nn.LayerNorm(12)
         self.model = nn.Sequential(
-            Shift(own), nn.Linear(6, 12), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 2)
+            Shift(own, average), nn.Linear(6, 12), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 2)
         ).to(self.dtype)
         self.update, self.share, self.evaluations, self.in_evaluation = 0, 0.0, 0, False
         reached("build", 0)

@@ -25,6 +25,7 @@ def build(
     batch_norm: bool = False,
     bad: bool = False,
     own: bool = False,
+    average: bool = False,
     double: bool = False,
 ) -> Task:
-    return Phased(samples, dropout, noise, batch_norm, bad, own, double)
+    return Phased(samples, dropout, noise, batch_norm, bad, own, average, double)

@@ -1,41 +1,48 @@
-"""Configurations with something wrong about them: each is valid after all, or refused in words that help."""
+"""Configurations with something wrong about them: each is valid after all, or refused in words that help.
+
+Short form: some hundred cases of all kinds, and a slip of each kind in keys, groups and options. Long: 100,000.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import random
-import resource
+import re
 import subprocess
 import sys
-import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from runner.base import configuration as configurations
-from runner.base.configuration import Configuration, Request, compose, options_of
+from runner.base.configuration import Configuration, Request, compose, options_of, text_of_value
 from runner.base.errors import AccelRunError, ConfigError, Exit
 from runner.base.places import shipped
 from runner.cli import print_problems
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.plan import inventory_for, make_plan
 from tests.faults.mutations import FILES, slip, spoiled_word
+from tests.faults.steps import TooManySteps, steps
 from tests.faults.tallies import SEED, Tally
 
 HERE = Path(__file__).parents[2]
-MAX_SECONDS = 3.0
+STEPS_OF_A_WORD, STEPS_OF_A_LETTER = (
+    300_000,
+    10,
+)  # lines of Python that an answer takes at most, over those of a short word
 MAX_SHOWN = 3000  # characters of one problem: a page of a terminal
-NEEDED_SHARE = 0.95  # of slips of one letter that are answered with the right word
 HELPS = ("must", "did you mean", "say ", "choose ", "those that are", "here it is", "give ", "leave it out",
          "run them", "quote it", "known:", "accel-run plan", "nothing is deleted", "take ", "nearest", "belongs to",
-         "phases:", "mend the file", "write the plain", "write the value", "what there is")  # fmt: skip
+         "phases:", "mend the file", "write the plain", "write the value", "what there is",
+         "accel-run search")  # fmt: skip
 SECURITY = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_", "!!python", "${", "hydra")
 OUT_OF_GROUPS = ("..", "@", "~", ":", "package")  # of a file's defaults list
 
@@ -51,7 +58,7 @@ class Case:
     kind: str
     words: list[str]
     files: dict[str, bytes] = field(default_factory=dict)
-    wanted: str = ""
+    meant: frozenset[str] = frozenset()
     named: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -64,7 +71,7 @@ class Case:
 def known() -> dict[str, str]:
     """Every key of the default configuration with a word for its value; groups with their options are apart."""
     found = compose(Request()).flat()
-    return {key: configurations._word(value) for key, value in found.items() if key not in configurations.GROUPS}
+    return {key: text_of_value(value) for key, value in found.items() if key not in configurations.GROUPS}
 
 
 # ---------------------------------------------------------------- cases
@@ -89,14 +96,18 @@ def _slip_of_key(rng: random.Random, known: dict[str, str]) -> Case:
     key = rng.choice([*known])
     spoiled = slip(rng, key)
     is_still_one = spoiled in known or not spoiled or spoiled.startswith((".", "-"))
-    return Case("slip of a key", [f"{spoiled}={known[key]}"], wanted="" if is_still_one else key)
+    parts = [(one, other) for one, other in itertools.zip_longest(key.split("."), spoiled.split(".")) if one != other]
+    is_in_a_word = len(parts) == 1 and len(parts[0][0] or "") >= 4  # not in a dot between two
+    meant = as_near(spoiled, [*known, *configurations.GROUPS]) if is_in_a_word and not is_still_one else frozenset()
+    return Case("slip of a key", [f"{spoiled}={known[key]}"], meant=meant)
 
 
 def _slip_of_group(rng: random.Random, known: dict[str, str]) -> Case:
     group = rng.choice(configurations.GROUPS)
     option = rng.choice(options_of(group))
     spoiled = slip(rng, group)
-    return Case("slip of a group", [f"{spoiled}={option}"], wanted="" if spoiled in (group, "") else group)
+    meant = frozenset() if spoiled == group or len(group) < 4 else as_near(spoiled, [*known, *configurations.GROUPS])
+    return Case("slip of a group", [f"{spoiled}={option}"], meant=meant)
 
 
 def _slip_of_option(rng: random.Random, known: dict[str, str]) -> Case:
@@ -104,7 +115,25 @@ def _slip_of_option(rng: random.Random, known: dict[str, str]) -> Case:
     option = rng.choice(options_of(group))
     spoiled = slip(rng, option)
     is_still_one = spoiled in options_of(group) or spoiled in ("", "none", "off")
-    return Case("slip of an option", [f"{group}={spoiled}"], wanted="" if is_still_one else option)
+    meant = frozenset() if is_still_one or len(option) < 4 else as_near(spoiled, options_of(group))
+    return Case("slip of an option", [f"{group}={spoiled}"], meant=meant)
+
+
+def as_near(spoiled: str, known: Iterable[str]) -> frozenset[str]:
+    """Return the known words that one slip makes this of."""
+    return frozenset(word for word in known if distance(spoiled.lower(), word.lower()) <= 1)
+
+
+def distance(one: str, other: str) -> int:
+    """Return the edit distance with transpositions (optimal string alignment)."""
+    table = {(-1, -1): 0}
+    table |= {(at, -1): at + 1 for at in range(len(one))} | {(-1, at): at + 1 for at in range(len(other))}
+    for i, left in enumerate(one):
+        for j, right in enumerate(other):
+            table[i, j] = min(table[i - 1, j] + 1, table[i, j - 1] + 1, table[i - 1, j - 1] + (left != right))
+            if i and j and left == other[j - 1] and one[i - 1] == right:
+                table[i, j] = min(table[i, j], table[i - 2, j - 2] + 1)
+    return table[len(one) - 1, len(other) - 1]
 
 
 MISTAKES: dict[str, tuple[str, ...]] = {
@@ -166,14 +195,11 @@ class Judge:
         self.folder, self.cpu = folder, Inventory((), read_cpu()[0])
         self.seen: Counter[str] = Counter()
         self.codes: Counter[int] = Counter()
-        self.slips: Counter[tuple[str, bool]] = Counter()
-        self.unanswered: list[str] = []
-        self.slowest = 0.0
+        self.slips: Counter[str] = Counter()
 
     def judge(self, case: Case) -> Iterator[str]:
         """Yield what is wrong with the answer to a case."""
         request = Request(tuple(case.words), None, self._written(case.files))
-        began = time.process_time()
         error: AccelRunError | None = None
         try:
             self._used(compose(request))
@@ -182,19 +208,15 @@ class Judge:
         except Exception as other:
             yield f"{type(other).__name__}: {other!s:.300}"
             return
-        seconds = time.process_time() - began
-        self.slowest = max(self.slowest, seconds)
-        if seconds > MAX_SECONDS:
-            yield f"took {seconds:.1f} s"
         self.seen[case.kind] += 1
         self.codes[int(error.exit_code) if error else 0] += 1
         if error is not None:
             yield from self._wrong_with(error, case)
-        if case.wanted and error is not None:
-            is_right = any(case.wanted in problem.fix for problem in error.problems)
-            self.slips[case.kind, is_right] += 1
-            if not is_right:
-                self.unanswered.append(f"{case.words[0]} ({case.wanted}): {error.problems[0].fix}")
+        if case.meant and error is not None:
+            self.slips[case.kind] += 1
+            said = {word.strip(".-") for problem in error.problems for word in re.findall(r"[\w.-]+", problem.fix)}
+            if not said & case.meant:
+                yield f"a slip of one letter of {' or '.join(case.meant)} is answered with: {error.problems[0].fix}"
 
     def _written(self, files: dict[str, bytes]) -> Path | None:
         for name, content in files.items():
@@ -255,33 +277,59 @@ def test_every_configuration_is_valid_or_refused_in_words(
 ) -> None:
     judge = Judge(tmp_path)
     bad = []
-    for number, case in enumerate(cases(known, amount(2200, 100_000))):
+    for number, case in enumerate(cases(known, amount(250, 100_000))):
         tally.tried += 1
         bad += [f"{number}: {case}\n    {wrong}" for wrong in [*judge.judge(case)][:2]]
         if len(bad) > int(os.environ.get("ACCEL_RUN_SHOWN", "50")):
             break
-    answered = {}
-    for kind in {kind for kind, _ in judge.slips}:
-        right, wrong = judge.slips[kind, True], judge.slips[kind, False]
-        answered[kind] = right / (right + wrong)
-    tally.notes |= {f"{kind} answered": f"{share:.1%}" for kind, share in answered.items()}
+    tally.notes |= dict(judge.slips)
     tally.notes |= {f"exit {code}": count for code, count in sorted(judge.codes.items())}
-    tally.notes["slowest_s"] = round(judge.slowest, 2)
-    assert not bad, f"seed {SEED}, {len(bad)} wrong answers:\n" + "\n".join(bad)
-    is_enough = min(answered.values(), default=1.0) >= NEEDED_SHARE or tally.tried < 1000
-    assert is_enough, f"{answered}; not answered:\n" + "\n".join(judge.unanswered)
+    repeat = f"ACCEL_RUN_SEED={SEED} ACCEL_RUN_COUNT={tally.tried} scripts/faults.sh valid_or_refused"
+    assert not bad, f"{len(bad)} configurations are answered wrongly ({repeat}):\n" + "\n".join(bad)
+    assert len(judge.slips) == 3, f"no slip of some kind was tried: {judge.slips}"
 
 
+def refused(*words: str) -> None:
+    with contextlib.suppress(AccelRunError):
+        compose(Request(words))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("key", ["updates", "task", "x", "optimizer.lr_scales.x", "resume_allow"])
+def test_a_word_of_any_length_and_depth_is_answered_in_bounded_steps(
+    key: str, seed: int, amount: Callable[[int, int], int], tally: Tally
+) -> None:
+    """The longest is what Linux takes as one argument, 128 KiB."""
+    refused(f"{key}=1")  # what is read once is read
+    usual = steps(lambda: refused(f"{key}=1"))
+    dice = random.Random(f"{seed} long {key}")
+    long = [text * 60_000 for text in ("a", "1", "[", "'", "a.", "\\", "é", "1,", " ")]
+    long += [f"{opening * 3000}1{closing * 3000}" for opening, closing in (("[", "]"), ("{a:", "}"), ("${a:", "}"))]
+    for value in dice.sample(long, min(len(long), amount(3, len(long)))):
+        for word in (f"{key}={value}", f"{value}=1", value):
+            at_most = usual + STEPS_OF_A_WORD + STEPS_OF_A_LETTER * len(word)
+            try:
+                steps(lambda word=word: refused(word), at_most)  # type: ignore[misc]
+            except TooManySteps:
+                pytest.fail(f"seed {seed}: over {at_most} lines of Python are run for {word[:80]!r}...")
+            tally.tried += 1
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "word", ["x{}=1", "updates={}1", "task.size=[{}", "--x{}", "optimzer=adam", "optimizer.lr_scales.x{}=fast"]
 )
-def test_thousands_of_words_are_answered_in_time(word: str, tally: Tally) -> None:
-    began = time.process_time()
-    with contextlib.suppress(AccelRunError):
-        compose(Request(tuple(word.format(number) for number in range(3000))))
+def test_the_answer_to_many_words_takes_steps_in_proportion(word: str, tally: Tally) -> None:
+    """Near names are searched for the first 50 words only; later ones cost the same each."""
+
+    def cost(count: int) -> int:
+        return steps(lambda: refused(*(word.format(1000 + number) for number in range(count))))
+
+    cost(60)  # what is read once is read
+    few, twice, four_times = cost(60), cost(120), cost(240)
+    assert four_times - twice <= 2.1 * (twice - few), f"{few}, {twice} and {four_times} lines for 60, 120, 240 words"
     tally.tried += 1
-    tally.notes["seconds"] = round(time.process_time() - began, 2)
-    assert time.process_time() - began < MAX_SECONDS
 
 
 ASK = """
@@ -298,7 +346,7 @@ for words in json.load(sys.stdin):
 
 
 def test_no_configuration_needs_torch(known: dict[str, str], amount: Callable[[int, int], int], tally: Tally) -> None:
-    asked = [case.words for case in cases(known, amount(30, 600)) if not case.files]
+    asked = [case.words for case in cases(known, amount(12, 600)) if not case.files]
     done = subprocess.run(
         [sys.executable, "-c", ASK], cwd=HERE, input=json.dumps(asked), capture_output=True, text=True, check=False
     )
@@ -306,13 +354,12 @@ def test_no_configuration_needs_torch(known: dict[str, str], amount: Callable[[i
     tally.tried += len(asked)
 
 
-@pytest.mark.alone
 @pytest.mark.usefixtures("quick")
-def test_the_command_answers_in_time_with_its_exit_code(
+def test_the_command_answers_with_its_exit_code(
     known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     """Only what a process can be given as words: without NUL, and not more than the system takes."""
-    wanted = amount(12, 400)
+    wanted = amount(3, 400)
     rng = random.Random(f"command {SEED}")
     for case in cases(known, 50_000):
         line = [word.encode(errors="surrogateescape") if _can_be_typed(word) else b"" for word in case.words]
@@ -325,21 +372,16 @@ def test_the_command_answers_in_time_with_its_exit_code(
             count = len(error.problems)
         except AccelRunError:
             continue
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-m", "runner", rng.choice(["train", "plan", "both"]), *line],
             cwd=tmp_path, capture_output=True, check=False, env={**os.environ, "PYTHONPATH": str(HERE)},
         )  # fmt: skip
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         said = done.stderr.decode(errors="replace")
         assert done.returncode == Exit.CONFIG, f"{case}: {done.returncode}: {said}"
         assert "Traceback" not in said, f"{case}: {said}"
         assert said.startswith("accel-run: "), f"{case}: {said}"
         assert count == 1 or f"{count} problems" in said, f"{case}: {said}"
-        assert seconds < MAX_SECONDS, f"{case}: {seconds} s"
         tally.tried += 1
-        tally.notes["slowest_s"] = round(max(seconds, float(tally.notes.get("slowest_s", 0))), 2)
         if tally.tried == wanted:
             return
 

@@ -12,12 +12,13 @@ from tests.faults.histories import HISTORIES, History, check
 from tests.faults.tallies import Tally
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.name)
 def test_whatever_a_crash_leaves_keeps_what_was_promised(
     history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     recording = history.record(memory / "recorded")
-    count = amount(6_000, 110_000) // len(HISTORIES)
+    count = amount(2_400, 110_000) // len(HISTORIES)
     for state in states(recording.start, recording.operations, count, f"{history.name} {seed}"):
         check(history, state, memory / "state")
         tally.tried += 1

@@ -35,6 +35,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["output_root", "data.path", "weights", "launcher.partition", "launcher.account"])
 def test_no_text_of_a_configuration_ends_a_line_of_a_script(cluster: Path, key: str, tally: Tally) -> None:
     for end in ("\n", "\r", "\x0b", "\x85", "\u2028"):
@@ -63,6 +64,7 @@ def test_nor_does_the_name_of_the_folder_in_which_we_are(cluster: Path, monkeypa
     assert not list(cluster.rglob("PWNED"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["outputs/b/mt.py", "outputs/mt.py", "outputs/a/mt.py", "outputs/b/link.py"])
 def test_no_run_names_code_below_the_output_root(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

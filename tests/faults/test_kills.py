@@ -1,4 +1,8 @@
-"""A process that is killed loses nothing it had acknowledged, and the same command ends as if nothing had happened."""
+"""A process that is killed loses nothing it had acknowledged, and the same command ends as if nothing had happened.
+
+Short form: some dozens of kills of a saving process, at operations and between, and of a few whole runs, one with
+workers. Long: 10,000 and 1,000.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ Amount = Callable[[int, int], int]
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, amount: Amount, seed: int, tally: Tally) -> None:
-    count = amount(150, 10_000)
+    count = amount(40, 10_000)
     campaign = apart(kills.kill_saves, tmp_path, count, seed)
     tally.tried += campaign.kills
     tally.notes |= {"inside a save": campaign.inside, "saves": campaign.saves}
@@ -23,11 +27,11 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, amount: Amount, s
     assert not campaign.bad, "\n".join(campaign.bad)
 
 
-def test_torch_save_does_not_survive_a_kill(tmp_path: Path, seed: int, tally: Tally) -> None:
-    campaign = apart(kills.kill_in_place, tmp_path, 20, seed)
+def test_torch_save_does_not_survive_a_kill(tmp_path: Path, amount: Amount, seed: int, tally: Tally) -> None:
+    campaign = apart(kills.kill_in_place, tmp_path, amount(3, 20), seed)
     tally.tried += campaign.kills
     tally.notes["caught"] = len(campaign.bad)
-    assert len(campaign.bad) >= 5, f"only {campaign.bad}"
+    assert len(campaign.bad) == campaign.kills, f"only {campaign.bad}"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,7 @@ def test_torch_save_does_not_survive_a_kill(tmp_path: Path, seed: int, tally: Ta
 def test_a_run_that_is_killed_again_and_again_ends_bit_identical(
     words: tuple[str, ...], share: float, tmp_path: Path, amount: Amount, seed: int, tally: Tally
 ) -> None:
-    count = round(share * amount(15, 1000))
+    count = round(share * amount(4, 1000))
     campaign = apart(kills.kill_runs, tmp_path, count, seed, words)
     tally.tried += campaign.kills
     tally.notes |= {"runs": campaign.runs, **{f"by {kind}": number for kind, number in campaign.moments.items()}}

@@ -1,4 +1,8 @@
-"""Links put in the place of folders and files between a look and its use: nothing outside of the run is touched."""
+"""Links put in the place of folders and files between a look and its use: nothing outside of the run is touched.
+
+Short form: a link before some operations, by seed, and some runs beside a process that puts links. Long: before each
+operation, and thousands.
+"""
 
 # ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH211
 # the system calls themselves
@@ -7,12 +11,9 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from runner.durable import files
 from runner.durable.checkpoint import Snapshot, load, path_of, recover, retain, save
 from runner.durable.directory import RunDirectory
 from runner.durable.system import System
+from tests.faults import saver
 from tests.faults.tallies import Tally
 
 
@@ -70,27 +72,18 @@ def baited(outside: Path) -> list[tuple[str, bytes]]:
 @contextmanager
 def flipping(path: Path, outside: Path, seed: int) -> Iterator[None]:
     """Another process puts a link to `outside` in the place of `path` and takes it away again, as fast as it can."""
-    hidden = path.parent.parent / f"hidden-{path.name}"
     pid = os.fork()
     if pid == 0:
         rng, going = random.Random(seed), [True]
         signal.signal(signal.SIGTERM, lambda *_: going.clear())
         try:
             while going:
-                with suppress(OSError):
-                    os.rename(path, hidden)
-                    os.symlink(outside, path)
-                time.sleep(rng.random() ** 4 * 5e-3)
-                with suppress(OSError):
-                    os.unlink(path)
-                with suppress(OSError):
-                    os.rename(hidden, path)
-                time.sleep(rng.random() ** 4 * 5e-3)
-            with suppress(OSError):
-                os.unlink(path)
-            with suppress(OSError):
-                os.rename(hidden, path)
+                put(path, outside)
+                pause(rng)
+                take_away(path)
+                pause(rng)
         finally:
+            take_away(path)
             os._exit(0)
     try:
         yield
@@ -99,11 +92,51 @@ def flipping(path: Path, outside: Path, seed: int) -> Iterator[None]:
         os.waitpid(pid, 0)
 
 
-def work(root: Path, until: Callable[[], bool]) -> tuple[int, int]:
-    """Do what a run does with its folder, again and again; return how often it went well, and how often it was told."""
-    done = told = update = 0
-    while not until():
-        update += 1
+def hidden(path: Path) -> Path:
+    return path.parent.parent / f"hidden-{path.name}"
+
+
+def put(path: Path, outside: Path) -> None:
+    """Put a link to `outside` in the place of `path`, where there is one."""
+    with suppress(OSError):
+        os.rename(path, hidden(path))
+        os.symlink(outside, path)
+
+
+def take_away(path: Path) -> None:
+    """Take the link away, and put back what was there."""
+    with suppress(OSError):
+        os.unlink(path)
+    with suppress(OSError):
+        os.rename(hidden(path), path)
+
+
+def pause(rng: random.Random) -> None:
+    """Let others run, mostly for an instant."""
+    for _ in range(int(rng.random() ** 4 * 2000)):
+        os.sched_yield()
+
+
+@contextmanager
+def attacked(path: Path, outside: Path, first: int, last: int, real: System) -> Iterator[saver.Interrupted]:
+    """From before operation `first` of the system until before operation `last`, a link is in the place of `path`."""
+
+    def before(number: int) -> None:
+        if number == first:
+            put(path, outside)
+        if number == last:
+            take_away(path)
+
+    system = saver.Interrupted(lambda: None, -1, "before", real, before)
+    with files.through(system):
+        yield system
+    take_away(path)
+
+
+def work(root: Path, times: int = 1) -> tuple[int, int]:
+    """Do what a run does with its folder, some times; return how often it went well, and how often it was told."""
+    done = told = 0
+    for update in range(1, times + 1):
         try:
             with RunDirectory.create_or_open(root, "run") as run:
                 run.write("run.json", "{}")
@@ -121,24 +154,57 @@ def work(root: Path, until: Callable[[], bool]) -> tuple[int, int]:
     return done, told
 
 
-def is_over(ends: float) -> bool:
-    return time.monotonic() > ends
-
-
 TARGETS = ("run", "run/checkpoints", "run/predictions")
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> tuple[Path, Path, list[tuple[str, bytes]]]:
+    """A run, a folder outside that a link may lead to, and what is in that."""
+    root, outside = tmp_path / "outputs", tmp_path / "outside"
+    root.mkdir()
+    known = baited(outside)
+    work(root)
+    return root, outside, known
+
+
+Prepared = tuple[Path, Path, list[tuple[str, bytes]]]
+Amount = Callable[[int, int], int]
+
+
+def attacks(num_operations: int, count: int, seed: object) -> list[tuple[int, int]]:
+    """Return the operations before which a link comes and goes: each first one, or `count` of them."""
+    chance = random.Random(str(seed))
+    first = chance.sample(range(1, num_operations + 1), min(count, num_operations))
+    return [(one, one + chance.choice((1, 1, 2, 5, 1000))) for one in first]
+
+
+def num_operations(root: Path, outside: Path, real: System) -> int:
+    with attacked(root / "run", outside, -1, -1, real) as system:
+        work(root)
+    return system.count
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_outside_is_touched_where_a_link_comes_before_an_operation(
+    prepared: Prepared, target: str, amount: Amount, seed: int, tally: Tally
+) -> None:
+    root, outside, known = prepared
+    count = num_operations(root, outside, System())
+    for first, last in attacks(count, amount(12, count), f"{seed} {target}"):
+        with attacked(root / target, outside, first, last, System()):
+            _, told = work(root)
+        assert seen_in(outside) == known, f"seed {seed}: a link is at {target} before operations {first} to {last}"
+        tally.tried += 1
+        tally.notes[f"refused at {target}"] = int(tally.notes.get(f"refused at {target}", 0)) + told
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_outside_is_touched_while_links_come_and_go(
-    tmp_path: Path, target: str, amount: Callable[[int, int], int], seed: int, tally: Tally
+    prepared: Prepared, target: str, amount: Amount, seed: int, tally: Tally
 ) -> None:
-    root, outside = tmp_path / "outputs", tmp_path / "outside"
-    root.mkdir()
-    known = baited(outside)
-    work(root, iter([False, True]).__next__)
-    ends = time.monotonic() + amount(2, 60)
+    root, outside, known = prepared
     with flipping(root / target, outside, seed):
-        done, told = work(root, partial(is_over, ends))
+        done, told = work(root, amount(20, 3000))
     assert seen_in(outside) == known, f"seed {seed}"
     tally.tried += done + told
     tally.notes[f"refused at {target}"] = told
@@ -146,20 +212,15 @@ def test_nothing_outside_is_touched_while_links_come_and_go(
         assert load(save(run.checkpoints, snapshot(10**6))).update == 10**6
 
 
-def test_a_program_that_believes_paths_is_caught(tmp_path: Path, seed: int) -> None:
-    """Without the pinned folder the same attack writes, renames or removes outside: within seconds."""
-    for attempt in range(20):
-        folder = tmp_path / str(attempt)
-        root, outside = folder / "outputs", folder / "outside"
-        root.mkdir(parents=True)
-        known = baited(outside)
-        work(root, iter([False, True]).__next__)
-        ends = time.monotonic() + 1.0
-        with files.through(Trusting()), flipping(root / "run/checkpoints", outside, seed + attempt):
-            work(root, partial(is_over, ends))
+def test_a_program_that_believes_paths_is_caught(prepared: Prepared, seed: int) -> None:
+    """Without the pinned folder the same attack writes, renames or removes outside."""
+    root, outside, known = prepared
+    count = num_operations(root, outside, Trusting())
+    for first, last in attacks(count, count, f"{seed} trusting"):
+        with attacked(root / "run/checkpoints", outside, first, last, Trusting()):
+            work(root)
         if seen_in(outside) != known:
             return
-        shutil.rmtree(folder)
     pytest.fail("the attack never came between a look and its use")
 
 
@@ -172,7 +233,7 @@ def test_a_folder_of_the_run_that_is_a_link_is_refused(tmp_path: Path, name: str
     with pytest.raises(AccelRunError) as caught, RunDirectory.create_or_open(tmp_path / "outputs", "run") as run:
         run.write(f"{name}/x", "x")
     assert caught.value.exit_code == 89
-    assert str(caught.value).startswith(f"{tmp_path}/outputs/run/{name}: must be a folder of the run, but is a link")
+    assert caught.value.problems[0].where == f"{tmp_path}/outputs/run/{name}"
     assert list(outside.iterdir()) == []
 
 

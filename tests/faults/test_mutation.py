@@ -217,6 +217,7 @@ class Names:
         return False
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
 def test_every_sync_left_out_and_every_two_steps_in_the_other_order_are_caught(
     history: History, memory: Path, tally: Tally
@@ -272,6 +273,7 @@ def manifest_first(recording: Recording) -> list[Operation]:
     return [*rest[:at], *mine, *rest[at:]]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "change", "equivalent"),
     [
@@ -298,7 +300,7 @@ def test_a_save_done_otherwise_is_caught(
 
 
 def _retain_in_place(directory: Path, keep_last: int, *_: Any, **__: Any) -> None:
-    for path in checkpoint._newest_first(directory)[max(2, keep_last) :]:
+    for path in checkpoint.newest_first(directory)[max(2, keep_last) :]:
         files.remove(path)
 
 
@@ -330,6 +332,7 @@ CODE = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "module", "attribute", "other", "history"), CODE, ids=[row[0] for row in CODE])
 def test_other_code_is_caught(
     name: str,

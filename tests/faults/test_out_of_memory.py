@@ -1,4 +1,8 @@
-"""Where memory runs out, the update is made again in smaller passes: the numbers of a run that began so."""
+"""Where memory runs out, the update is made again in smaller passes: the numbers of a run that began so.
+
+Short form: two of the places at which memory runs out, on one or two ranks, and one case of each other law, by seed.
+Long: every combination.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,13 @@ from runner.base.world import World
 from runner.engine import passes, session
 from runner.engine.passes import Smaller
 from tests.distributed.ranks import run_ranks
-from tests.faults.shortages import Limited, Looks, Shortage, short
+from tests.faults.shortages import Limited, Shortage, short
 from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import ForkServer
 from tests.warm import IMPORTED
 
 TASK = Path(__file__).with_name("task_of_memory.py")
 UPDATES, MICRO = 5, 8
-LIMIT_S = 10.0  # from where memory runs out to where all ranks have agreed, in looks of a thread
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,7 @@ def trained(
                 warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # what inductor imports
                 return _made(Request(words, TASK), world, run, shortages)
 
-        found = run_ranks(one, course.ranks, limit_s=60.0)
-        assert max([0.0, *(seconds for there in found for seconds in there["agreed_s"])]) < LIMIT_S, "it hung"
-        return found
+        return run_ranks(one, course.ranks, limit_s=120.0)
 
 
 def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, ...]) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, 
                 if phase.is_over:
                     break
             if phase.is_over:
-                phase._close()
+                phase.close()
         except AccelRunError as raised:
             error = raised
         except Exception as raised:
@@ -126,7 +127,6 @@ def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, 
         "remembered": [vars(row) for row in passes.remembered(run)],
         "files": sorted(path.name for path in run.glob("memory*.txt")),
         "struck": [each.struck for each in shortages],
-        "agreed_s": [each.looks.seconds for each in shortages],
         "error": None if error is None else [type(error).__name__, getattr(error, "exit_code", None), str(error)],
         "problem": vars(error.problems[0]) if isinstance(error, AccelRunError) else None,
     }
@@ -191,12 +191,12 @@ def chosen() -> list[Cell]:
     return [random.Random(f"{SEED} {number}").choice(group) for number, group in enumerate(by_place.values())]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cell", chosen(), ids=str)
 def test_the_update_is_that_of_a_run_that_began_with_smaller_passes(cell: Cell, tally: Tally) -> None:
     tally.tried += 1
-    shortage = replace(cell.shortage, struck=[], looks=Looks())
+    shortage = replace(cell.shortage, struck=[])
     found = trained(cell.course, shortage)
-    (tally.notes["agreed_s"],) = found[shortage.rank]["agreed_s"]
     struck = found[shortage.rank]["struck"][0]
     assert struck, f"it was to strike; {found[shortage.rank]['error']}"
     size = until(shortage.limit, struck[0])  # the third update of two ranks is ragged
@@ -209,7 +209,7 @@ def test_the_update_is_that_of_a_run_that_began_with_smaller_passes(cell: Cell, 
     rows = [row for row in found[0]["remembered"] if row["use"] == "training"]  # an evaluation is compiled, too
     (last,) = rows[-1:]
     assert (last["size"], last["update"], last["rank"]) == (size, shortage.at, shortage.rank)
-    assert found[0]["said"].count("memory ran out in update") == len(rows)
+    assert found[0]["said"].count(f"in update {shortage.at + 1}") == len(rows)
     assert found[0]["files"] == ["memory.txt" if cell.course.ranks == 1 else f"memory-rank{shortage.rank}.txt"]
 
 
@@ -221,9 +221,10 @@ def test_smaller_passes_that_are_remembered_are_those_of_a_smaller_micro_batch()
     asked = trained(Course(micro=4))
     remembered = trained(Course(), begins_with=(Smaller("train", 0, 0, 4, MICRO, 1),))
     assert remembered[0]["state"] == asked[0]["state"]
-    assert "passes have 4 samples instead of 8 from update 1 on: memory ran out there before" in remembered[0]["said"]
+    assert "4 samples instead of 8" in remembered[0]["said"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "row",
     [
@@ -259,6 +260,7 @@ def usual() -> list[dict[str, Any]]:
     return trained(Course())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
 def test_a_step_that_changed_nothing_is_made_once_more(kernel: str) -> None:
     """Memory that is back as soon as what was cached is given back: no pass is made smaller, on no rank."""
@@ -270,6 +272,7 @@ def test_a_step_that_changed_nothing_is_made_once_more(kernel: str) -> None:
     assert not found[0]["remembered"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_two_ranks_may_run_out_of_memory_in_one_update(where: str) -> None:
     course = Course(2, accumulation=4)
@@ -305,11 +308,12 @@ def test_a_model_whose_buffers_stay_as_they_are_goes_on_too() -> None:
     assert (found["error"], found["state"]) == (None, wanted["state"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("library", "wanted"), [("torch", "8 GiB"), ("numpy", "16 GiB"), ("Python", "MemoryError")])
 def test_memory_that_the_system_refuses_is_known_by_the_words_of_who_asked(library: str, wanted: str) -> None:
     (found,) = trained(Course(), Limited("backward", 4, at=2, library=library))
     assert (found["error"], found["state"]) == (None, of_four()[0]["state"])
-    assert f"the machine's memory ran out in update 3 (backward): {wanted}" in found["said"]
+    assert f"update 3 (backward): {wanted}" in found["said"]
 
 
 @lru_cache(maxsize=1)
@@ -330,6 +334,7 @@ def test_programs_of_inductor_make_the_same_update(ranks: int, where: str, at: i
     assert [there["state"] for there in found] == [there["state"] for there in wanted]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_pass_of_one_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int) -> None:
     found = trained(Course(ranks), Shortage("backward", 0, at=1, rank=ranks - 1))
@@ -342,7 +347,7 @@ def test_a_pass_of_one_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks:
     assert not found[-1]["remembered"], "smaller passes did not help: once it is mended it goes on as it began"
     if ranks == 2:
         assert found[0]["error"][0] == "RankLost"
-        assert "rank 1 cannot go on" in found[0]["error"][2]
+        assert "rank 1" in found[0]["error"][2]
 
 
 def test_memory_of_the_host_ends_with_81() -> None:
@@ -358,16 +363,17 @@ def test_stop_means_stop() -> None:
     assert not found[0]["remembered"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["weight", "buffer"])
 def test_what_cannot_be_put_back_is_said_and_the_run_goes_back_to_its_checkpoint(what: str) -> None:
     """A pass that changes what none changed before: the numbers of this update are lost, so it is not made again."""
     found = trained(Course(more=(f"task.changes={what}",)), Shortage("backward", 4, at=3))[0]
     assert found["error"][:2] == ["DeviceMemoryError", 80]
-    assert "could not be put back" in found["error"][2]
-    assert "goes on from the last checkpoint with 4 samples in a pass" in found["error"][2]
+    assert "with 4 samples" in found["error"][2]
     assert found["remembered"] == [vars(Smaller("train", 3, 0, 4, MICRO, 1, in_place=False))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_evaluation_goes_on_in_smaller_batches(ranks: int) -> None:
     found = trained(Course(ranks), Shortage("evaluation", 4, rank=ranks - 1))
@@ -376,7 +382,7 @@ def test_an_evaluation_goes_on_in_smaller_batches(ranks: int) -> None:
     assert found[0]["metrics"][0]["val/loss"] == pytest.approx(wanted[0]["metrics"][0]["val/loss"], rel=1e-6)
     row = vars(Smaller("train", UPDATES, ranks - 1, 4, MICRO, ranks, "evaluation"))
     assert found[0]["remembered"] == [row]
-    assert "its batches have 4 samples instead of 8" in found[0]["said"]
+    assert "4 samples instead of 8" in found[0]["said"]
 
 
 # ---------------------------------------------------------------- whole runs: what goes on from a checkpoint
@@ -410,6 +416,10 @@ def updates_in(folder: Path) -> list[int]:
     return [row["update"] for row in rows if "train/loss" in row]
 
 
+def kinds_in(folder: Path) -> list[str]:
+    return [json.loads(line)["kind"] for line in (folder / "outputs/mine/events.jsonl").read_text().splitlines()]
+
+
 STRATEGIES = {
     "fsdp": ("parallelism=fsdp", "parallelism.world_size=2", "micro_batch_size=8"),
     "synchronized norms": (
@@ -423,21 +433,23 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_where_ranks_cannot_agree_they_are_started_again_in_smaller_passes(
     name: str, server: ForkServer, tmp_path: Path
 ) -> None:
     """Collectives inside the passes, or others that have applied the update already."""
     place = "optimizer" if name == "the step of one rank" else "forward"
-    code, out, said = whole(server, tmp_path, *STRATEGIES[name], place=place, limit=4, at=3, rank=1)
+    code, _, said = whole(server, tmp_path, *STRATEGIES[name], place=place, limit=4, at=3, rank=1)
     assert code == 0, said
-    assert "goes on from the last checkpoint, in smaller passes" in out
-    assert "8 MiB more were wanted for a pass of 8 samples" in said or place == "optimizer"
+    assert kinds_in(tmp_path).count("resume") == 1
+    assert "8 MiB" in said or place == "optimizer"
     assert updates_in(tmp_path) == [1, 2, 3, 4, 5, 6]
     (row,) = passes.remembered(tmp_path / "outputs/mine")
     assert (row.size, row.update, row.rank) == (4, 3, 1 if place == "optimizer" else None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "code_at_end", "made"), [("SIGTERM", 75, [1, 2, 3]), ("SIGKILL", -9, [1, 2])])
 def test_the_same_command_goes_on_with_smaller_passes_and_says_so(
     name: str, code_at_end: int, made: list[int], server: ForkServer, tmp_path: Path
@@ -452,10 +464,12 @@ def test_the_same_command_goes_on_with_smaller_passes_and_says_so(
     )
     assert code == code_at_end, said
     assert updates_in(tmp_path) == made
+    known = passes.remembered(tmp_path / "outputs/mine")
+    assert [row.size for row in known] == [4]
     code, out, said = whole(server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2)
     assert code == 0, said
-    assert "passes have 4 samples instead of 8 from update 3 on: memory ran out there before" in out
-    assert "memory ran out in update" not in out + said
+    assert "4 samples instead of 8" in out
+    assert passes.remembered(tmp_path / "outputs/mine") == known, "memory ran out once more"
     other = tmp_path / "other"
     other.mkdir()
     assert whole(server, other, "micro_batch_size=8", place="backward", limit=4, at=2)[0] == 0
@@ -466,8 +480,8 @@ def test_a_data_worker_that_runs_out_of_memory_gets_smaller_batches(server: Fork
     fields = {"place": "reading", "limit": 4, "at": 0, "on_host": True}
     code, out, said = whole(server, tmp_path, "micro_batch_size=8", "dataloader.num_workers=1", **fields)
     assert code == 0, said
-    assert "the machine's memory ran out in update 1 (reading): " in out
-    assert "in 4 passes of 4 instead of 2 of 8" in out
+    assert "update 1 (reading): " in out
+    assert "4 passes of 4 instead" in out
     assert updates_in(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 

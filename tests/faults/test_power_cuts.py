@@ -1,4 +1,8 @@
-"""Whatever was acknowledged is there after a power cut: real ones, on ext4, at random operations and times."""
+"""Whatever was acknowledged is there after a power cut: real ones, on ext4, at random operations and between.
+
+Short form: some dozens of cuts of a saving process on a few mount options and of a whole run; what does not wait for
+the disk is cut until it has lost something. Long: 10,000 and 300.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ def why_not() -> str:
 @pytest.fixture
 def count(amount: Amount, tally: Tally, why_not: str) -> int:
     """How often the power is cut; where it cannot be, that many are counted as skipped."""
-    wanted = amount(150, 10_000)
+    wanted = amount(40, 10_000)
     if why_not:
         tally.skip(why_not, wanted)
         pytest.skip(why_not)
@@ -41,7 +45,7 @@ def test_what_was_acknowledged_survives_a_power_cut(count: int, seed: int, tally
 
 
 def test_a_run_that_loses_power_ends_bit_identical(amount: Amount, seed: int, tally: Tally, why_not: str) -> None:
-    count = amount(5, 300)
+    count = amount(1, 300)
     if why_not:
         tally.skip(why_not, count)
         pytest.skip(why_not)
@@ -52,20 +56,25 @@ def test_a_run_that_loses_power_ends_bit_identical(amount: Amount, seed: int, ta
 
 
 @pytest.mark.parametrize("careless", [name for name in power_cuts.SYSTEMS if name != "real"])
-def test_a_save_that_does_not_wait_for_the_disk_is_caught(careless: str, seed: int, tally: Tally, why_not: str) -> None:
+def test_a_save_that_does_not_wait_for_the_disk_is_caught(
+    careless: str, amount: Amount, seed: int, tally: Tally, why_not: str
+) -> None:
     if why_not:
         pytest.skip(why_not)
-    campaign = apart(power_cuts.cut_saves, 40, seed, careless)
+    num_lost = amount(1, 5)
+    campaign = apart(power_cuts.cut_saves, 40, seed, careless, num_lost)
     tally.tried += campaign.cuts
     tally.notes["caught"] = len(campaign.lost)
-    assert len(campaign.lost) >= 5, f"{careless}: only {campaign.lost}"
+    assert len(campaign.lost) == num_lost, f"{careless}: only {campaign.lost}"
 
 
 @pytest.mark.parametrize("write", [power_cuts.in_place, power_cuts.renamed], ids=["in place", "renamed"])
-def test_torch_save_is_caught(write: Callable[..., None], seed: int, tally: Tally, why_not: str) -> None:
+def test_torch_save_is_caught(
+    write: Callable[..., None], amount: Amount, seed: int, tally: Tally, why_not: str
+) -> None:
     if why_not:
         pytest.skip(why_not)
-    campaign = apart(power_cuts.cut_saves_in_place, 20, seed, write)
+    campaign = apart(power_cuts.cut_saves_in_place, amount(3, 20), seed, write)
     tally.tried += campaign.cuts
     tally.notes["caught"] = len(campaign.lost)
-    assert len(campaign.lost) >= 15, f"only {campaign.lost}"
+    assert campaign.lost, "nothing was lost"

@@ -1,4 +1,7 @@
-"""One rank of several fails: it is named in one message, in time, nobody is left, and the same command goes on."""
+"""One rank of several fails: it is named in one message, nobody is left, and the same command goes on.
+
+Short form: half of the faults, by seed, each on two or three ranks of some strategy.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,20 @@ import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from runner.engine.watchdog import LEAST_S
 from tests.faults.tallies import Tally
 from tests.forkserver import Ended, ForkServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(0)
 
 TASK = """
-import os, signal, time
+import os, signal, threading
 import torch, torch.distributed as dist, torch.nn.functional as F
 from torch import nn
 from runner import Task
@@ -34,7 +36,7 @@ class Small(Task):
         self.fault, self.at, self.rank = fault, at, rank
     def begin_update(self, progress):
         if not self.fault or dist.get_rank() != self.rank or progress.update < self.at: return
-        if self.fault == "slow": time.sleep(0.1)
+        if self.fault == "slow": torch.linalg.svd(torch.ones(400, 400))
         if progress.update > self.at or os.path.exists("once"): return
         open("once", "w").close()
         if self.fault == "kill": os.kill(os.getpid(), signal.SIGKILL)
@@ -67,10 +69,6 @@ FAULTS = {
     # gloo notices where sizes differ, and aborts the process or raises; else the ranks wait for each other
     "collective": ({83, 70, 84}, ("rank ",)),
 }
-NAMED_S = 5.0  # a crash; the rest is what the others need to end
-HANG_S = 4.0  # the longest of the limits
-FIRST_HANG_S = LEAST_S + 4.0  # the others wait in the first piece of an evaluation; with SLACK_S it is a minute
-SLACK_S = 6.0
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +108,7 @@ def processes(word: str) -> list[int]:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_ranks(
     fault: str,
@@ -130,35 +129,28 @@ def test_ranks(
         folder.mkdir()
         (folder / "task.py").write_text(TASK)
         words = f"{line(f'{fault}{number}', strategy, size)} task.fault={fault} task.rank={rank} task.at={at}"
-        named_s, seconds, code = _one(fault, words, rank, size, at, folder, server, curves(strategy, size))
+        code = _one(fault, words, rank, size, at, folder, server, curves(strategy, size))
         tally.tried += 1
         tally.notes[f"ended_{code}"] = int(tally.notes.get(f"ended_{code}", 0)) + 1
-        tally.notes["named_s"] = round(max(float(tally.notes.get("named_s", 0.0)), named_s), 1)
-        tally.notes["longest_s"] = round(max(float(tally.notes.get("longest_s", 0.0)), seconds), 1)
 
 
 def _one(
     fault: str, words: str, rank: int, size: int, at: int, folder: Path, server: ForkServer, whole: dict[str, float]
-) -> tuple[float, float, int]:
-    """Inject one fault and ask the oracle.
+) -> int:
+    """Inject one fault, ask the oracle, and return the exit code.
 
-    Returns the seconds from it to the line that names the rank and to the end of the command, and the exit code.
+    How soon a rank is missed is tested with a virtual clock in tests/engine/test_watchdog.py.
     """
     run = next(word for word in words.split() if word.startswith("run=")).removeprefix("run=")
-    pid = server.start(words.split(), folder, {"TMPDIR": str(folder)})
-    named_s = _seconds_to(f"rank {rank} of {size}", pid, folder)
+    server.start(words.split(), folder, {"TMPDIR": str(folder)})
     ended = server.wait()
-    at_end = time.time()
     told = f"{words}\n{ended.code}\n{ended.err}"
     codes, said = FAULTS[fault]
     assert ended.code in codes, told
     _leaves_nothing(run, folder, told)
     if fault != "slow":
-        seconds = at_end - (folder / "once").stat().st_mtime
         hangs = fault in ("stop", "collective") and ended.code == 83
-        hang_s = FIRST_HANG_S if at == EVALUATED else HANG_S
-        assert seconds < (hang_s if hangs else NAMED_S) + SLACK_S, (seconds, told)
-        assert named_s < (hang_s + SLACK_S if hangs else NAMED_S), (named_s, told)
+        assert f"rank {rank} of {size}" in ended.err or fault in ("raise", "collective"), told
         for text in said:
             assert text.format(rank=rank, size=size) in ended.err, told
         assert "Traceback" not in ended.err, told
@@ -171,21 +163,9 @@ def _one(
         if hangs:
             _shows_the_stacks(folder / "outputs" / run / "stacks.txt", size, told)
         _goes_on(server.run(words, folder), told)
-    else:
-        seconds = 0.0
     found = rows(folder, run)
     assert found == whole, (told, {key: (found.get(key), whole[key]) for key in whole if found.get(key) != whole[key]})
-    return named_s, seconds, ended.code
-
-
-def _seconds_to(name: str, pid: int, folder: Path) -> float:
-    """Return the seconds from the fault to the line that names the rank, which may come before the end."""
-    said = folder / ".err"
-    while not said.exists() or name not in said.read_text(errors="replace"):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            break
-        time.sleep(0.02)
-    return time.time() - (folder / "once").stat().st_mtime if (folder / "once").exists() else 0.0
+    return ended.code
 
 
 def _goes_on(ended: Ended, told: str) -> None:
@@ -193,10 +173,7 @@ def _goes_on(ended: Ended, told: str) -> None:
 
 
 def _leaves_nothing(run: str, folder: Path, told: str) -> None:
-    limit = time.monotonic() + 10.0
-    while left := processes(f"run={run}"):
-        assert time.monotonic() < limit, (left, told)
-        time.sleep(0.05)
+    wait_until(lambda: not processes(f"run={run}"), f"no process is left of {told}")
     assert {path.name for path in folder.iterdir()} <= {"task.py", "once", "outputs", ".out", ".err"}, told
 
 
@@ -206,6 +183,7 @@ def _shows_the_stacks(path: Path, size: int, told: str) -> None:
         assert f"==== rank {rank} of {size}" in text, told
 
 
+@pytest.mark.long  # three fresh interpreters that import torch
 def test_ranks_of_torchrun(tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally) -> None:
     """Nobody sees all of them: the one that hangs says so itself, with its number, and leaves with 83."""
     chance = random.Random(f"{seed} torchrun")
@@ -213,7 +191,9 @@ def test_ranks_of_torchrun(tmp_path: Path, seed: int, amount: Callable[[int, int
         rank, at = chance.randrange(2), chance.randrange(2, UPDATES)
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / "task.py").write_text(TASK.replace('if self.fault == "stop": os.kill', "time.sleep(10**6); os.kill"))
+        (folder / "task.py").write_text(
+            TASK.replace('if self.fault == "stop": os.kill', "threading.Event().wait(); os.kill")
+        )
         words = f"{BASE} parallelism=ddp task.fault=stop task.rank={rank} task.at={at}".replace("RUN", "r").split()
         start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner"]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}

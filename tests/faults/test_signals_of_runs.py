@@ -1,7 +1,7 @@
 """Whole runs that are asked to stop: saved, left with 75, and equal to a run that nobody asked; no process is left.
 
 The signal goes where a terminal or a scheduler sends it: to the process group, or to every process of the run, data
-workers included.
+workers included. Short form: one signal to a process alone and one to ranks, by seed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from runner.durable.checkpoint import load, newest_valid
-from tests.faults.tallies import Tally
+from tests.faults.tallies import IS_LONG, Tally
 from tests.forkserver import Ended, ForkServer
+from tests.waiting import wait_until
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
 NUM_UPDATES = 60
@@ -90,24 +91,24 @@ def family(pid: int) -> list[psutil.Process]:
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def stopped(
-    server: ForkServer, folder: Path, words: list[str], send: Callable[[int], None], at_update: int, pause_s: float
+    server: ForkServer, folder: Path, words: list[str], send: Callable[[int], None], at_update: int
 ) -> tuple[Ended, int]:
-    """Start a run, ask it to stop some time after an update, and return how it ended; nothing of it is left."""
+    """Start a run, ask it to stop at any moment after an update, and return how it ended; nothing of it is left."""
     run = folder / "outputs" / "mine"
     pid = server.start([*BASE, *words, "run=mine"], folder)
-    until = time.monotonic() + 60
-    while last_update(run) < at_update:
-        assert time.monotonic() < until, (folder / ".err").read_text()
-        time.sleep(0.005)
-    time.sleep(pause_s)
+    wait_until(lambda: last_update(run) >= at_update, f"update {at_update} of {run}")
     processes = family(pid)
     reached = last_update(run)
     send(pid)
     ended = server.wait()
-    _, left = psutil.wait_procs(processes, timeout=10)
-    left = [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
-    assert not left, f"{left} outlive the run by 10 s"
+    wait_until(lambda: not [each for each in processes if is_alive(each)], "no process outlives the run")
     return ended, reached
 
 
@@ -161,12 +162,16 @@ def test_signals_to_whole_runs(
     server: ForkServer, tmp_path: Path, seed: int, amount: Any, tally: Tally, straight: Any
 ) -> None:
     generator = random.Random(seed)
-    count = amount(4, 10 * len(PLANS))  # spawned workers take seconds: tests/axes/test_dataloader.py has them
+    plans = PLANS
+    if not IS_LONG:  # one for a process alone, and one for ranks
+        forked = [plan for plan in PLANS if plan[4] == "fork"]
+        plans = tuple(generator.choice([plan for plan in forked if plan[3] == size]) for size in (1, 2))
+    count = amount(2, 10 * len(PLANS))  # spawned workers take seconds: tests/axes/test_dataloader.py has them
     for number in range(count):
-        where, send, signals, num_ranks, method = PLANS[number % len(PLANS)]
-        at_update, pause_s = generator.randint(1, 25), generator.uniform(0.0, 0.06)
+        where, send, signals, num_ranks, method = plans[number % len(plans)]
+        at_update = generator.randint(1, 25)
         names = "+".join(one.name for one in signals)
-        plan = f"{names} to the {where}, {num_ranks} ranks, {method}, update {at_update} + {pause_s:.3f} s, seed {seed}"
+        plan = f"{names} to the {where}, {num_ranks} ranks, {method}, update {at_update}, seed {seed}"
         folder = tmp_path / str(number)
         folder.mkdir()
         workers = ["dataloader.num_workers=1" if num_ranks > 1 else "dataloader.num_workers=2"]
@@ -177,7 +182,7 @@ def test_signals_to_whole_runs(
                 send(pid, one)
 
         try:
-            ended, reached = stopped(server, folder, words, send_all, at_update, pause_s)
+            ended, reached = stopped(server, folder, words, send_all, at_update)
             assert ended.code == 75, (ended, "must be 75")
             assert_tells(ended)
             path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
@@ -197,7 +202,7 @@ def test_the_suite_sees_a_worker_that_ends(server: ForkServer, tmp_path: Path, s
     """A product whose workers hear the signal ends like this one, a worker of which hears one that none ignores."""
 
     words = ["dataloader.num_workers=2", "dataloader.start_method=fork"]
-    ended, _ = stopped(server, tmp_path, words, lambda pid: psutil.Process(pid).children()[0].kill(), 3, 0.0)
+    ended, _ = stopped(server, tmp_path, words, lambda pid: psutil.Process(pid).children()[0].kill(), 3)
     assert ended.code == 85, ended
     assert_goes_on(server, tmp_path, [], straight(1))
 
@@ -208,14 +213,12 @@ def test_the_suite_sees_a_worker_that_ends(server: ForkServer, tmp_path: Path, s
 def interrupted(server: ForkServer, folder: Path, *words: str, at_update: int = 8) -> Ended:
     run = folder / "outputs" / "mine"
     pid = server.start([*BASE, "run=mine", *words], folder)
-    until = time.monotonic() + 60
-    while last_update(run) < at_update:
-        assert time.monotonic() < until, (folder / ".err").read_text()
-        time.sleep(0.005)
+    wait_until(lambda: last_update(run) >= at_update, f"update {at_update} of {run}")
     os.kill(pid, signal.SIGTERM)
     return server.wait()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_save_that_takes_longer_than_there_is_time_is_not_begun(
     num_ranks: int, server: ForkServer, tmp_path: Path, straight: Any
@@ -232,10 +235,9 @@ def test_a_save_that_takes_longer_than_there_is_time_is_not_begun(
     if saved == reached:  # it was saved when the signal came: nothing was left to do
         assert "not saved" not in text
     else:
-        assert "not saved: a save takes " in text
-        assert "of checkpoint.grace_s=0.0001 only 0.0 s are left" in text
-        assert f"{path.name} remains, {reached - saved} updates after it are repeated" in text
-        assert "stopped (" in text
+        assert "not saved" in text
+        assert "checkpoint.grace_s=0.0001" in text
+        assert f"{path.name} remains, {reached - saved} updates" in text
     assert_goes_on(server, tmp_path, words, straight(num_ranks, "checkpoint.every=5"))
 
 
@@ -261,7 +263,7 @@ def test_a_save_that_is_due_as_well_is_not_begun_without_time(server: ForkServer
     assert path is not None
     missing = last_update(tmp_path / "outputs" / "mine") - int(path.name.removeprefix("update-"))
     assert missing in (0, 1), "0 where its save was under way when the signal came"
-    assert ("not saved: a save takes " in " ".join((ended.out + ended.err).split())) == (missing == 1)
+    assert ("not saved" in " ".join((ended.out + ended.err).split())) == (missing == 1)
 
 
 def test_without_any_checkpoint_it_is_130(server: ForkServer, tmp_path: Path) -> None:
@@ -270,7 +272,6 @@ def test_without_any_checkpoint_it_is_130(server: ForkServer, tmp_path: Path) ->
     (tmp_path / "outputs" / "mine").rename(tmp_path / "outputs" / "other")
     ended = interrupted(server, tmp_path, "resume=other", "checkpoint=off", LOW_GRACE, at_update=20)
     assert ended.code == 130, ended
-    assert "there is no checkpoint yet" in " ".join((ended.out + ended.err).split())
     assert_tells(ended)
     record = json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("interrupted", 130)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.tallies import IS_LONG, Tally
+from tests.faults.tallies import Tally
 
 ROOT = Path(__file__).parents[2]
 TASK = Path(__file__).with_name("task_to_attack.py")
@@ -87,6 +87,7 @@ def test_the_watch_sees_who_listens_for_others(network: Tally, tmp_path: Path) -
     assert addresses(watched(tmp_path, [sys.executable, "-c", code])) - LOCAL == {("tcp", "00000000")}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -98,9 +99,6 @@ def test_the_watch_sees_who_listens_for_others(network: Tally, tmp_path: Path) -
     ids=["ddp", "one process", "fsdp", "pipeline"],
 )
 def test_a_run_listens_for_nobody_else(network: Tally, tmp_path: Path, words: str) -> None:
-    if not IS_LONG and "ddp" not in words:
-        network.skip("on demand")
-        pytest.skip("on demand")
     train = f"train --task {TASK} device=cpu updates=4 run=r {words}"
     run = [sys.executable, "-m", "runner", *train.split()]
     found = watched(tmp_path, run)

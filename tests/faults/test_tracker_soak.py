@@ -1,11 +1,13 @@
-"""A wandb that misbehaves anew at each request, or is killed: training waits for nothing, and no row is lost."""
+"""A wandb that misbehaves anew at each request, or is killed: no row is lost, and none is there twice.
+
+That neither the start nor a row waits for wandb is tested in tests/observe/test_trackers.py.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +18,7 @@ import pytest
 
 from runner.observe.trackers import TRACKERS
 from tests.faults.tallies import Tally
+from tests.waiting import wait_until
 from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows, rows
 
 NUM_ROWS = 120
@@ -34,7 +37,7 @@ def test_a_wandb_that_misbehaves_at_random_loses_and_doubles_no_row(
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    for number in range(amount(2, 150)):
+    for number in range(amount(1, 150)):
         dice = random.Random(f"{seed} soak {number}")
         folder = tmp_path / f"run-{number}"
         folder.mkdir()
@@ -58,30 +61,21 @@ def must_keep_every_row(folder: Path, dice: random.Random, mark: str, monkeypatc
     with Server(mood=mood) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         tracker = TRACKERS["wandb"](folder, "a run", {}, None)
-        began = time.monotonic()
         tracker.start()
         first = dice.randrange(NUM_ROWS)
-        longest = log_all(tracker, rows(0, first))
-        assert time.monotonic() - began < 2.0, "the start waits for wandb"
-        time.sleep(dice.uniform(0.0, 3.0))
+        log_all(tracker, rows(0, first))
         is_killed = dice.random() < 0.3
         if is_killed:
             kill_one(dice, mark)
-        longest = max(longest, log_all(tracker, rows(first, NUM_ROWS)))
-        assert longest < 0.5, f"a row waits {longest:.2f} s for wandb"
-        began = time.monotonic()
+        log_all(tracker, rows(first, NUM_ROWS))
         tracker.finish(5.0)
-        assert time.monotonic() - began < 7.0, "the end waits for wandb"
         sent = server.updates
     held = [step for step, _ in offline_rows(folder, "*run-*")]
     assert len(set(held)) == len(held), f"a row twice in the folders: {held}"
     assert len(set(sent)) == len(sent), f"a row twice at the server: {sent}"
     missing = set(range(NUM_ROWS)) - set(held) - set(sent)
     assert len(missing) <= tracker.num_dropped, f"{sorted(missing)} are nowhere, {tracker.num_dropped} counted"
-    gone_by = time.monotonic() + 10
-    while left := marked(mark):
-        assert time.monotonic() < gone_by, f"still there: {left}"
-        time.sleep(0.05)
+    wait_until(lambda: not marked(mark), "the processes of the tracker end")
 
 
 def kill_one(dice: random.Random, mark: str) -> None:

@@ -12,7 +12,6 @@ import random
 import re
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ import torch
 from runner.durable import checkpoint, files
 from runner.durable.system import System
 from tests.faults import saver
+from tests.waiting import wait_until
 
 NAME = "mine"
 TASK = Path(__file__).with_name("task_of_faults.py")
@@ -43,7 +43,6 @@ class Ended:
     code: int
     out: str
     acknowledged: int
-    seconds: float
     pids: tuple[int, ...]
 
 
@@ -71,14 +70,14 @@ class End:
     """When a command is ended, and by what.
 
     at, moment  at this operation on files, counted from 1; 0: at none
-    after_s     so many seconds after its start; None: never
+    heard       by another process, once it has heard that this operation begins (0: at once); None: never
     environment  what the task is told
     whole_group  the workers are killed together with it; else they are left behind
     """
 
     at: int = 0
     moment: str = "before"
-    after_s: float | None = None
+    heard: int | None = None
     environment: Mapping[str, str] | None = None
     whole_group: bool = True
 
@@ -108,30 +107,33 @@ def run(
 
     def work(tell: Callable[[str, int], None]) -> None:
         assert os.getpid() != here
-        system = saver.Interrupted(die, end.at, end.moment, Acknowledging(tell))
+        real = Acknowledging(tell)
+        system = saver.Interrupted(die, end.at, end.moment, real, is_told=end.heard is not None)
+        system.tell = lambda number: tell("operations", number)
         with files.through(system):
             code = _main(words, folder, output, end.environment or {})
         (output.with_suffix(".operations")).write_text(str(system.count))
         os._exit(code)
 
-    began = time.monotonic()
     pid, listener = saver.start(work, System(), before)
     pids = (pid,)
-    if end.after_s is not None:
-        time.sleep(end.after_s)
+    if end.heard is not None:
+        listener.wait_for("operations", end.heard)
         pids = (pid, *session_of(pid))
         listener.hear()
         if cut is not None:
             cut()
-        with suppress(ProcessLookupError):
-            (os.killpg if end.whole_group else os.kill)(pid, signal.SIGKILL)
+        if end.whole_group:
+            with suppress(ProcessLookupError):  # at once: it has no session of its own yet
+                os.killpg(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    if end.after_s is None:
+    if end.heard is None:
         listener.hear()
     listener.close()
     text = output.read_text(errors="replace") if output.exists() else ""
     code = os.waitstatus_to_exitcode(status)
-    return Ended(code, text, listener.told.saved, time.monotonic() - began, pids)
+    return Ended(code, text, listener.told.saved, pids)
 
 
 def session_of(leader: int) -> list[int]:
@@ -175,12 +177,11 @@ def assert_tidy(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def assert_gone(pids: tuple[int, ...], within_s: float = 10.0) -> None:
+def assert_gone(pids: tuple[int, ...]) -> None:
     """Nothing of the session is left running, and no shared memory that one of its processes made."""
-    deadline = time.monotonic() + within_s
-    while (left := session_of(pids[0])) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left, f"processes {left} outlive their run by {within_s} s"
+    wait_until(
+        lambda: not session_of(pids[0]), f"the end of the processes of session {pids[0]}, which outlive their run"
+    )
     segments = [path.name for path in Path("/dev/shm").iterdir() if any(f"_{pid}_" in path.name for pid in pids)]
     assert not segments, f"shared memory is left: {segments}"
 
@@ -197,16 +198,16 @@ def metric_rows(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
-def random_end(generator: random.Random, operations: int, seconds: float) -> tuple[str, End]:
-    """Return a moment at which a command of so many operations and seconds is ended, and its name."""
-    kind = generator.choice(("operation", "operation", "operation", "time", "time", "evaluation", "update"))
+def random_end(generator: random.Random, operations: int) -> tuple[str, End]:
+    """Return a moment at which a command of so many operations is ended, and its name."""
+    kind = generator.choice(("operation", "operation", "operation", "other", "other", "evaluation", "update"))
     whole_group = generator.random() < 0.5
     if kind == "operation":
         end = End(generator.randint(1, operations), generator.choice(saver.MOMENTS), whole_group=whole_group)
         return f"operation {end.at} {end.moment}", end
-    if kind == "time":
-        end = End(after_s=generator.uniform(0, seconds), whole_group=whole_group)
-        return f"after {end.after_s:.4f} s", end
+    if kind == "other":
+        end = End(heard=generator.randint(0, operations), whole_group=whole_group)
+        return f"other process, operation {end.heard} begun", end
     number = generator.choice((1, 2, 3, 11, 30))
     return f"{kind} {number}", End(environment={"ACCEL_RUN_END": f"{kind} {number}"}, whole_group=whole_group)
 

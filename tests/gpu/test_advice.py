@@ -9,7 +9,7 @@ import pytest
 
 from tests.forkserver import ForkServer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.long]
 PLANTED = Path(__file__).parents[1] / "measure" / "planted"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -38,23 +37,30 @@ def test_the_parts_of_a_run_add_up_to_it(words: str, tmp_path: Path) -> None:
 
 
 def test_marks_cost_no_wait_and_tell_what_the_device_did() -> None:
+    """The marks of a part enclose two events of the test, and lie between two others, on the device's own clock."""
     device = torch.device("cuda")
-    matrix = torch.randn(8192, 8192, device=device)
+    matrix = torch.randn(1024, 1024, device=device)
     torch.mm(matrix, matrix)
+    outer = [torch.Event(device, enable_timing=True) for _ in range(2)]
+    inner = [[torch.Event(device, enable_timing=True) for _ in range(2)] for _ in range(10)]
     torch.cuda.synchronize()
-    watch = DeviceStopwatch(device)
-    began = time.perf_counter()
-    for update in range(1, 11):
-        watch.lap("hooks")
-        for _ in range(10):
-            torch.mm(matrix, matrix)
-        watch.lap("forward")
-        watch.stop(update)
-    bookmark = watch.bookmark()
-    asked = time.perf_counter() - began
-    torch.cuda.synchronize()
-    done = time.perf_counter() - began
-    assert asked < 0.5 * done, "the host has asked for all of it long before it is done"
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outer[0].record()
+        watch = DeviceStopwatch(device)
+        for update, (begin, end) in enumerate(inner, 1):
+            watch.lap("hooks")
+            begin.record()
+            for _ in range(3):
+                torch.mm(matrix, matrix)
+            end.record()
+            watch.lap("forward")
+            watch.stop(update)
+        outer[1].record()
+        bookmark = watch.bookmark()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     spent = watch.finish()
-    assert spent["forward"] == pytest.approx(done, rel=0.1)
+    least_s, most_s = (sum(one.elapsed_time(other) for one, other in events) / 1e3 for events in (inner, [outer]))
+    assert 0 < 0.999 * least_s <= spent["forward"] <= 1.001 * most_s
     assert sum(between({}, bookmark()).get(part, 0.0) for part in PARTS) == pytest.approx(spent["forward"])

@@ -12,7 +12,7 @@ import torch
 
 pytestmark = pytest.mark.gpu
 GPT = (
-    "train task=gpt task.size=tiny updates=50 global_batch_size=32 optimizer.lr=0.0003 log_every=1 precision=fp32"
+    "train task=gpt task.size=tiny updates=20 global_batch_size=32 optimizer.lr=0.0003 log_every=1 precision=fp32"
     " evaluate.every=0 evaluate.samples=32"
 )
 

@@ -25,12 +25,18 @@ def trial() -> int:
     from runner.base.birth import birth_of
     from runner.durable import files
     from runner.durable.directory import RunDirectory
+    from tests.waiting import wait_until
 
     given = dict(word.partition("=")[::2] for word in sys.argv[2:] if "=" in word)
     act, seconds = given.get("task.act", ""), float(given.get("task.seconds", "0.1"))
     metric, asked = "val/accuracy" if act == "other" else "val/loss", list[int]()
+
+    def ask(*_: object) -> None:
+        asked.append(1)
+        (Path(given["output_root"].strip('"')) / given["run"] / f"asked-{len(asked)}").touch()
+
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: asked.append(1))
+        signal.signal(number, ask)
     with RunDirectory.create_or_open(Path(given["output_root"].strip('"')), given["run"]) as run:
         record = files.read_object(run.run_json)
         made = int(record.get("made", 0))
@@ -49,7 +55,13 @@ def trial() -> int:
         run.write("run.json", json.dumps(record))
         print(f"trains {run.name}", flush=True)
         while made < 3:
-            time.sleep(seconds / 3)
+            time.sleep(seconds / 3)  # lint-tests: sleep: what a training takes; nothing is ordered by it
+            if act == "meet":
+                wait_until(lambda: len(list(run.path.parent.glob("*/run.json"))) > 1, "another trial")
+            if act == "hang":
+                wait_until(lambda: asked)
+            if act == "deaf":
+                wait_until(Path(os.environ["SAVED"]).exists)
             if act == "fail" and made == 1 and "MENDED" not in os.environ:
                 return end("failed", 70)
             if act == "killed" and made == 1:
@@ -73,5 +85,5 @@ def stand_in() -> None:
     """Trials of this process are stand-ins, and what is planned is not asked for."""
     from runner.launch import pool, search, sweep
 
-    pool._MAIN = TRIAL
+    pool.TRIAL_MAIN = TRIAL
     sweep.must_be_plannable = search.must_be_plannable = lambda configurations: None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,11 +105,12 @@ def test_a_rank_that_a_debugger_holds_is_neither_stopped_nor_silent(tmp_path: Pa
         assert child.stdout is not None
         traced = int(child.stdout.readline())
         SignBoard(tmp_path, 0).put(sign(1.0, 2.0))
-        hangs = Hangs(tmp_path, {0: traced})
+        ticks = count(step=int(2 * watchdog.TICK_S) + 1)
+        hangs = Hangs(tmp_path, {0: traced}, clock=lambda: next(ticks))
         states = []
         for _ in range(4):
-            hangs._states = {0: hangs._state(0)}
-            states.append(hangs._states[0])
+            assert hangs.look([0]) is None
+            states.append(hangs.states[0])
         assert state_of(traced) == "t"
         assert all(state.is_traced and not state.stopped_s and not state.silent_s for state in states)
         child.stdin.write("\n")
@@ -128,6 +130,19 @@ def test_a_rank_is_known_to_be_watched_before_its_first_look(tmp_path: Path, mon
     with watchdog.watched(plan, world, keep=lambda _: None):
         assert board.read() == Sign(ticks=1, limit_s=30.0, kind=START, is_first=True)
     assert board.read() == Sign()
+
+
+def test_a_rank_without_a_watchdog_shows_what_it_has_made_and_its_end(tmp_path: Path) -> None:
+    """The launcher needs both, whoever looks for hangs."""
+    plan: Any = SimpleNamespace(choices={"watchdog": SimpleNamespace(function="off", options={})})
+    hangs = Hangs(tmp_path, {0: 1, 1: 2})
+    world = World(torch.device("cpu"), rank=0, world_size=2, watched_from=tmp_path)
+    with watchdog.watched(plan, world, keep=lambda _: None) as pulse:
+        pulse.made.value = 7
+        assert (hangs.made(), hangs.is_ending()) == (7, False)
+        pulse.ending.value = True
+        assert hangs.is_ending()
+    assert hangs.made() == 7
 
 
 def test_a_sign_is_read_as_it_was_put_up(tmp_path: Path) -> None:

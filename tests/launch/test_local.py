@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
-import faulthandler
 import json
 import os
+import platform
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -35,8 +36,11 @@ from runner.distributed.lost import is_of_a_lost_rank
 from runner.durable.signals import StopRequest
 from runner.launch import local
 from runner.launch.local import Ending, as_error
+from tests.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
+EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # a system call
+LONG_S = 100.0  # of grace: nobody is killed
+GIVES_UP_S = 0.2  # where nobody can come, and so nobody comes too late
 
 
 @pytest.fixture
@@ -100,9 +104,11 @@ def reduce_for_ever(world: World) -> None:
 # ---------------------------------------------------------------- ends
 
 
-def test_what_ranks_return_comes_back_in_their_order() -> None:
+def test_what_ranks_return_comes_back_in_their_order(tmp_path: Path) -> None:
     def main(member: Member) -> tuple[int, Any]:
-        time.sleep(0.02 * (3 - member.rank))  # the last ends first
+        if member.rank < 2:  # the last ends first
+            wait_until(lambda: has_ended(tmp_path, member.rank + 1))
+        note_pid(tmp_path, member)
         return 0, asdict(member) | {"text": "é" * 100_000}
 
     ending = run_ranks(main, 3)
@@ -149,7 +155,7 @@ def test_the_signal_that_ended_a_rank_is_named(number: int) -> None:
     assert ending.code == ending.cause.exit_code == 128 + number
     name = {signal.SIGRTMIN: "SIGRTMIN"}.get(number) or signal.Signals(number).name
     assert ending.cause.signal == name
-    assert f"rank 1 of 2 was ended by {name}, after " in str(as_error(ending))
+    assert name in as_error(ending).problems[0].what
     assert as_error(ending).exit_code == Exit.RANK_LOST
 
 
@@ -160,8 +166,12 @@ def test_the_codes_of_all_ranks_make_one(codes: tuple[int, int], together: int) 
     assert ending.results == tuple("told" if code in (0, 75) else None for code in codes)
 
 
-def test_a_rank_may_end_long_before_the_others() -> None:
-    assert run_ranks(on_rank(1, partial(time.sleep, 0.5)), grace_s=0.1).code == 0
+def test_a_rank_may_end_long_before_the_others(tmp_path: Path) -> None:
+    def outlive() -> None:
+        wait_until(lambda: has_ended(tmp_path, 0))
+        linger()
+
+    assert run_ranks(on_rank(1, outlive, partial(note_pid, tmp_path)), grace_s=0.0).code == 0
 
 
 def test_a_result_that_json_cannot_write_is_a_failure() -> None:
@@ -199,26 +209,22 @@ def test_nothing_of_the_supervisor_runs_at_the_exit_of_a_rank(tmp_path: Path, mo
 # ---------------------------------------------------------------- causes and victims
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_killed_rank_is_named_and_nobody_is_left(seed: int) -> None:
     chance = random.Random(seed)
     chosen, moment_s = chance.randrange(3), chance.uniform(0.0, 0.2)
-    killed_at: list[float] = []
-    named_at: list[float] = []
 
     def main(member: Member) -> tuple[int, Any]:
         if member.rank == chosen:
             threading.Timer(moment_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         return in_world(reduce_for_ever)(member)
 
-    before, began = family(), time.monotonic()
-    ending = local.run_ranks(main, 3, grace_s=0.5, say=lambda text: named_at.append(time.monotonic()))
-    killed_at.append(began + moment_s)
+    before = family()
+    ending = run_ranks(main, 3)
     assert family() == before
     assert ending.cause is not None
     assert (ending.code, ending.cause.rank, ending.cause.signal) == (137, chosen, "SIGKILL")
-    assert named_at[0] - killed_at[0] < 5.0
-    assert time.monotonic() - killed_at[0] < 10.0
     assert all(failure.is_victim for failure in ending.failures if failure.rank != chosen)
     assert len(ending.failures) + len(ending.killed) == 3
 
@@ -227,72 +233,92 @@ def test_a_raising_rank_is_named_with_its_own_traceback_and_who_waited_is_a_vict
     def act(world: World) -> None:
         world.sum(torch.ones(1))
         if world.rank == 1:
-            raise ValueError("the seventh sample is odd")
+            raise ValueError("odd")
         reduce_for_ever(world)
 
     ending = run_ranks(in_world(act))
     assert ending.cause is not None
     assert (ending.code, ending.cause.rank, ending.cause.is_victim) == (Exit.SOFTWARE, 1, False)
-    assert 'raise ValueError("the seventh sample is odd")' in ending.cause.traceback
+    assert "in act\n" in ending.cause.traceback
     victim = next(failure for failure in ending.failures if failure.rank == 0)
     assert victim.is_victim
     assert "all_reduce" in victim.traceback
     error = as_error(ending)
     assert error.exit_code == Exit.SOFTWARE
-    assert "rank 1 of 2 raised ValueError: the seventh sample is odd, after " in str(error)
+    assert "ValueError: odd" in error.problems[0].what
 
 
-def test_the_cause_is_the_first_of_two() -> None:
+def after_the_other(folder: Path, member: Member, first: int = 1) -> None:
+    """Return at once in rank `first`, and in the other when that has ended."""
+    note_pid(folder, member)
+    if member.rank != first:
+        wait_until(lambda: has_ended(folder, first))
+
+
+def test_the_cause_is_the_first_of_two(tmp_path: Path) -> None:
     def main(member: Member) -> tuple[int, Any]:
-        time.sleep(0.05 + 0.15 * (1 - member.rank))
+        after_the_other(tmp_path, member)
         raise ValueError(f"rank {member.rank} had enough")
 
-    ending = run_ranks(main)
+    ending = run_ranks(main, grace_s=LONG_S)
     assert ending.cause is not None
     assert [failure.rank for failure in ending.failures] == [1, 0]
     assert ending.cause.rank == 1
 
 
-def test_a_victim_that_ends_before_the_cause_is_not_taken_for_it() -> None:
+def test_a_victim_that_ends_before_the_cause_is_not_taken_for_it(tmp_path: Path) -> None:
     def main(member: Member) -> tuple[int, Any]:
         try:
             return in_world(lambda world: 1 / 0 if world.rank == 1 else reduce_for_ever(world))(member)
         finally:
-            time.sleep(0.8 * member.rank)  # as a tracker does that has rows to send
+            after_the_other(tmp_path, member, first=0)  # as a tracker does that has rows to send
 
-    ending = run_ranks(main)
+    ending = run_ranks(main, grace_s=LONG_S)
     assert ending.failures[0].rank == 0
     assert ending.cause is not None
-    assert (ending.cause.rank, ending.cause.what) == (1, "raised ZeroDivisionError: division by zero")
+    assert ending.cause.rank == 1
+    assert "ZeroDivisionError" in ending.cause.what
 
 
 def test_a_failing_rank_does_not_wait_for_one_that_hangs() -> None:
-    began = time.monotonic()
-    ending = run_ranks(on_rank(1, partial(sys.exit, 3), lambda member: time.sleep(60)), grace_s=0.1)
+    ending = run_ranks(on_rank(1, partial(sys.exit, 3), hang), grace_s=0.1)
     assert (ending.code, ending.killed, ending.results) == (3, (0,), (None, None))
-    assert time.monotonic() - began < 5
 
 
-def test_the_others_have_time_to_finish_what_they_write() -> None:
-    ending = run_ranks(on_rank(1, partial(sys.exit, 3), lambda member: time.sleep(0.3)))
+def test_the_others_have_time_to_finish_what_they_write(tmp_path: Path) -> None:
+    def main(member: Member) -> tuple[int, Any]:
+        after_the_other(tmp_path, member)
+        return (3 if member.rank else 0), member.rank
+
+    ending = run_ranks(main, grace_s=LONG_S)
     assert (ending.code, ending.killed, ending.results) == (3, (), (0, None))
 
 
-def test_a_rank_that_ended_before_it_could_be_killed_counts_as_a_failure_at_its_own_time() -> None:
+def test_a_rank_that_ended_before_it_could_be_killed_counts_as_a_failure_at_its_own_time(tmp_path: Path) -> None:
+    seen_s: list[float] = []
+
     def main(member: Member) -> tuple[int, Any]:
-        time.sleep(0.2 * (1 - member.rank))
+        after_the_other(tmp_path, member)
         raise ValueError(member.rank)
 
-    ending = local.run_ranks(main, 2, grace_s=0.05, say=lambda text: time.sleep(0.6))
+    def say(text: str) -> None:
+        wait_until(lambda: has_ended(tmp_path, 0))
+        seen_s.append(time.monotonic())
+        linger()
+
+    began = time.monotonic()
+    ending = local.run_ranks(main, 2, grace_s=0.0, say=say)
     assert ([failure.exit_code for failure in ending.failures], ending.killed) == ([70, 70], ())
-    assert ending.failures[1].seconds < 0.5
+    # lint-tests: clock: which of two moments came first, not how long something took
+    assert began + ending.failures[1].seconds <= seen_s[0]
 
 
-def test_a_stopped_rank_does_not_hold_up_the_end() -> None:
+def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path) -> None:
     def main(member: Member) -> tuple[int, Any]:
+        note_pid(tmp_path, member)
         if member.rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.1)
+        wait_until(lambda: status_of(tmp_path, 0) == psutil.STATUS_STOPPED)
         raise ValueError("no")
 
     ending = run_ranks(main, grace_s=0.1)
@@ -304,18 +330,19 @@ def test_where_there_are_only_victims_the_silent_rank_is_named_too() -> None:
     def act(world: World) -> None:
         world.sum(torch.ones(1))
         if world.rank == 1:
+            _close_connections()
             os.kill(os.getpid(), signal.SIGSTOP)
         reduce_for_ever(world)
 
-    ending = run_ranks(in_world(act, timeout_s=0.3), grace_s=0.1)
+    ending = run_ranks(in_world(act), grace_s=0.1)
     assert ending.cause is not None
     assert (ending.cause.rank, ending.cause.is_victim, ending.killed) == (0, True, (1,))
-    assert "; rank 1 did not answer" in str(as_error(ending))
+    assert "rank 1" in as_error(ending).problems[0].what
     assert as_error(ending).exit_code == Exit.RANK_LOST
 
 
-@pytest.mark.parametrize(("crash", "name"), [(faulthandler._sigsegv, "SIGSEGV"), (os.abort, "SIGABRT")])
-def test_a_crashed_rank_has_a_traceback_of_its_own(crash: Callable[[], None], name: str) -> None:
+@pytest.mark.parametrize(("crash", "name"), [(partial(ctypes.string_at, 0), "SIGSEGV"), (os.abort, "SIGABRT")])
+def test_a_crashed_rank_has_a_traceback_of_its_own(crash: Callable[[], object], name: str) -> None:
     def crashing_function() -> None:
         crash()
 
@@ -327,7 +354,7 @@ def test_a_crashed_rank_has_a_traceback_of_its_own(crash: Callable[[], None], na
 
 
 def test_the_problems_of_a_rank_come_back_under_its_name_with_its_code() -> None:
-    problems = (Problem("must be 3, but is 4", "model.depth", "say 3"), Problem("is missing"))
+    problems = (Problem("is 4", "model.depth", "use 3"), Problem("is missing"))
 
     def fail() -> None:
         error = ConfigError(problems)
@@ -337,10 +364,9 @@ def test_the_problems_of_a_rank_come_back_under_its_name_with_its_code() -> None
     error = as_error(ending)
     assert ending.code == error.exit_code == Exit.CONFIG
     assert error.problems == (
-        Problem("must be 3, but is 4", "rank 1: model.depth", "say 3"),
+        Problem("is 4", "rank 1: model.depth", "use 3"),
         Problem("is missing", "rank 1", ""),
     )
-    assert "rank 1: model.depth: must be 3, but is 4" in str(error)
 
 
 def _raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
@@ -386,7 +412,8 @@ def test_an_error_that_is_its_own_cause_can_be_told() -> None:
 
 
 def test_a_rank_that_cannot_meet_the_others_is_a_victim() -> None:
-    ending = run_ranks(on_rank(1, partial(time.sleep, 60), in_world(lambda world: None, timeout_s=0.2)), grace_s=0.1)
+    meets = in_world(lambda world: None, timeout_s=GIVES_UP_S)
+    ending = run_ranks(lambda member: hang() if member.rank else meets(member), grace_s=0.1)
     assert ending.cause is not None
     assert (ending.code, ending.cause.is_victim, ending.killed) == (Exit.SYSTEM, True, (1,))
 
@@ -395,7 +422,7 @@ def test_a_rank_that_cannot_meet_the_others_is_a_victim() -> None:
 
 
 def test_what_a_rank_started_does_not_outlive_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_OTHERS_S", 0.3)
+    monkeypatch.setattr(local, "OTHERS_S", 0.3)
 
     def start() -> None:
         _read_with_workers()
@@ -404,7 +431,7 @@ def test_what_a_rank_started_does_not_outlive_a_failure(tmp_path: Path, monkeypa
         if os.fork() == 0:  # an orphan that nobody asked for
             if os.fork() == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                time.sleep(60)
+                hang()
             os._exit(0)
         (tmp_path / "started").write_text(json.dumps(sorted(family())))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -428,6 +455,50 @@ def test_what_made_itself_a_session_may_finish_where_all_went_well() -> None:
     os.waitpid(own, 0)  # it was adopted
 
 
+def test_a_process_whose_first_thread_has_ended_is_ended_too(tmp_path: Path) -> None:
+    """The system calls it a zombie while its other threads go on, and lets nobody reap it."""
+
+    def start() -> None:
+        if os.fork() == 0:
+            threading.Thread(target=hang).start()
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            ctypes.CDLL(None).syscall(EXIT_OF_A_THREAD, 0)
+        pid = int(wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        assert psutil.Process(pid).num_threads() == 2
+
+    before = family()
+    assert run_ranks(on_rank(0, start), 1).code == 0
+    assert family() == before
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("of_rank", [0, 1])
+def test_what_a_signal_raises_while_a_rank_starts_leaves_no_rank(of_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a time limit on a test does: between the fork and its return nobody would know the process."""
+    opened: list[int] = []
+
+    def interrupted(pid: int) -> int:
+        opened.append(pid)
+        if len(opened) == of_rank + 1:
+            os.kill(os.getpid(), signal.SIGALRM)
+        return pidfd_open(pid)
+
+    def too_late(number: int, frame: object) -> NoReturn:
+        raise TooLateError
+
+    pidfd_open = os.pidfd_open
+    monkeypatch.setattr(os, "pidfd_open", interrupted)
+    before, handler = family(), signal.signal(signal.SIGALRM, too_late)
+    try:
+        with pytest.raises(TooLateError):
+            run_ranks(lambda member: hang())
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert len(opened) == of_rank + 1
+    assert family() == before
+
+
 def test_processes_of_others_are_let_be() -> None:
     with subprocess.Popen(["sleep", "60"]) as mine:
         assert run_ranks(on_rank(1, partial(sys.exit, 3))).code == 3
@@ -447,15 +518,14 @@ def test_nobody_outlives_a_supervisor_that_is_killed(
         pids = [os.getpid(), *family()]
         (tmp_path / f".{member.rank}").write_text(json.dumps(pids))
         (tmp_path / f".{member.rank}").rename(tmp_path / f"pids-{member.rank}")
-        time.sleep(60)
-        return 0, None
+        hang()
 
     with supervisor(main, tmp_path) as pid:
-        _until(lambda: len(list(tmp_path.glob("pids-*"))) == 2)
+        wait_until(lambda: len(list(tmp_path.glob("pids-*"))) == 2)
         pids = [one for path in tmp_path.glob("pids-*") for one in json.loads(path.read_text())]
         assert len(pids) == (4 if reads else 2)
         os.kill(pid, signal.SIGKILL)
-    _until(lambda: not any(_is_alive(one) for one in pids), limit_s=10.0)
+    wait_until(lambda: not any(_is_alive(one) for one in pids))
     for folder in (tmp_path / "tmp").iterdir():  # nobody was left to remove it
         for file in folder.iterdir():
             file.unlink()
@@ -465,41 +535,71 @@ def test_nobody_outlives_a_supervisor_that_is_killed(
 # ---------------------------------------------------------------- signals
 
 
-def saves_when_asked(folder: Path, *, deaf_s: float = 0.0) -> Callable[[Member], tuple[int, Any]]:
-    """Return a main that appends a line to its file each time it saves, and then stops with 75."""
+def saves_when_asked(folder: Path, *, deaf: bool = False, gate: str = "") -> Callable[[Member], tuple[int, Any]]:
+    """Return a main that appends a line to its file each time it saves, and then stops with 75.
+
+    deaf  listens only after a first request was lost
+    gate  file to wait for before it stops
+    """
 
     def main(member: Member) -> tuple[int, Any]:
-        (folder / f"began-{member.rank}").touch()
-        time.sleep(deaf_s)  # importing, reading
-        with StopRequest() as stop:
+        if deaf:
+            lost: list[int] = []
+            signal.signal(signal.SIGUSR1, lambda number, _: lost.append(number))
             (folder / f"listens-{member.rank}").touch()
-            _until(lambda: stop.requested is not None, limit_s=20)
+            wait_until(lambda: lost)  # meanwhile it imports and reads
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        with StopRequest() as stop:
+            bell, rope = os.pipe2(os.O_NONBLOCK)
+            signal.set_wakeup_fd(rope)
+            (folder / f"listens-{member.rank}").touch()
+            wait_until(lambda: stop.requested is not None)
             with (folder / f"saved-{member.rank}").open("a") as file:
                 file.write(f"{stop.requested}\n")
-            time.sleep(0.05)  # reminders come meanwhile
-        time.sleep(0.05)
+            rung: list[bytes] = []
+            wait_until(lambda: rung.append(_read(bell)) or len(b"".join(rung)) > 2, "reminders while it saves")
+            wait_until(lambda: not gate or (folder / gate).exists())
+            signal.set_wakeup_fd(-1)
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "nor do those kill it that come now"
         return 75, member.rank
 
     return main
 
 
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1)
+    except BlockingIOError:
+        return b""
+
+
+def all_there(folder: Path, name: str) -> Callable[[], bool]:
+    return lambda: len(list(folder.glob(f"{name}-*"))) == 2
+
+
+@pytest.fixture
+def often_reminded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "REMINDER_S", 0.02)
+
+
+@pytest.mark.usefixtures("often_reminded")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("whole_group", [False, True], ids=["one", "group"])
 def test_one_stop_signal_lets_every_rank_save_once_and_leave_with_75(
-    number: signal.Signals, whole_group: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, whole_group: bool, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local, "_REMINDER_S", 0.02)
     with supervisor(saves_when_asked(tmp_path), tmp_path) as pid:
-        _until(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
+        wait_until(all_there(tmp_path, "listens"))
         (os.killpg if whole_group else os.kill)(pid, number)  # a terminal sends Ctrl-C to the group
     ending = json.loads((tmp_path / "ending").read_text())
     assert (ending["code"], ending["results"], ending["stop"]) == (75, [0, 1], number.name)
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGUSR1\n"] * 2
 
 
+@pytest.mark.usefixtures("often_reminded")
 def test_a_stop_is_heard_by_ranks_that_did_not_listen_yet(tmp_path: Path) -> None:
-    with supervisor(saves_when_asked(tmp_path, deaf_s=0.4), tmp_path) as pid:
-        _until(lambda: len(list(tmp_path.glob("began-*"))) == 2)
+    with supervisor(saves_when_asked(tmp_path, deaf=True), tmp_path) as pid:
+        wait_until(all_there(tmp_path, "listens"))
         os.kill(pid, signal.SIGINT)
     assert json.loads((tmp_path / "ending").read_text())["code"] == 75
 
@@ -509,42 +609,44 @@ def test_a_second_stop_signal_ends_all_at_once_with_130(
     first: signal.Signals, second: signal.Signals, tmp_path: Path
 ) -> None:
     def main(member: Member) -> tuple[int, Any]:
-        (tmp_path / f"began-{member.rank}").touch()
-        time.sleep(60)
-        return 0, None
+        signal.signal(signal.SIGUSR1, lambda *_: (tmp_path / f"asked-{member.rank}").touch())
+        (tmp_path / f"listens-{member.rank}").touch()
+        hang()
 
     with supervisor(main, tmp_path) as pid:
-        _until(lambda: len(list(tmp_path.glob("began-*"))) == 2)
+        wait_until(all_there(tmp_path, "listens"))
         os.kill(pid, first)
-        time.sleep(0.1)
+        wait_until(all_there(tmp_path, "asked"))
         os.kill(pid, second)
     ending = json.loads((tmp_path / "ending").read_text())
     assert (ending["code"], ending["killed"], ending["cause"]) == (130, [0, 1], None)
 
 
+@pytest.mark.usefixtures("often_reminded")
 def test_a_warning_does_not_count_as_the_first_stop_signal(tmp_path: Path) -> None:
-    with supervisor(saves_when_asked(tmp_path), tmp_path) as pid:
-        _until(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
+    with supervisor(saves_when_asked(tmp_path, gate="go"), tmp_path) as pid:
+        wait_until(all_there(tmp_path, "listens"))
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             os.kill(pid, number)
-            time.sleep(0.05)
+            wait_until(all_there(tmp_path, "saved"))
+            wait_until(lambda: not _is_pending(pid))
+        (tmp_path / "go").touch()
     assert json.loads((tmp_path / "ending").read_text())["code"] == 75
 
 
 def test_what_the_terminal_suspends_goes_on_later(tmp_path: Path) -> None:
     def main(member: Member) -> tuple[int, Any]:
-        (tmp_path / f"pid-{member.rank}").write_text(str(os.getpid()))
-        _until((tmp_path / "go").exists)
+        note_pid(tmp_path, member)
+        wait_until((tmp_path / "go").exists)
         return 0, member.rank
 
     with supervisor(main, tmp_path) as pid:
-        _until(lambda: all((tmp_path / f"pid-{rank}").is_file() for rank in (0, 1)))
-        time.sleep(0.05)
+        wait_until(lambda: all((tmp_path / f"pid-{rank}").is_file() for rank in (0, 1)))
         all_pids = [pid, *(int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1))]
         os.kill(pid, signal.SIGTSTP)
-        _until(lambda: {psutil.Process(one).status() for one in all_pids} == {psutil.STATUS_STOPPED})
+        wait_until(lambda: {psutil.Process(one).status() for one in all_pids} == {psutil.STATUS_STOPPED})
         os.kill(pid, signal.SIGCONT)
-        _until(lambda: psutil.STATUS_STOPPED not in {psutil.Process(one).status() for one in all_pids})
+        wait_until(lambda: psutil.STATUS_STOPPED not in {psutil.Process(one).status() for one in all_pids})
         (tmp_path / "go").touch()
     assert json.loads((tmp_path / "ending").read_text())["results"] == [0, 1]
 
@@ -573,7 +675,7 @@ def test_handlers_and_orphans_are_as_before_whatever_happens() -> None:
     run_ranks(lambda member: (0, None))
     assert state() == before
     with pytest.raises(ZeroDivisionError):
-        local.run_ranks(on_rank(1, partial(sys.exit, 3), lambda member: time.sleep(60)), 2, say=shout)
+        local.run_ranks(on_rank(1, partial(sys.exit, 3), hang), 2, say=shout)
     assert state() == before
 
 
@@ -613,7 +715,7 @@ def test_a_system_that_has_no_room_for_all_ranks_is_left_with_none(
     monkeypatch.setattr(os, refused, limited)
     before = family()
     with pytest.raises(SystemLimit, match="rank 2 of 3 cannot be started: Resource temporarily unavailable"):
-        run_ranks(lambda member: (0, time.sleep(60)), 3)
+        run_ranks(hang, 3)
     assert family() == before
 
 
@@ -644,10 +746,7 @@ def supervisor(main: Callable[[Member], tuple[int, Any]], folder: Path) -> Itera
             os._exit(0)
     try:
         yield pid
-        limit = time.monotonic() + 20
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
-            assert time.monotonic() < limit, "the supervisor does not end"
-            time.sleep(0.01)
+        wait_until(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0), "the end of the supervisor")
     except BaseException:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
@@ -669,8 +768,44 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _until(condition: Callable[[], bool], *, limit_s: float = 10.0) -> None:
-    limit = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < limit, "it does not come about"
-        time.sleep(0.005)
+def _is_pending(pid: int) -> bool:
+    """Tell whether a signal has not been delivered yet."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return any(int(lines[key], 16) for key in ("SigPnd", "ShdPnd"))
+
+
+def _close_connections() -> None:
+    """Shut down every connection of this process."""
+    for link in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(link.name))) as copy:
+            if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                copy.shutdown(socket.SHUT_RDWR)
+
+
+class TooLateError(Exception):
+    """What a time limit raises."""
+
+
+def hang(member: Member | None = None) -> NoReturn:
+    while True:
+        signal.pause()
+
+
+def linger() -> None:
+    """Give a wrong program time to act; a right one passes as well without."""
+    time.sleep(0.3)  # lint-tests: sleep: nothing is ordered by it
+
+
+def note_pid(folder: Path, member: Member) -> None:
+    (folder / f".pid-{member.rank}").write_text(str(os.getpid()))
+    (folder / f".pid-{member.rank}").rename(folder / f"pid-{member.rank}")
+
+
+def status_of(folder: Path, rank: int) -> str | None:
+    """Return the status of a rank that has noted its pid, by psutil; a rank that ended is a zombie until all have."""
+    file = folder / f"pid-{rank}"
+    return psutil.Process(int(file.read_text())).status() if file.exists() else None
+
+
+def has_ended(folder: Path, rank: int) -> bool:
+    return status_of(folder, rank) == psutil.STATUS_ZOMBIE

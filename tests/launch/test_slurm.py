@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import pytest
 from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, Exit, InputMissing, MissingPackage, SystemLimit
 from runner.launch.launcher import launched
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 SBATCH = """#!/bin/bash
 cp -- "$1" "$PLAYED/script"
@@ -63,7 +66,7 @@ def run_script(cluster: Path, code: int, **environment: str) -> tuple[int, list[
         ["bash", str(cluster / "script")],
         env={**os.environ, "CODE": str(code), "SLURM_JOB_ID": "42", **environment},
         check=False,
-        timeout=20,
+        timeout=60,
     )
     return ended.returncode, (cluster / "srun").read_text().splitlines()
 
@@ -74,7 +77,7 @@ def test_local_leaves_the_run_to_this_process() -> None:
 
 
 def test_a_job_is_submitted_and_the_user_knows_how_to_follow_it(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Path, capsys: pytest.CaptureFixture[str], screen: Callable[..., None]
 ) -> None:
     words = ["launcher=slurm", "run=first", "parallelism=ddp", "launcher.nodes=2", "launcher.gpus_per_node=4"]
     assert launch(*words, "launcher.cpus_per_task=8", "launcher.partition=long", "launcher.mem_gb=64") == 0
@@ -92,26 +95,21 @@ def test_a_job_is_submitted_and_the_user_knows_how_to_follow_it(
         "signal": "USR1@120",
         "time": "60",
     }
-    said = capsys.readouterr().out
-    assert said.startswith(
-        "job 42 of SLURM trains run first: 8 ranks on 2 nodes with 4 GPUs each, 60 min, queued again up to 20 times\n"
-    )
-    for word in ("outputs/first/slurm/42_0_log.out", "squeue --job 42", "status run=first", "scancel 42"):
-        assert word in said
+    screen(capsys.readouterr().out)
 
 
 def test_every_rank_runs_the_same_command_with_a_name_and_without_the_launcher(cluster: Path) -> None:
-    launch("launcher=slurm", "launcher.time_min=30", "optimizer.lr=0.5", "task.size=tiny", "output_root=my runs")
+    launch("launcher=slurm", "launcher.time_min=30", "optimizer.lr=0.5", "task.size=tiny", "output_root=a b")
     code, given = run_script(cluster, 0)
     assert code == 0
     assert {"--open-mode=append", "--kill-on-bad-exit=0", "--wait=120"} <= set(given)
     begin = given.index(sys.executable)
     assert given[begin + 1 : begin + 4] == ["-m", "runner", "train"]
     *words, name, grace = given[begin + 4 :]
-    assert words == ["optimizer.lr=0.5", "task.size=tiny", "output_root=my runs", "launcher=local"]
+    assert words == ["optimizer.lr=0.5", "task.size=tiny", "output_root=a b", "launcher=local"]
     assert grace == "checkpoint.grace_s=120", "the warning comes so long before the end"
     assert name.startswith("run=gpt-"), "the job is queued again under the name it began with"
-    assert (cluster / "my runs" / name.removeprefix("run=") / "slurm").is_dir()
+    assert (cluster / "a b" / name.removeprefix("run=") / "slurm").is_dir()
 
 
 def test_the_time_that_the_user_names_is_not_changed(cluster: Path) -> None:
@@ -153,10 +151,11 @@ def test_what_was_to_begin_anew_does_so_only_once(cluster: Path) -> None:
 
 
 def test_no_value_reaches_the_shell_as_code(cluster: Path) -> None:
-    launch("launcher=slurm", "run=a", 'output_root="$(touch bad) ; `touch bad`"', "launcher.constraint='a100|(b&c)'")
+    hostile = 'output_root="$(touch bad) ; `touch bad`"'
+    launch("launcher=slurm", "run=a", hostile, "launcher.constraint='a100|(b&c)'")
     code, given = run_script(cluster, 0)
     assert code == 0
-    assert 'output_root="$(touch bad) ; `touch bad`"' in given
+    assert hostile in given
     assert not (cluster / "bad").exists()
     for word in ("launcher.partition='a b'", "launcher.account='a\nb'", "launcher.qos='$(touch bad)'"):
         with pytest.raises(ConfigError, match="without spaces"):
@@ -171,17 +170,13 @@ def test_all_that_could_not_work_is_said_before_anything_is_submitted(
     monkeypatch.setenv("PATH", str(cluster))
     with pytest.raises(ConfigError) as caught:
         launch("launcher=slurm", "launcher.nodes=2", "launcher.time_min=1", "run=a")
-    assert [str(problem) for problem in caught.value.problems] == [
-        (
-            "parallelism: must use all 2 ranks of the job, but is single\n"
-            "    say parallelism=ddp, or launcher.nodes=1 launcher.tasks_per_node=1"
-        ),
-        "launcher.signal_s: must be less than the time of the job (60 s), but is 120",
-        (
-            "launcher=slurm: needs sbatch and srun, which are not on this machine\n"
-            "    submit from a login node of the cluster, or say launcher=local"
-        ),
+    assert [problem.where for problem in caught.value.problems] == [
+        "parallelism",
+        "launcher.signal_s",
+        "launcher=slurm",
     ]
+    assert "launcher.nodes=1" in caught.value.problems[0].fix
+    assert "launcher=local" in caught.value.problems[2].fix
     assert not (cluster / "outputs").exists()
 
 
@@ -206,7 +201,7 @@ def test_what_sbatch_says_is_handed_on_once_and_nothing_is_left(
     (cluster / "says").write_text(says)
     with pytest.raises(ConfigError) as refused:
         launch("launcher=slurm", "run=a")
-    assert "does not take the job: invalid partition specified: x; Batch job" in str(refused.value)
+    assert [str(refused.value).count(line.partition("error: ")[2]) for line in says.splitlines()] == [1, 1]
     (cluster / "says").write_text("sbatch: error: Unable to contact slurm controller (connect failure)\n")
     with pytest.raises(SystemLimit, match="Unable to contact") as unreachable:
         launch("launcher=slurm", "run=a")
@@ -244,7 +239,7 @@ def test_a_controller_out_of_reach_is_no_fault_of_the_configuration(
         launch("launcher=slurm", "run=a")
     assert unreachable.value.exit_code == Exit.SYSTEM
     (problem,) = unreachable.value.problems
-    assert problem.what.startswith(f"SLURM cannot be reached: {begins}")
+    assert begins in problem.what
     assert way_out in problem.fix
 
 

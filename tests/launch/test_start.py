@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from runner.base.errors import ConfigError, Exit
-from runner.launch.start import _must_agree
+from runner.launch.start import must_agree
+from tests.launch.forked import Ended, forked, started_elsewhere
 
 SAME = {"accel-run": "0.1.0", "torch": "2.13.0", "task": "gpt"}
 
 
 def test_ranks_with_the_same_software_agree() -> None:
-    _must_agree([SAME, dict(SAME), dict(SAME)])
+    must_agree([SAME, dict(SAME), dict(SAME)])
 
 
 def test_unequal_software_is_named_by_rank() -> None:
     with pytest.raises(ConfigError) as caught:
-        _must_agree([SAME, {**SAME, "torch": "2.11.0"}, {**SAME, "task": "cape"}])
+        must_agree([SAME, {**SAME, "torch": "2.11.0"}, {**SAME, "task": "cape"}])
     assert caught.value.exit_code == Exit.CONFIG
-    assert [(problem.where, problem.what) for problem in caught.value.problems] == [
-        ("torch", "must be the same on every rank, but is 2.13.0 on rank 0 and 2.11.0 on rank 1"),
-        ("task", "must be the same on every rank, but is gpt on rank 0 and cape on rank 2"),
-    ]
+    assert [problem.where for problem in caught.value.problems] == ["torch", "task"]
+    for problem, named in zip(caught.value.problems, (("2.13.0", "2.11.0"), ("gpt", "cape")), strict=True):
+        assert all(value in problem.what for value in named)
+    assert "rank 1" in caught.value.problems[0].what
+    assert "rank 2" in caught.value.problems[1].what
 
 
 TASK = """
@@ -43,50 +42,45 @@ def build() -> Task: return Small()
 """
 
 
-def two_nodes(folder: Path, *words: Sequence[str]) -> list[tuple[int, str]]:
-    """Run a process as each of two machines would, with words of its own; return exit codes and errors."""
+def ranks(folder: Path, *words: Sequence[str], num_local_ranks: int = 1) -> list[Ended]:
+    """Run two ranks, with words of their own, as torchrun would; each machine has a folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in (0, 1):
-        (folder / f"n{rank}").mkdir(exist_ok=True)
-        environment = {
-            **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "RANK": str(rank),
-            "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }  # fmt: skip
-        line = [sys.executable, "-m", "runner", "train", "parallelism=ddp", "updates=2", "run=r", "device=cpu"]
-        processes.append(
-            subprocess.Popen(
-                [*line, "monitor=off", *words[rank]],
-                cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            )
-        )  # fmt: skip
-    return [(process.wait(60), process.communicate()[1]) for process in reversed(processes)][::-1]
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    line = ["train", "parallelism=ddp", "updates=2", "run=r", "device=cpu", "monitor=off"]
+    started = [
+        started_elsewhere(
+            [*line, *words[rank]], folder / f"n{rank // num_local_ranks}", rank, 2, address, num_local_ranks
+        )
+        for rank in (0, 1)
+    ]
+    return forked(started, folder)
+
+
+def task(folder: Path, number: int, activation: str = "Tanh") -> list[str]:
+    """Write the task file of a machine; return the words that name it."""
+    (folder / f"n{number}").mkdir(exist_ok=True)
+    (folder / f"n{number}" / "task.py").write_text(TASK.replace("ACTIVATION", activation))
+    return ["--task", "task.py"]
 
 
 def test_machines_whose_task_files_differ_end_with_78(tmp_path: Path) -> None:
-    for rank, activation in enumerate(("Tanh", "ReLU")):
-        (tmp_path / f"n{rank}").mkdir()
-        (tmp_path / f"n{rank}" / "task.py").write_text(TASK.replace("ACTIVATION", activation))
-    ended = two_nodes(tmp_path, ["--task", "n0/task.py"], ["--task", "n1/task.py"])
-    assert [code for code, _ in ended] == [Exit.CONFIG, Exit.CONFIG]
-    assert "the task's file: must be the same on every rank" in ended[0][1]
-    assert ended[1][1] == "", "what all know is said once"
+    ended = ranks(tmp_path, task(tmp_path, 0), task(tmp_path, 1, "ReLU"))
+    assert [rank.value for rank in ended] == [Exit.CONFIG, Exit.CONFIG]
+    assert "task's file" in ended[0].err
+    assert ended[1].err == "", "what all know is said once"
+
+
+def test_a_mistake_on_every_rank_is_said_once(tmp_path: Path) -> None:
+    words = [*task(tmp_path, 0), "optimizer.lrr=1"]
+    ended = ranks(tmp_path, words, words, num_local_ranks=2)
+    assert [rank.value for rank in ended] == [Exit.CONFIG, Exit.CONFIG]
+    assert ["optimizer.lrr=1" in rank.err for rank in ended] == [True, False]
 
 
 def test_what_only_another_machine_finds_is_said_there(tmp_path: Path) -> None:
     """The first of each machine speaks before the ranks have met; rank 0 cannot know what is wrong elsewhere."""
-    (tmp_path / "task.py").write_text(TASK.replace("ACTIVATION", "Tanh"))
-    environment = {
-        **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999",
-    }  # fmt: skip
-    words = ["train", "--task", "task.py", "parallelism=ddp", "optimizer.lrr=1"]
-    second = subprocess.run(
-        [sys.executable, "-m", "runner", *words],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30, check=False,
-    )  # fmt: skip
-    assert second.returncode == Exit.CONFIG
-    assert "optimizer.lrr=1: unknown key" in second.stderr
+    words = ["train", *task(tmp_path, 1), "parallelism=ddp", "optimizer.lrr=1"]
+    (second,) = forked([started_elsewhere(words, tmp_path / "n1", 1, 2, "127.0.0.1:29999")], tmp_path)
+    assert second.value == Exit.CONFIG
+    assert "optimizer.lrr=1" in second.err

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from runner.axes import dataloader
 from runner.axes.dataloader import Fetcher
 from runner.base.errors import DataError
-from runner.base.order import Order, evenly_spread
+from runner.base.order import Order, evenly_spread, seed_of_rank
 from runner.base.task import sample_rng
 
 CPU = torch.device("cpu")
@@ -126,14 +126,14 @@ class Squares:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 7:
-            raise ValueError("the picture is cut off")
+            raise ValueError("cut off")
         return torch.tensor(index * index)
 
 
 @pytest.mark.parametrize("kind", ["0", "2", "thread"])
 def test_a_bad_sample_is_named(kind: str) -> None:
     reader = loader(kind, Squares())
-    with pytest.raises(DataError, match="sample 7 cannot be read: ValueError: the picture is cut off"):
+    with pytest.raises(DataError, match="sample 7 cannot be read: ValueError: cut off"):
         list(islice(reader.batches(Order(10, 5, 5, seed=0).from_update(0)), 2))
     reader.close()
 
@@ -144,7 +144,7 @@ def test_a_bad_sample_is_left_out_and_listed_by_choice(kind: str) -> None:
     batches = list(islice(reader.batches(Order(10, 5, 5, seed=0).from_update(0)), 2))
     reader.close()
     assert sorted(int(value) for item in batches for value in item.batch) == [0, 1, 4, 9, 16, 25, 36, 64, 81]
-    assert [bad for item in batches for bad in item.bad] == [(7, "ValueError: the picture is cut off")]
+    assert [bad for item in batches for bad in item.bad] == [(7, "ValueError: cut off")]
 
 
 class Rows:
@@ -181,3 +181,11 @@ def test_the_random_numbers_of_a_sample_depend_on_seed_epoch_and_index() -> None
     drawn = {sample_rng(*key).integers(2**60) for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 1)]}
     assert len(drawn) == 4
     assert isinstance(sample_rng(0, 0, 0), np.random.Generator)
+
+
+def test_ranks_begin_with_seeds_of_their_own() -> None:
+    keys = [(seed, rank, update) for seed in (0, 1) for rank in range(5) for update in (0, 1, 50)]
+    seeds = [seed_of_rank(*key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert [seed_of_rank(seed, 0) for seed in (0, 1, 7)] == [0, 1, 7]  # one process and rank 0 draw alike

@@ -27,6 +27,8 @@ from runner.distributed.parallel import Parallel, Passes
 from runner.distributed.replicated import Replicated
 from runner.engine.loop import Position, StepInfo, Training, train_updates
 from tests.distributed.ranks import CPU, run_ranks
+from tests.faults.tallies import IS_LONG
+from tests.rounding import PROMISED, allowed, distance
 
 ALONE = World(CPU)
 NUM_SAMPLES, WIDTH, TOKENS, CLASSES = 45, 6, 4, 5
@@ -106,30 +108,22 @@ def trained(
     }
 
 
-def distance(one: dict[str, Any], other: dict[str, Any], key: str) -> float:
-    def flat(value: Any) -> list[float]:
-        return [number for inner in value.values() for number in inner] if isinstance(value, dict) else value
-
-    left, right = np.array(flat(one[key])), np.array(flat(other[key]))
-    return float(np.abs(left - right).max() / np.abs(left).max())
-
-
 SPLITS = [((16, 16), 16), ((19, 13), 19), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5), ((1, 30, 1), 7)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["fp64", "fp32"])
-def test_shares_and_ranks_do_not_change_the_updates(
-    shares: tuple[int, ...], micro: int, dtype: torch.dtype, tolerance: float
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], micro: int, dtype: torch.dtype) -> None:
     """The second update of each epoch has 13 samples: shares are ragged there, and a rank may have none."""
-    alone = trained(ALONE, ddp, shares=shares, micro=sum(shares), dtype=dtype)
+    alone = trained(ALONE, ddp, shares=shares, micro=sum(shares), dtype=torch.float64)
+    tolerance = allowed(dtype, terms=sum(alone["items"]))  # weights add up all updates
     for rank, result in enumerate(
         run_ranks(lambda world: trained(world, ddp, shares=shares, micro=micro, dtype=dtype), len(shares))
     ):
         assert result["items"] == alone["items"]
         for key in ("losses", "norms", "weights"):
-            assert distance(alone, result, key) < tolerance, (rank, key)
+            assert distance(alone[key], result[key]) <= tolerance, (rank, key)
 
 
 @given(
@@ -138,7 +132,7 @@ def test_shares_and_ranks_do_not_change_the_updates(
     num_samples=st.integers(3, 60),
     updates=st.integers(1, 4),
 )
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25 if IS_LONG else 5, deadline=None, derandomize=True)
 def test_any_split_is_one_process(parts: list[int], micro: int, num_samples: int, updates: int) -> None:
     """Random shares, passes and lengths of an epoch: ragged ends, ranks with nothing to do, padding everywhere."""
     shares = tuple(parts)
@@ -147,9 +141,8 @@ def test_any_split_is_one_process(parts: list[int], micro: int, num_samples: int
     results = run_ranks(lambda world: trained(world, ddp, micro=micro, **given), len(shares))
     for result in results:
         assert result["items"] == alone["items"]
-        assert distance(alone, result, "losses") < 1e-12
-        assert distance(alone, result, "norms") < 1e-12
-        assert distance(alone, result, "weights") < 1e-12
+        for key in ("losses", "norms", "weights"):
+            assert distance(alone[key], result[key]) < PROMISED[torch.float64], key
 
 
 def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
@@ -176,7 +169,9 @@ def test_bfloat16_stays_close() -> None:
     for result in run_ranks(
         lambda world: trained(world, ddp, shares=(19, 13), micro=32, dtype=torch.float32, precision=bf16), 2
     ):
-        assert distance(alone, result, "losses") < 2e-3  # a sum in another order, rounded to 8 bits on the way
+        assert (
+            distance(alone["losses"], result["losses"]) < 2e-3
+        )  # a sum in another order, rounded to 8 bits on the way
 
 
 def test_a_parameter_that_no_rank_used_has_no_gradient_and_one_that_some_used_has() -> None:
@@ -190,12 +185,16 @@ def test_a_parameter_that_no_rank_used_has_no_gradient_and_one_that_some_used_ha
         parallel = ddp(world)
         run = training(model, parallel)
         x, y = samples(torch.float64)
-        picked = x[:20].clone()
-        picked[:10, 0, 0], picked[10:, 0, 0] = 0.0015, 0.0025  # rank 0 uses one layer, rank 1 the other
-        parts = [MicroBatch((picked[:10], y[:10]), False), MicroBatch((picked[10:], y[10:20]), True)]
-        given = parts if world.world_size == 1 else [parts[world.rank]._replace(last=True)]
         passes = Passes(run.model, run.loss, run.precision.forward, run.precision.backward)
-        parallel.reduce(parallel.accumulate(passes, iter(given)))
+        # Each rank uses one layer, and in the second update the other one: nothing is left of the first.
+        for layers in ((0.0015, 0.0025), (0.0025, 0.0015)):
+            for weight in run.parameters:
+                weight.grad = None
+            picked = x[:20].clone()
+            picked[:10, 0, 0], picked[10:, 0, 0] = layers
+            parts = [MicroBatch((picked[:10], y[:10]), False), MicroBatch((picked[10:], y[10:20]), True)]
+            given = parts if world.world_size == 1 else [parts[world.rank]._replace(last=True)]
+            parallel.reduce(parallel.accumulate(passes, iter(given)))
         return [None if weight.grad is None else weight.grad.flatten().tolist() for weight in run.parameters]
 
     alone = grads(ALONE)
@@ -203,7 +202,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient_and_one_that_some_used_ha
     for found in run_ranks(grads, 2):
         assert [gradient is None for gradient in found] == [gradient is None for gradient in alone]
         for one, other in zip(alone[:4], found[:4], strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(one, other, rtol=PROMISED[torch.float64], atol=PROMISED[torch.float64])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -214,6 +213,7 @@ def test_a_gradient_that_comes_in_parts_is_whole_or_refused(reentrant: bool) -> 
         torch.manual_seed(0)
         block = nn.Linear(WIDTH, WIDTH).double()
         parallel = Replicated(world, bucket_bytes=1) if world.world_size > 1 else Parallel(world)
+        parallel.wrap(block, lambda: [block], [])
         parallel.begin(list(block.parameters()))
 
         def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
@@ -237,4 +237,4 @@ def test_a_gradient_that_comes_in_parts_is_whole_or_refused(reentrant: bool) -> 
         if reentrant:
             assert "use_reentrant=False" in found
         else:
-            np.testing.assert_allclose(found, alone, rtol=1e-12)
+            np.testing.assert_allclose(found, alone, rtol=PROMISED[torch.float64])

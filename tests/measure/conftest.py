@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import select
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from runner.measure import contest, trial
+from runner.measure import advise, contest, trial, tune
+from runner.measure.suites import before_after, ladder
 from tests.measure.nursery import Nurseries
+from tests.measure.planted_time import Planted, Select
+
+TIMED = (advise, before_after, contest, ladder, trial, tune)
 
 
 @pytest.fixture
@@ -24,8 +31,29 @@ def nurseries() -> Iterator[Nurseries]:
     made.close()
 
 
-@pytest.fixture(autouse=True)
-def forked_nurseries(request: pytest.FixtureRequest, nurseries: Nurseries, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes that make cells are forked, but where they themselves are tested."""
-    if request.path.name != "test_trial.py":
-        monkeypatch.setattr(trial, "subprocess", nurseries)
+@pytest.fixture(scope="module", autouse=True)
+def planted(nurseries: Nurseries) -> Iterator[Planted]:
+    """Cells are forks of one process, and they and those who measure them know no time but the planted one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "subprocess", nurseries)
+        patch.setattr(trial, "select", Select(nurseries.time))
+        for module in TIMED:
+            patch.setattr(module, "time", nurseries.time)
+        yield nurseries.time
+
+
+@pytest.fixture
+def shown(screen: Callable[..., None]) -> Callable[..., None]:
+    """The fixture `screen`, where that is the name of a function under test."""
+    return screen
+
+
+@pytest.fixture
+def real_time() -> Iterator[None]:
+    """Nurseries are processes of their own here, and time is the machine's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "subprocess", subprocess)
+        patch.setattr(trial, "select", select)
+        for module in TIMED:
+            patch.setattr(module, "time", time)
+        yield

@@ -1,6 +1,6 @@
-"""Nurseries of cells that are forks of one process, which has torch imported: seconds less for each.
+"""Nurseries of cells that are forks of one process, which has torch imported, and in which only planted time passes.
 
-For tests of what is done with cells; tests/measure/test_trial.py has real nurseries, each a process of its own.
+tests/measure/test_trial.py also has real nurseries, each a process of its own, by the real clock.
 """
 
 from __future__ import annotations
@@ -15,18 +15,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.measure.trial import without_secrets
+from runner.base.secret import without_secrets
+from runner.measure import trial
+from tests.measure.planted_time import Planted
 
 SERVER = """
 import gc, json, os, socket, sys, traceback
 from runner.base.configuration import Request, compose
 from runner.measure import cell
+from tests.measure.planted_time import Planted
+planted = Planted(int(sys.argv[2]))
+live = cell.live
+def live_in_planted_time(*given):
+    planted.rule()
+    return live(*given)
+cell.live = live_in_planted_time
+cell.Clock.behind_others = lambda self: lambda: 0.0  # no core is waited for in planted time
 compose(Request())
 gc.collect()
 gc.freeze()
 with socket.socket(fileno=int(sys.argv[1])) as line:
     while True:
-        content, given, _, _ = socket.recv_fds(line, 1 << 16, 2)
+        content, given, _, _ = socket.recv_fds(line, 1 << 18, 2)
         if not content:
             break
         order = json.loads(content)
@@ -41,6 +51,8 @@ with socket.socket(fileno=int(sys.argv[1])) as line:
                     os.setsid()
                     os.dup2(given[1], 2)
                     os.chdir(order["cwd"])
+                    os.environ.clear()
+                    os.environ.update(order["environment"])
                     code = cell.main(given[0], us, order["cores"])
                 except BaseException:
                     traceback.print_exc()
@@ -53,28 +65,34 @@ with socket.socket(fileno=int(sys.argv[1])) as line:
 
 
 class Nurseries:
-    """In the place of `subprocess` where nurseries are started; a nursery with an environment of its own is real."""
+    """In the place of `subprocess` where nurseries are started."""
 
     DEVNULL = subprocess.DEVNULL
 
     def __init__(self) -> None:
-        self._environment = without_secrets(os.environ)
+        self.time = Planted(os.memfd_create("planted time"))
         self._process: subprocess.Popen[bytes] | None = None
 
     def Popen(self, words: list[str], **given: Any) -> Any:  # noqa: N802 - the name that is stood in for
         """Return a nursery, to be killed and waited for."""
         assert words[1:3] == ["-m", "runner.measure.cell"]
-        if _own(given["env"]) != _own(self._environment):
-            return subprocess.Popen(words, **given)
-        if self._process is None:
+        if self._process is None or self._process.poll() is not None:  # a test may have signaled its whole group
             self._start()
-        order = {"cores": int(words[5]), "cwd": str(Path.cwd())}
-        socket.send_fds(self._line, [json.dumps(order).encode()], [*given["pass_fds"], given["stderr"].fileno()])
+        order = {"cores": int(words[5]), "cwd": str(Path.cwd()), "environment": given["env"]}
+        message, descriptors = json.dumps(order).encode(), [*given["pass_fds"], given["stderr"].fileno()]
+        try:
+            socket.send_fds(self._line, [message], descriptors)
+        except BrokenPipeError:  # it has died since
+            self._start()
+            socket.send_fds(self._line, [message], descriptors)
         return _Forked(self, int(self.answer()))
 
     def wait(self, pid: int) -> int:
         """Return how a nursery ended."""
-        self._line.sendall(json.dumps({"wait": pid}).encode())
+        try:
+            self._line.sendall(json.dumps({"wait": pid}).encode())
+        except BrokenPipeError:  # it has died, and its children with it or after it
+            return -signal.SIGKILL
         return int(self.answer())
 
     def answer(self) -> Any:
@@ -89,18 +107,16 @@ class Nurseries:
             self._process.wait(timeout=30)
 
     def _start(self) -> None:
+        if self._process is not None:
+            self._line.close()
         self._line, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", SERVER, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                env={**self._environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+                [sys.executable, "-c", SERVER, str(theirs.fileno()), str(self.time.memory)],
+                pass_fds=[theirs.fileno(), self.time.memory], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                env={**trial.STEADY, **without_secrets(os.environ), "PYTHONPATH": str(Path(__file__).parents[2])},
             )  # fmt: skip
-
-
-def _own(environment: dict[str, str]) -> dict[str, str]:
-    """Return what is not of pytest, which tells in the environment which test it is at."""
-    return {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
 
 
 class _Forked:

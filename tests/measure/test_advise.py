@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, Problem
+from runner.cli import main
 from runner.commands.advise import run, screen
 from runner.durable.directory import RunDirectory
 from runner.engine.evidence import Evidence, PhaseEvidence
@@ -21,7 +25,7 @@ from runner.measure.hardware_profile import write_profile
 from runner.measure.hint import hint, worth_a_line
 from runner.measure.rules import Candidate, Finding
 from runner.measure.statistics import Ratio
-from runner.measure.trial import Cell, Measured, Numerics, Trials
+from runner.measure.trial import Cell, Limits, Measured, Numerics, Trials
 from runner.plan.inventory import Cpu, take_inventory
 from runner.plan.plan import make_plan
 from tests.forkserver import ForkServer
@@ -93,48 +97,29 @@ def test_a_line_that_workers_hide_little_of_comes_before_them_with_all_it_is_wor
     ]
 
 
-def test_advice_is_one_list_by_gain_whether_tried_or_for_the_user_to_do() -> None:
+def test_advice_is_one_list_by_gain_whether_tried_or_for_the_user_to_do(shown: Callable[..., None]) -> None:
     large = Finding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.73)
     small = Finding("slow hooks", "11 % of the time", by_hand="look at begin_update", at_most=1.05)
     unknown = Finding("odd sizes", "a matrix of 50257", by_hand="round these sizes up")
     found = advice(THREADS, NOTHING, findings=(unknown, small, large))
 
-    lines = screen(found)
-    numbered = [line.strip() for line in lines if line.strip()[:2] in ("1.", "2.", "3.", "4.")]
-
-    assert numbered == [
-        "1. for you to do: keep it a tensor   predicted: at most +73 %",
-        "2. backend.threads=1   tried: +10 % [8, 12]",
-        "3. for you to do: look at begin_update   predicted: at most +5 %",
-        "4. for you to do: round these sizes up",
-    ]
-    assert lines[lines.index("  2. backend.threads=1   tried: +10 % [8, 12]") + 1].strip() == (
-        "too many threads: 40 % of the time"
-    )
+    shown("\n".join(screen(found)))
     told = json.loads(json.dumps(as_json(found)))["advice"]
     assert [each["rule"] for each in told] == ["hidden device waits", "too many threads", "slow hooks", "odd sizes"]
     assert [each["gain"] for each in told] == [1.73, 1.1, 1.05, None]
     assert [each["tried"] and each["tried"]["low"] for each in told] == [None, pytest.approx(1.08), None, None]
 
 
-def test_where_no_setting_helps_what_is_for_the_user_to_do_is_still_said() -> None:
+def test_where_no_setting_helps_what_is_for_the_user_to_do_is_still_said(shown: Callable[..., None]) -> None:
     waits = Finding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.5)
 
-    lines = screen(advice(NOTHING, findings=(waits,)))
-
-    assert "  1. for you to do: keep it a tensor   predicted: at most +50 %" in lines
-    assert "no setting that was tried is clearly faster" in lines
-    assert "advice: nothing; no setting that was tried is clearly faster" in screen(advice(NOTHING))
+    shown("\n".join(screen(advice(NOTHING, findings=(waits,)))), name="by hand")
+    shown("\n".join(screen(advice(NOTHING))), name="nothing")
 
 
-def test_the_screen_shows_the_gain_with_its_interval_and_what_was_not_advised() -> None:
+def test_the_screen_shows_the_gain_with_its_interval_and_what_was_not_advised(shown: Callable[..., None]) -> None:
     lines = "\n".join(screen(advice(WORKERS, NOTHING, WRONG)))
-    assert "\nnot measured: there is no GPU here" in lines
-
-    assert "dataloader.num_workers=2   tried: +34 % [32, 36]" in lines
-    assert "data wait: 40 % of the time" in lines
-    assert "precision=bf16      no clear change: +0 % [-2, 2]" in lines
-    assert "computes something else: loss of the first update 50.0% off" in lines
+    shown(lines)
     assert lines.isascii()
 
 
@@ -169,14 +154,16 @@ def test_a_run_that_failed_does_not_tell_how_long_the_training_is() -> None:
     assert filled(replace(RUN, epochs=0.4, unfinished=True), replace(NOW, epochs=50.0)).epochs == 50.0
 
 
-def test_what_takes_longer_to_begin_is_advised_only_where_the_training_is_long_enough() -> None:
+def test_what_takes_longer_to_begin_is_advised_only_where_the_training_is_long_enough(
+    shown: Callable[..., None],
+) -> None:
     short = replace(WORKERS, later_s=4.0, pays_at=900, updates=100)
     long = replace(short, updates=5000)
 
     assert not advice(short).advised
-    assert "the 100 updates are too few for it: +34 % [32, 36]; begins 4 s later" in "\n".join(screen(advice(short)))
     assert advice(long).advised == [long]
-    assert "tried: +34 % [32, 36]; begins 4 s later, pays after 900 updates" in "\n".join(screen(advice(long)))
+    shown("\n".join(screen(advice(short))), name="short")
+    shown("\n".join(screen(advice(long))), name="long")
 
 
 def measured(
@@ -200,8 +187,8 @@ def test_what_blocks_are_too_short_to_hold_is_not_judged_by_them() -> None:
     blind = outcome(found, "checkpoints too often", saves, 1.41)
 
     assert blind.ratio is None
-    assert "blocks of 20 updates cannot see saves" in blind.why_not
-    assert "by the evidence it gains at most +41 %" in blind.why_not
+    assert "20 updates" in blind.why_not
+    assert "+41 %" in blind.why_not
     assert outcome(seen, "checkpoints too often", saves, 1.41).is_advised
 
 
@@ -244,11 +231,11 @@ def test_criteria_say_what_the_thresholds_say_and_nothing_of_what_is_unknown() -
     assert rows["channels"] == (200.0, "GPU")
     assert rows["pixels of a side"] == (64.0, "CPU")
     assert rows["epochs"] == (20.0, "GPU")
-    assert rows["terms of the loss"] == (1, "either")
+    assert [found for name, found in rows.items() if "loss" in name] == [(1, "either")]
     assert rows["parameters"] == (None, "not known")
-    assert rule_of_thumb(criteria(small)) == (
-        "CPU first: 80 training samples are fewer than 200 and 4 samples per update are fewer than 16"
-    )
+    thumb = rule_of_thumb(criteria(small))
+    assert thumb.startswith("CPU ")
+    assert re.findall(r"\d+", thumb) == ["80", "200", "4", "16"]
     assert rule_of_thumb(criteria(Facts(Evidence(), {}, CPU))) == ""
 
 
@@ -289,13 +276,13 @@ def test_a_profile_composes_and_has_its_effect(tmp_path: Path, monkeypatch: pyte
     file, command = write_profile(profile_of(advice(WORKERS, together=chosen), chosen), request, "mine")
 
     assert file == tmp_path / "conf" / "hardware" / "mine.yaml"
-    assert command == "accel-run train --config-dir conf task=gpt seed=3 +hardware=mine"
+    assert command.split() == ["accel-run", "train", "--config-dir", "conf", "task=gpt", "seed=3", "+hardware=mine"]
     composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
     assert (composed["precision"], composed["dataloader.num_workers"]) == ("bf16", 2)
     assert (composed["micro_batch_size"], composed["checkpoint.every"]) == (8, "10min")
     text = file.read_text()
     assert "+50 % [48, 52], 12 blocks in turns" in text
-    assert "data wait: 40 % of the time" in text
+    assert "data wait: 40 % " in text
 
 
 def test_a_profile_keeps_what_the_one_before_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,12 +345,17 @@ def test_a_profile_that_would_have_no_effect_is_not_left_behind(
     ],
 )
 def test_slips_are_answered_before_anything_is_measured(
-    server: ForkServer, tmp_path: Path, words: str, code: int, told: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    code: int,
+    told: str,
 ) -> None:
-    ended = server.run(["advise", *words.split()], tmp_path)
+    monkeypatch.chdir(tmp_path)
 
-    assert ended.code == code
-    assert told in ended.err
+    assert main(["advise", *words.split()]) == code
+    assert told in capsys.readouterr().err
 
 
 def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDirectory:
@@ -391,7 +383,7 @@ def test_what_a_failed_run_measured_is_used_with_a_note(
 
     assert run(["run=first"]) == 0
 
-    assert "note: run first failed: what it measured until then is used" in capsys.readouterr().out
+    assert "note: run first " in capsys.readouterr().out
     assert seen[0].evidence is not None
     assert seen[0].evidence.updates == RUN.updates
 
@@ -420,7 +412,7 @@ def test_the_hint_is_on_the_run_that_was_trained(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("runner.measure.hint.facts_of", facts_there)
 
-    assert hint(job).endswith("accel-run advise run=mine output_root=there")
+    assert hint(job).split()[-4:] == ["accel-run", "advise", "run=mine", "output_root=there"]
     assert [folder.absolute() for folder in asked] == [tmp_path / "there" / "mine"]
 
 
@@ -445,14 +437,17 @@ def test_what_was_measured_is_shown_although_the_profile_cannot_be_written(
         assert "dataloader.num_workers=2" in capsys.readouterr().out
 
 
-def test_a_planted_wait_is_found_tried_and_applied(server: ForkServer, tmp_path: Path) -> None:
+def test_a_planted_wait_is_found_tried_and_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runner.measure.advise.Limits", partial(Limits, block_s=0.05, rounds=(4, 6)))
     task = str(PLANTED / "far_away.py")
     words = ["--task", task, "dataloader.num_workers=0", "backend.threads=1", "precision=fp32"]
 
-    ended = server.run(["advise", *words, "budget_s=40", "apply=true", "profile=mine", "--json"], tmp_path)
+    assert run([*words, "budget_s=40", "apply=true", "profile=mine", "--json"]) == 0
 
-    assert ended.code == 0, ended.err
-    found = json.loads(ended.out)
+    found = json.loads(capsys.readouterr().out)
     assert found["advice"][0]["rule"] == "data wait"
     best = next(each for each in found["tried"] if each["advised"])
     assert best["rule"] == "data wait"
@@ -460,44 +455,38 @@ def test_a_planted_wait_is_found_tried_and_applied(server: ForkServer, tmp_path:
     assert best["numerics_differ"] is False
     assert (tmp_path / "conf" / "hardware" / "mine.yaml").is_file()
     assert not (tmp_path / "outputs").exists()
-    planned = server.run(["plan", "--task", task, "--config-dir", "conf", "+hardware=mine"], tmp_path)
-    assert planned.code == 0, planned.err
+    assert main(["plan", "--task", task, "--config-dir", "conf", "+hardware=mine"]) == 0
 
 
 def test_advice_that_has_no_time_for_trials_ends_and_says_what_it_would_take(
-    server: ForkServer, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = str(PLANTED / "far_away.py")
+    monkeypatch.chdir(tmp_path)
 
-    ended = server.run(["advise", "--task", task, "dataloader.num_workers=0", "budget_s=1", "--json"], tmp_path)
+    assert run(["--task", str(PLANTED / "far_away.py"), "dataloader.num_workers=0", "budget_s=1", "--json"]) == 0
 
-    assert ended.code == 0, ended.err
-    found = json.loads(ended.out)
+    found = json.loads(capsys.readouterr().out)
     assert found["tried"]
-    assert all("budget_s=1 is too short: about budget_s=" in each["why_not"] for each in found["tried"])
+    assert all(re.search(r"\bbudget_s=1 .*\bbudget_s=\d\d", each["why_not"]) for each in found["tried"])
     assert not any(each["tried"] for each in found["advice"])
 
 
-def test_advice_on_a_run_uses_its_settings_and_leaves_it_as_it_is(server: ForkServer, tmp_path: Path) -> None:
+def test_advice_on_a_run_uses_its_settings_and_leaves_it_as_it_is(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = str(PLANTED / "layers.py")
-    words = [
-        "updates=30",
-        "global_batch_size=64",
-        "micro_batch_size=1",
-        "task.depth=4",
-        "backend.threads=1",
-        "run=first",
-    ]
-    assert server.run(["train", "--task", task, *words], tmp_path).code == 0
-    before = {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()}
+    words = ["updates=10", "global_batch_size=16", "micro_batch_size=1", "backend.threads=1"]
+    assert server.run(["train", "--task", task, "run=first", *words], tmp_path).code == 0
+    left = {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runner.measure.advise.Limits", partial(Limits, block_s=0.05, rounds=(4, 6)))
 
-    ended = server.run(["advise", "run=last", "budget_s=40", "--json"], tmp_path)
+    assert run(["run=last", "budget_s=40", "--json"]) == 0
 
-    assert ended.code == 0, ended.err
-    found = json.loads(ended.out)
+    found = json.loads(capsys.readouterr().out)
     assert found["advice"][0]["rule"] == "tiny micro-batches"
-    assert next(each for each in found["tried"] if each["advised"])["overrides"] == ["micro_batch_size=64"]
-    assert {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()} == before
+    assert next(each for each in found["tried"] if each["advised"])["overrides"] == ["micro_batch_size=16"]
+    assert {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()} == left
 
 
 def test_a_run_that_waits_points_to_advice_and_a_good_one_does_not(server: ForkServer, tmp_path: Path) -> None:
@@ -505,8 +494,7 @@ def test_a_run_that_waits_points_to_advice_and_a_good_one_does_not(server: ForkS
     slow = server.run(["train", "--task", str(PLANTED / "far_away.py"), *words], tmp_path)
     assert slow.code == 0, slow.err
     last = slow.out.strip().splitlines()[-2:]
-    assert "was waiting for data" in last[0]
-    assert last[1].endswith("accel-run advise run=first")
+    assert last[1].split()[-3:] == ["accel-run", "advise", "run=first"]
 
     good = server.run(
         ["train", "--task", str(PLANTED / "layers.py"), "task.width=512", *words[:-1], "run=second"], tmp_path

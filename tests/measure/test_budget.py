@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from runner.base.configuration import Request
 from runner.base.errors import AccelRunError
 from runner.measure import trial
-from runner.measure.advise import _tried
+from runner.measure.advise import try_candidates
 from runner.measure.rules import Candidate, Finding
 from runner.measure.statistics import Ratio
-from runner.measure.trial import NO_TIME, UNTRIED, Arena, Cell, Limits, Measured, Silence, Trials, _fuller
+from runner.measure.trial import NO_TIME, UNTRIED, Arena, Cell, Limits, Measured, Silence, Trials, fuller_report
 
 LIMITS = Limits(budget_s=60, rounds=(6, 12))
 
@@ -33,10 +33,10 @@ class Clock:
         return self.now
 
 
-class FakeProcess(trial._Process):
+class FakeProcess(trial.CellProcess):
     """A cell that takes what its overrides say: `start_s`, `compile` for ten times as long, `update_s`, `noise`."""
 
-    def __init__(self, number: int, clock: Clock, until: float) -> None:
+    def __init__(self, number: int, clock: Clock, until: float) -> None:  # nothing is forked
         self.number, self.clock, self._clock, self.until, self.order = number, clock, clock, until, dict[str, Any]()
         self.random, self.words = random.Random(0), dict[str, str]()
         self.line: Any = self
@@ -83,11 +83,14 @@ def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half: float) 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Arena]:
     """Make arenas whose processes are fakes, on a clock of their own."""
-    monkeypatch.setattr(trial, "_Process", lambda _, *given: FakeProcess(*given))
     monkeypatch.setattr(trial, "STILL_S", 0.0)
     monkeypatch.setattr(trial, "paired", interval)
-    monkeypatch.setattr(Arena, "_nursery", lambda *_: None)
-    return lambda: Arena(Request(), clock=Clock())
+
+    def arena() -> Arena:
+        clock = Clock()
+        return Arena(Request(), clock=clock, fork=lambda _, number, until: FakeProcess(number, clock, until))
+
+    return arena
 
 
 def cell(name: str, start_s: float, update_s: float = 0.01, *, noise: float = 0.0, compiles: bool = False) -> Cell:
@@ -235,9 +238,10 @@ def test_what_cannot_begin_anew_is_compared_by_what_it_has_made(
     fake: Callable[[], Arena], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the other's blocks nor the baseline's are lost with a process that nobody needed."""
+    full = "the disk is full"
     for name in ("other", "base"):
         begun: Counter[str] = Counter()
-        start = Arena._start
+        start = Arena.start
 
         def fails_later(self: Arena, measured: Measured, until: float, name: str = name) -> Any:
             begun[measured.cell.name] += 1  # noqa: B023
@@ -247,12 +251,13 @@ def test_what_cannot_begin_anew_is_compared_by_what_it_has_made(
             return start(self, measured, until)  # noqa: B023
 
         with monkeypatch.context() as patched:
-            patched.setattr(Arena, "_start", fails_later)
+            patched.setattr(Arena, "start", fails_later)
             cells = [cell(each, 2.0, 0.1, noise=0.5) for each in ("base", "other", "third")]
             trials = measured(fake(), cells, 120.0, rounds=(6, 600))
 
         assert all(each.why_not == "" and len(each.blocks_ms) >= 6 for each in trials.cells)
-        assert trials.notes[0] == f"{name} could not begin anew: the disk is full"
+        assert trials.notes[0].startswith(f"{name} ")
+        assert trials.notes[0].endswith(full)
         assert trials.ratio(trials.of("other")) is not None
         lives = len(set(trials.of("third").made_by.values()))
         assert lives == 1 if name == "base" else lives > 2
@@ -262,7 +267,7 @@ def test_nothing_is_begun_anew_where_what_it_is_compared_with_has_ended(
     fake: Callable[[], Arena], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: Counter[str] = Counter()
-    start = Arena._start
+    start = Arena.start
 
     def fails_later(self: Arena, measured: Measured, until: float) -> Any:
         begun[measured.cell.name] += 1
@@ -271,7 +276,7 @@ def test_nothing_is_begun_anew_where_what_it_is_compared_with_has_ended(
             return None
         return start(self, measured, until)
 
-    monkeypatch.setattr(Arena, "_start", fails_later)
+    monkeypatch.setattr(Arena, "start", fails_later)
     own = trial.dataclasses.replace(cell("own", 2.0, 0.1, noise=0.5), against="rival")
     cells = [cell("base", 2.0, 0.1, noise=0.5), cell("rival", 2.0, 0.1, noise=0.5), own]
 
@@ -303,16 +308,16 @@ def test_time_that_is_too_short_for_who_waits_is_used_by_the_others(fake: Callab
     assert untried(trials) != []
     assert trials.seconds > 120
     assert all(len(each.blocks_ms) > 12 for each in trials.cells if not each.why_not), "narrow by their blocks alone"
-    assert not any("of those that began last" in note for note in trials.notes)
+    assert not any(each.is_short for each in trials.cells)
 
 
 def test_what_a_process_has_told_is_not_lost_with_it() -> None:
     first = {"losses": [1.0, 2.0, 3.0], "moved": [1.0], "peak_host_gib": 1.0}
     young = {"losses": [1.0], "moved": None, "peak_host_gib": 2.0}
 
-    assert _fuller(first, young) == {**first, "peak_host_gib": 2.0}
-    assert _fuller(young, first) == {**first, "peak_host_gib": 2.0}
-    assert _fuller({}, young) == young
+    assert fuller_report(first, young) == {**first, "peak_host_gib": 2.0}
+    assert fuller_report(young, first) == {**first, "peak_host_gib": 2.0}
+    assert fuller_report({}, young) == young
 
 
 def test_what_takes_long_to_start_goes_on_while_others_begin_anew(fake: Callable[[], Arena]) -> None:
@@ -342,7 +347,7 @@ def test_the_budget_that_advice_names_is_enough(fake: Callable[[], Arena], budge
         with arena:
             arena.request = Request(("start_s=10", "update_s=0.02", "noise=0.3"))
             limits = Limits(budget_s=budget_s)
-            return [each.why_not for each in _tried(arena, limits, found, budget_s, opened, lambda _: None)[1]]
+            return [each.why_not for each in try_candidates(arena, limits, found, budget_s, opened, lambda _: None)[1]]
 
     said = next(why_not for why_not in tried(budget_s) if why_not)
     needed = re.search(r"about budget_s=(\d+) tries all", said)

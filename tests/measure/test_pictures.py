@@ -50,7 +50,7 @@ def fact(middle: float, low: float, high: float, **more: Any) -> dict[str, Any]:
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
     made = Results(tmp_path, "nmt-")
-    made.put(COLUMNS, {name: fact(*ratio) for name, ratio in RATIOS.items()})
+    made.put(COLUMNS, {name: fact(*RATIOS.get(name, (1.0, 0.9, 1.1)), task="nmt") for name in COLUMNS})
     return made
 
 
@@ -62,6 +62,14 @@ def crowd(tmp_path: Path) -> Results:
     columns = {name: [1e4, *[100.0 / (1 + number)] * (10 + 7 * number)] for number, name in enumerate(names)}
     made.put(columns, {name: fact(1.0 + number, 0.9 + number, 1.3 + number) for number, name in enumerate(names)})
     return made
+
+
+@pytest.fixture
+def sessions(results: Results) -> Results:
+    """A table in which one technique was measured again later, with a baseline of that time."""
+    facts = {"bf16": fact(1.2, 1.1, 1.3, task="nmt"), BASELINE: {"task": "nmt", "mode": BASELINE}}
+    results.put({BASELINE: [60.0] * 4, "bf16": [50.0] * 4}, facts, is_main=False)
+    return results
 
 
 def size_of(picture: bytes) -> tuple[int, int]:
@@ -103,7 +111,7 @@ def legend_of(figure: Any) -> list[str]:
 
 
 def test_each_picture_lies_beside_the_results(results: Results) -> None:
-    drawn = draw(results, "nmt")
+    drawn = draw(results)
 
     assert drawn == [results.folder / f"nmt-{name}" for name in PICTURES]
     for path in drawn:
@@ -113,13 +121,25 @@ def test_each_picture_lies_beside_the_results(results: Results) -> None:
 
 
 def test_what_others_report_is_drawn_for_their_task_only(results: Results) -> None:
-    assert "published.png" in figures(results, "nmt")
-    assert "published.png" not in figures(results, "gpt")
+    assert "published.png" in figures(results)
+    results.put(COLUMNS, {name: fact(1.0, 0.9, 1.1, task="gpt") for name in COLUMNS})
+    assert "published.png" not in figures(results)
+
+
+def test_a_picture_names_the_task_of_its_data_or_none(results: Results) -> None:
+    for figure in figures(results).values():
+        assert "task nmt" in notes(figure.axes[0])
+    results.json.unlink()
+    drawn = figures(results)
+    assert "published.png" not in drawn
+    for figure in drawn.values():
+        assert "task" not in notes(figure.axes[0])
 
 
 def test_a_picture_that_cannot_be_drawn_any_more_is_gone(results: Results) -> None:
-    draw(results, "nmt")
-    draw(results, "gpt")
+    draw(results)
+    results.json.unlink()
+    draw(results)
 
     assert not results.file("published.png").exists()
 
@@ -127,24 +147,24 @@ def test_a_picture_that_cannot_be_drawn_any_more_is_gone(results: Results) -> No
 def test_without_results_it_is_said_what_makes_them(tmp_path: Path) -> None:
     empty = Results(tmp_path)
     with pytest.raises(InputMissing, match="run the techniques first"):
-        draw(empty, "nmt")
+        draw(empty)
     empty.init()
     with pytest.raises(InputMissing, match="accel-run benchmark"):
-        draw(empty, "nmt")
+        draw(empty)
 
 
 def test_one_technique_without_a_baseline_has_no_bars(tmp_path: Path) -> None:
     alone = Results(tmp_path)
     alone.put({"bf16": [3.0]}, {})
 
-    assert [path.name for path in draw(alone, "nmt")] == ["steps.png", "heatmap.png"]
+    assert [path.name for path in draw(alone)] == ["steps.png", "heatmap.png"]
 
 
 # ---------------------------------------------------------------- lines
 
 
 def test_there_is_a_line_for_each_technique_through_all_its_steps(results: Results) -> None:
-    figure = figures(results, "nmt")["steps.png"]
+    figure = figures(results)["steps.png"]
     (axes,) = figure.axes
 
     drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines if line.get_linestyle() != "None"]
@@ -154,13 +174,13 @@ def test_there_is_a_line_for_each_technique_through_all_its_steps(results: Resul
 
 
 def test_the_legend_goes_from_slow_to_fast_and_says_medians_and_lengths(results: Results) -> None:
-    assert legend_of(figures(results, "nmt")["steps.png"]) == [
+    assert legend_of(figures(results)["steps.png"]) == [
         "8bit  110 ms, 2 steps", "baseline  100 ms, 4 steps", "bf16  50 ms, 4 steps", "compile  41 ms, 3 steps",
     ]  # fmt: skip
 
 
 def test_a_step_that_was_compiled_is_beyond_the_scale_and_said(results: Results) -> None:
-    (axes,) = figures(results, "nmt")["steps.png"].axes
+    (axes,) = figures(results)["steps.png"].axes
     bottom, top = axes.get_ylim()
 
     assert bottom == 0
@@ -173,21 +193,21 @@ def test_a_scale_that_shows_all_says_nothing(tmp_path: Path) -> None:
     even = Results(tmp_path)
     even.put({BASELINE: [10.0, 12.0], "bf16": [5.0, 15.0]}, {})
 
-    (axes,) = figures(even, "gpt")["steps.png"].axes
+    (axes,) = figures(even)["steps.png"].axes
 
     assert "beyond" not in notes(axes)
     assert axes.get_ylim()[1] > 15
 
 
 def test_lines_of_twenty_techniques_look_different(crowd: Results) -> None:
-    (axes,) = figures(crowd, "gpt")["steps.png"].axes
+    (axes,) = figures(crowd)["steps.png"].axes
     lines = [line for line in axes.lines if line.get_linestyle() != "None"]
 
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) == 20
 
 
 def test_long_names_are_told_apart(crowd: Results) -> None:
-    drawn = figures(crowd, "gpt")
+    drawn = figures(crowd)
 
     for name in ("heatmap.png", "speedup.png"):
         assert len(set(labels(drawn[name].axes[0]))) == 20
@@ -199,7 +219,7 @@ def test_long_names_are_told_apart(crowd: Results) -> None:
 
 
 def test_cells_are_the_steps_and_missing_ones_are_empty(results: Results) -> None:
-    axes, bar = figures(results, "nmt")["heatmap.png"].axes
+    axes, bar = figures(results)["heatmap.png"].axes
     cells = axes.collections[0].get_array().reshape(len(COLUMNS), -1)
 
     for row, column in zip(cells, COLUMNS.values(), strict=True):
@@ -216,7 +236,7 @@ def test_many_steps_make_blocks_and_lose_none(tmp_path: Path) -> None:
     column = [10.0 + step % 7 for step in range(333)]
     long.put({BASELINE: column}, {})
 
-    axes, _ = figures(long, "gpt")["heatmap.png"].axes
+    axes, _ = figures(long)["heatmap.png"].axes
     mesh = axes.collections[0]
     edges = mesh.get_coordinates()[0, :, 0]
 
@@ -241,7 +261,7 @@ def test_noise_of_a_percent_is_no_contrast(tmp_path: Path) -> None:
     even = Results(tmp_path)
     even.put({BASELINE: [100.0, 101.0]}, {})
 
-    low, high = figures(even, "gpt")["heatmap.png"].axes[0].collections[0].get_clim()
+    low, high = figures(even)["heatmap.png"].axes[0].collections[0].get_clim()
 
     assert (101 - 100) / (high - low) < 0.15
 
@@ -250,7 +270,7 @@ def test_noise_of_a_percent_is_no_contrast(tmp_path: Path) -> None:
 
 
 def test_bars_are_the_ratios_and_whiskers_the_intervals(results: Results) -> None:
-    (axes,) = figures(results, "nmt")["speedup.png"].axes
+    (axes,) = figures(results)["speedup.png"].axes
 
     assert labels(axes) == ["compile", "bf16", BASELINE, "8bit"]
     assert bars(axes) == [pytest.approx(row) for row in ((0, 2.5), (1, 2.0), (2, 1.0), (3, 0.9))]
@@ -269,8 +289,9 @@ def test_colors_tell_what_can_be_said(results: Results) -> None:
             "nothing": fact(1.02, 0.98, 1.06), "wrong": fact(9.0, 8.0, 10.0, is_wrong=True),
             "short": fact(2.0, 0.0, math.inf),
         },
+        session=1,
     )  # fmt: skip
-    figure = figures(results, "nmt")["speedup.png"]
+    figure = figures(results)["speedup.png"]
     (axes,) = figure.axes
     colors = dict(zip(labels(axes), (patch.get_facecolor() for patch in axes.patches), strict=True))
     hatched = [name for name, patch in zip(labels(axes), axes.patches, strict=True) if patch.get_hatch()]
@@ -287,7 +308,7 @@ def test_colors_tell_what_can_be_said(results: Results) -> None:
 def test_without_facts_the_bars_are_ratios_of_medians(results: Results) -> None:
     results.json.unlink()
 
-    (axes,) = figures(results, "gpt")["speedup.png"].axes
+    (axes,) = figures(results)["speedup.png"].axes
 
     found = dict(zip(labels(axes), (length for _, length in bars(axes)), strict=True))
     assert found == {name: pytest.approx(100 / statistics.median(column)) for name, column in COLUMNS.items()}
@@ -298,7 +319,7 @@ def test_without_facts_the_bars_are_ratios_of_medians(results: Results) -> None:
 def test_a_wide_interval_does_not_hide_the_bars(results: Results) -> None:
     results.put({"few": [50.0]}, {"few": fact(2.0, 0.01, 400.0)})
 
-    (axes,) = figures(results, "gpt")["speedup.png"].axes
+    (axes,) = figures(results)["speedup.png"].axes
 
     assert axes.get_xlim()[1] < 5
     assert "2.00 [0.01, 400.00]" in values(axes)
@@ -311,7 +332,7 @@ def test_one_technique_that_takes_ten_times_as_long_does_not_hide_the_others(tmp
     made = Results(tmp_path)
     made.put({BASELINE: [100.0, 110.0], "bf16": [60.0, 70.0], "fused": [90.0, 95.0], "fp16": [1000.0, 1100.0]}, {})
 
-    drawn = figures(made, "nmt")
+    drawn = figures(made)
 
     (axes,) = drawn["steps.png"].axes
     assert axes.get_yscale() == "log"
@@ -327,7 +348,7 @@ def test_others_and_ours_stand_side_by_side_each_against_its_own_baseline(result
         {"up to compile": [30.0]},
         {"up to compile": fact(3.0, 2.9, 3.1, mode="cumulative", members=["bf16", "compile"])},
     )
-    figure = figures(results, "nmt")["published.png"]
+    figure = figures(results)["published.png"]
     (axes,) = figure.axes
     theirs = PUBLISHED["nmt"].times_ms
 
@@ -349,7 +370,7 @@ def test_others_and_ours_stand_side_by_side_each_against_its_own_baseline(result
 def test_another_report_can_be_given(results: Results) -> None:
     other = Published({BASELINE: 10.0, "bf16": 4.0}, "another card", "another page")
 
-    (axes,) = figures(results, "gpt", other)["published.png"].axes
+    (axes,) = figures(results, other)["published.png"].axes
 
     assert [length for _, length in bars(axes)] == pytest.approx([1, 1, 2.5, 2.0])
     assert "another card; another page" in notes(axes)
@@ -375,9 +396,9 @@ def boxes(figure: Any) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", PICTURES)
-@pytest.mark.parametrize("which", ["results", "crowd"])
+@pytest.mark.parametrize("which", ["results", "crowd", "sessions"])
 def test_no_text_lies_on_another_or_leaves_the_picture(request: pytest.FixtureRequest, which: str, name: str) -> None:
-    of = figures(request.getfixturevalue(which), "nmt")
+    of = figures(request.getfixturevalue(which))
     if name not in of:
         pytest.skip("nothing to draw")
     size_of(png_of(of[name]))
@@ -398,7 +419,7 @@ def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
     names = ["_hidden", "$x$", "a_b^c", "日本", "back\\slash", "%s {0}", "x" * 200]
     odd.put({BASELINE: [9.0], **{name: [3.0] for name in names}}, {})
 
-    drawn = figures(odd, "nmt")
+    drawn = figures(odd)
 
     assert len(legend_of(drawn["steps.png"])) == len(names) + 1
     for figure in drawn.values():
@@ -425,8 +446,8 @@ def test_any_times_and_any_facts_can_be_drawn(tmp_path: Path, columns: dict[str,
     results.put(columns, {name: {"mode": "cumulative", **dict.fromkeys(keys, odd)} for name in columns})
     if not any(columns.values()):
         with pytest.raises(InputMissing):
-            figures(results, "nmt")
+            figures(results)
         return
 
-    for figure in figures(results, "nmt").values():
+    for figure in figures(results).values():
         assert figure.axes

@@ -212,7 +212,7 @@ def test_where_results_cannot_lie_is_said_before_anything_is_measured(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").touch()
-    monkeypatch.setattr(machine, "apart", lambda *_: pytest.fail("it was begun"))
+    monkeypatch.setattr(machine, "in_subprocess", lambda *_: pytest.fail("it was begun"))
 
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
         benchmark(["suite=machine", "disk", word])

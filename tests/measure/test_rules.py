@@ -65,7 +65,9 @@ SLOW_LINE = {"slow_line": {"file": "task.py", "line": 12, "ms": 9.0}, "sample_ms
 CASES: Mapping[str, tuple[Facts, str, str]] = {
     "workers 0": (facts({"data": 8.0}, {"dataloader.num_workers": 0}), "data wait", "dataloader.num_workers=4"),
     "few workers": (facts({"data": 8.0}, {"dataloader.num_workers": 1}), "data wait", "dataloader.num_workers=4"),
-    "a thread": (facts({"data": 8.0}, {"dataloader": "thread"}), "data wait", "dataloader=default"),
+    "a thread": (
+        facts({"data": 8.0}, {"dataloader": "thread"}), "data wait", "dataloader=default dataloader.num_workers=4",
+    ),
     "a cache": (
         facts({"data": 8.0}, {"dataloader.num_workers": 0}, probe={"same_when_read_again": True, "sample_bytes": 1024}),
         "data wait",
@@ -298,6 +300,19 @@ def test_one_worker_reads() -> None:
     (found,) = findings(facts({"data": 8.0}, {"dataloader.num_workers": 1}))
 
     assert "1 worker reads, 8 cores" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("values", "absent"),
+    [
+        ({"dataloader.num_workers": 0}, "dataloader=thread"),
+        ({"dataloader": "thread"}, "dataloader=default dataloader.num_workers=1"),
+    ],
+)
+def test_a_thread_without_a_cache_is_one_worker(values: Mapping[str, Any], absent: str) -> None:
+    for cache, is_there in (("none", False), ("memory", True)):
+        (found,) = findings(facts({"data": 8.0}, {**values, "dataloader.cache": cache}))
+        assert (absent in {each.name for each in found.candidates}) is is_there, cache
 
 
 def test_samples_that_are_read_once_are_not_kept() -> None:

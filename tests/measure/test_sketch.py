@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runner.measure import sketch as module
 from runner.measure.sketch import NUM_SUMS, sketch
-from runner.measure.trial import _apart
+from runner.measure.trial import relative_distance
 
 
 def weights(seed: int, scale: float = 1.0) -> list[Tensor]:
@@ -36,7 +36,7 @@ def test_the_distance_of_sketches_is_that_of_the_weights(scale: float) -> None:
     one, other = weights(0), [scale * a + 0.3 * b for a, b in zip(weights(0), weights(1), strict=True)]
     true = float((flat(other) - flat(one)).norm() / flat(one).norm())
 
-    assert _apart(sketch(one).tolist(), sketch(other).tolist()) == pytest.approx(true, rel=0.15)
+    assert relative_distance(sketch(one).tolist(), sketch(other).tolist()) == pytest.approx(true, rel=0.15)
 
 
 def test_equal_values_do_not_cancel_and_the_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +55,8 @@ def test_how_the_weights_lie_in_memory_does_not_show() -> None:
 
 
 def test_what_has_not_moved_or_is_no_number_is_infinitely_far() -> None:
-    assert _apart([0.0, 0.0], [1.0, 0.0]) == math.inf
-    assert _apart([1.0, 0.0], [math.nan, 0.0]) == math.inf
-    assert _apart([3.0, 4.0], [3.0, 4.0]) == 0.0
-    assert _apart([3.0, 4.0], None) is None
+    assert relative_distance([0.0, 0.0], [1.0, 0.0]) == math.inf
+    assert relative_distance([1.0, 0.0], [math.nan, 0.0]) == math.inf
+    assert relative_distance([3.0, 4.0], [3.0, 4.0]) == 0.0
+    assert relative_distance([3.0, 4.0], None) is None
     assert sketch([]).tolist() == [0.0] * NUM_SUMS

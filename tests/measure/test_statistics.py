@@ -31,6 +31,7 @@ def simulated(seed: int, num: int, gain: float, noise: Draw) -> Ratio:
     return paired((10 * gain * slow).tolist(), (10 * fast).tolist(), seed)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num", [6, 10, 20])
 def test_the_interval_holds_the_true_ratio_as_often_as_it_says(num: int, noise: Draw) -> None:
@@ -41,6 +42,7 @@ def test_the_interval_holds_the_true_ratio_as_often_as_it_says(num: int, noise: 
     assert 0.90 <= share <= 0.98, f"{share} instead of {CONFIDENCE}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num", [3, 4, 5])
 def test_the_interval_of_few_rounds_is_as_wide_as_they_leave_it_open(num: int, noise: Draw) -> None:
@@ -115,6 +117,7 @@ def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Dra
     return Trials(cells, "interleaved")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num_cells", [2, 5])
 @pytest.mark.parametrize(
@@ -143,6 +146,7 @@ def test_without_the_spread_between_processes_the_interval_would_be_too_narrow()
     assert np.mean([ratio.low <= 1 <= ratio.high for ratio in found if ratio]) < 0.8
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lives", [2, 3, 6])
 @pytest.mark.parametrize("num_cells", [2, 3, 9])
 def test_the_spread_between_processes_is_found_as_it_was_planted(num_cells: int, lives: int) -> None:

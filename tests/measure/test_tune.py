@@ -175,12 +175,12 @@ def test_without_noise_what_is_found_is_the_best_to_within_what_matters(
 def test_on_a_noisy_machine_nothing_slower_is_ever_found_and_what_helps_almost_always() -> None:
     helps, none = speeds(a_3=0.75, b_1=1.05), speeds(a_1=1.02, a_2=1.01, b_1=1.1)
     found_it = 0
-    for seed in range(20):
+    for seed in range(8):
         found = searched(FakeArena(helps, noise=0.08, seed=seed), THREE)
         assert helps(found.words) <= BASE_MS
         found_it += "a=3" in found.words
         assert none(searched(FakeArena(none, noise=0.08, seed=seed), THREE).words) <= BASE_MS
-    assert found_it >= 19
+    assert found_it >= 7
 
 
 def test_what_helps_alone_and_harms_beside_the_best_is_not_taken() -> None:
@@ -230,7 +230,7 @@ def test_what_fails_or_computes_something_else_is_dropped_with_its_reason() -> N
 
     reasons = {each.candidate.name: each.reason for each in found.tried}
     assert found.words == ("a=3",)
-    assert (reasons["a=1"], reasons["c=1"]) == ("CUDA out of memory", "ended with 9")
+    assert (reasons["a=1"], reasons["c=1"]) == tuple(arena.fails.values())
     assert "computes something else" in reasons["a=2"]
 
 
@@ -249,7 +249,7 @@ def test_what_takes_longer_to_begin_than_it_saves_is_not_taken() -> None:
     found = searched(arena, [axis("a", "1")])
 
     assert found.words == ()
-    assert "the 100 updates are too few" in found.tried[0].reason
+    assert "100 updates" in found.tried[0].reason
 
 
 @pytest.mark.parametrize("opening_s", [0.1, 2.0, 10.0])
@@ -310,18 +310,18 @@ def test_what_leads_when_the_time_is_over_is_proven_all_the_same() -> None:
 
 def test_an_error_of_the_best_known_ends_nothing() -> None:
     arena = FakeArena(speeds(a_4=0.7, b_2=0.8))
-    measure = arena.measure
+    measure, killed = arena.measure, "its process was killed"
 
     def once(cells: Sequence[Cell], limits: Limits) -> Trials:
         if cells[-1].name.startswith("b"):
-            raise AccelRunError("its process was killed", fix="see to it")
+            raise AccelRunError(killed, fix="see to it")
         return measure(cells, limits)
 
     arena.measure = once  # type: ignore[method-assign]
     found = searched(arena, THREE)
 
     assert found.words == ("a=4",)
-    assert {each.candidate.name: each.why_not for each in found.tried}["b=1"].startswith("its process was killed")
+    assert {each.candidate.name: each.why_not for each in found.tried}["b=1"].startswith(killed)
 
 
 def test_cells_that_may_fill_the_memory_are_never_alive_together() -> None:
@@ -406,7 +406,7 @@ def test_what_was_said_on_the_command_line_stays() -> None:
 
     for name in ("precision", "readers", "compile"):
         assert not offers[name].candidates, name
-        assert all("was said by the command line: it stays" in why for why in offers[name].left.values())
+        assert all("command line" in why for why in offers[name].left.values())
 
 
 PHASES = """
@@ -478,6 +478,18 @@ def test_who_reads_follows_from_what_was_found_before() -> None:
     assert [each.name for each in more] == ["dataloader.depth=4", "dataloader.depth=8"]
 
 
+def test_a_thread_without_a_cache_is_no_reader_beside_one_worker() -> None:
+    there = place("task=gpt")
+    names = {each.name for each in there.offers("readers")(()).candidates}
+    assert "dataloader.num_workers=1" in names
+    assert "dataloader=thread" not in names
+
+    threaded = {each.name for each in there.offers("readers")(("dataloader=thread",)).candidates}
+    workers = {each.split()[-1] for each in threaded if each.startswith("dataloader=default ")}
+    assert "dataloader.num_workers=2" in workers
+    assert "dataloader.num_workers=1" not in workers
+
+
 # ---------------------------------------------------------------- the profile
 
 
@@ -502,7 +514,7 @@ def test_a_profile_composes_and_holds_exactly_the_winner(tmp_path: Path, monkeyp
 
     file, command = write_profile(profile_of(tuned(BOTH)), Request(("task=gpt", "seed=3")), "mine")
 
-    assert command == "accel-run train --config-dir conf task=gpt seed=3 +hardware=mine"
+    assert command.split() == ["accel-run", "train", "--config-dir", "conf", "task=gpt", "seed=3", "+hardware=mine"]
     plain = compose(Request(("task=gpt",))).flat()
     composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
     changed = {key: value for key, value in composed.items() if plain.get(key) != value}
@@ -539,7 +551,10 @@ def test_a_profile_that_was_in_use_goes_on_in_the_new_one(tmp_path: Path, monkey
 
 
 def test_where_no_setting_was_tried_no_profile_is_written_and_an_earlier_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    shown: Callable[..., None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file, _ = write_profile(profile_of(tuned(BOTH)), Request(), "good")
@@ -552,9 +567,7 @@ def test_where_no_setting_was_tried_no_profile_is_written_and_an_earlier_one_sta
 
     out = capsys.readouterr().out
     assert file.read_bytes() == before
-    assert "there was no time to try a setting" in out
-    assert "threads: backend.threads=1  no time was left for its start" in out
-    assert "written" not in out
+    shown(out)
 
 
 def test_what_was_found_is_json_and_ascii() -> None:
@@ -620,7 +633,7 @@ def test_what_is_planted_is_tuned_away_and_nothing_else_is_changed(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tuning, "AXES", {name: AXES[name] for name in axes})
     monkeypatch.setattr(tuning, "MOST", 1)
-    monkeypatch.setattr(tuning, "PROVING", (6, 30))
+    monkeypatch.setattr(tuning, "PROVING", (6, 8))
     monkeypatch.setattr(tuning, "Limits", partial(Limits, block_s=0.1))
     quiet = ["backend.threads=1", "log_every=10000", "checkpoint=off"]  # else blocks are long enough for rows and saves
     said = ["device=cpu", *quiet, *words]

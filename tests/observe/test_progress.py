@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import random
 import re
 import sys
 import time
@@ -117,10 +118,35 @@ def test_the_bar_shows_every_figure_and_the_machine_below() -> None:
         bar.update(340, VALUES, MONITOR)
         first, second = plain(seen()).splitlines()[-2:]
         assert first == (
-            " 34% ████████░░░░░░░░░░░░░░░░  340/1000  34.0 it/s  loss 2.345  lr 3.00e-04  norm 1.25  mem 8.2GiB"
+            " 34% ████████░░░░░░░░░░░░░░░░   340/1000  34.0 it/s  loss 2.345  lr 3.00e-04  norm 1.25  mem 8.2GiB"
             "  data 3%  ETA 0:19"
         )
         assert second == MONITOR
+        bar.finish()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
+def test_the_bar_begins_and_ends_at_the_same_columns_whatever_the_figures(columns: int) -> None:
+    clock, dice = Clock(), random.Random(1)
+    with terminal(columns) as (stream, seen):
+        bar = Bar(stream, clock)
+        bar.start(1000)
+        clock.now += 1
+        wide = {"train/loss": 0.00012345, "lr": 1e-4, "grad_norm": 0.0123, "memory_gib": 10.5, "data_wait": 1.0}
+        bar.update(1, wide)
+        clock.now += 90
+        bar.update(2, wide)  # slowest, and the longest to go
+        seen()
+        lengths, places = set(), set()
+        for update in [*range(3, 1000, 31), 1000]:
+            clock.now += 0.5 + dice.random()
+            shrunk = {name: value if dice.random() < 0.5 else round(value, 1) for name, value in wide.items()}
+            bar.update(update, shrunk)
+            frame = plain(seen()).splitlines()[-1]
+            lengths.add(sum(frame.count(block) for block in "█░"))
+            places.add(frame.find("/1000"))
+        assert len(lengths) == 1, lengths
+        assert len(places) == 1, places
         bar.finish()
 
 

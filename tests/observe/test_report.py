@@ -96,7 +96,7 @@ def test_unequal_ranks_are_shown_as_a_sum() -> None:
 
 def test_the_end_summary_in_full() -> None:
     assert end_summary(END) == (
-        "done        1000 of 1000 updates in 12 min 34 s, 43,456.7 tokens/s\n"
+        "done        1000 of 1000 updates in 12 min 34 s, 43,457 tokens/s\n"
         "loss        1.235\n"
         "validation  val/loss 1.5 (baseline 4.17)\n"
         "            val/accuracy 0.75\n"
@@ -111,8 +111,8 @@ def test_the_end_summary_in_full() -> None:
         "            other        0.6%       4.62 s\n"
         "limited by  compute: 55% of the time (414.7 of 754.0 s) was spent computing (forward 19%, backward 35%,"
         " optimizer 1%); besides, data 40%\n"
-        "memory      host: peak 1.25 of 31.50 GiB\n"
-        "            cuda:0: peak 8.21, allocated 5.00, reserved 9.13 of 14.75 GiB\n"
+        "memory      host: peak 1.25 GiB of 31.5 GiB\n"
+        "            cuda:0: peak 8.21 GiB, allocated 5 GiB, reserved 9.13 GiB of 14.8 GiB\n"
         "checkpoint  outputs/a/checkpoints/update-0000001000\n"
         "metrics     outputs/a/metrics.jsonl\n"
         "note        wandb offline; upload with: wandb sync outputs/a/wandb/offline-run-1-b\n"

@@ -24,10 +24,12 @@ import yaml
 from runner.base.errors import MissingPackage
 from runner.base.schema import read_functions
 from runner.observe import trackers
-from runner.observe.trackers import TRACKERS, Tracker
+from runner.observe.trackers import FAREWELL_S, TRACKERS, Tracker
+from tests.waiting import wait_until
 from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows, rows
 
 ROOT = Path(trackers.__file__).parents[2]
+LIMIT_S = 60.0  # only a defect takes as long
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +44,7 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)  # inherited by whatever is started
     yield
-    limit = time.monotonic() + 5
-    while left := marked(mark):
-        assert time.monotonic() < limit, f"still there: {left}"
-        time.sleep(0.05)
+    until_all_ended()
     assert [thread.name for thread in threading.enumerate() if thread.name == "tracker"] == []
 
 
@@ -58,6 +57,11 @@ def timed(action: Any, *arguments: Any) -> float:
     began = time.perf_counter()
     action(*arguments)
     return time.perf_counter() - began
+
+
+def until_all_ended() -> None:
+    """Wait for the processes of a tracker; wandb's own completes its folder when the one that started it has ended."""
+    wait_until(lambda: not marked(os.environ[MARK]))
 
 
 def next_second() -> None:
@@ -109,21 +113,21 @@ def test_no_tracker_has_the_same_verbs(tmp_path: Path) -> None:
 def test_the_mode_follows_setting_environment_and_key(
     mode: str, environ: dict[str, str], chosen: tuple[str, str]
 ) -> None:
-    assert trackers._choose_mode(mode, environ) == chosen
+    assert trackers.choose_mode(mode, environ) == chosen
 
 
 def test_a_key_in_netrc_counts_for_its_own_server_only(tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / ".netrc").write_text(f"machine wandb.example login user password {KEY}\n")
     (home / ".netrc").chmod(0o600)
-    assert not trackers._has_key({"HOME": str(home)})
-    assert trackers._has_key({"HOME": str(home), "WANDB_BASE_URL": "https://wandb.example"})
+    assert not trackers.has_key({"HOME": str(home)})
+    assert trackers.has_key({"HOME": str(home), "WANDB_BASE_URL": "https://wandb.example"})
     (home / ".config" / "wandb").mkdir(parents=True)
     (home / ".config" / "wandb" / "settings").write_text("[default]\nbase_url = https://wandb.example\n")
-    assert trackers._has_key({"HOME": str(home)})
-    assert not trackers._has_key({"HOME": str(home), "NETRC": str(tmp_path / "none")})
+    assert trackers.has_key({"HOME": str(home)})
+    assert not trackers.has_key({"HOME": str(home), "NETRC": str(tmp_path / "none")})
     (home / ".netrc").write_bytes(b"\xff\xfe nonsense")
-    assert not trackers._has_key({"HOME": str(home)})
+    assert not trackers.has_key({"HOME": str(home)})
 
 
 def test_disabled_starts_nothing(tmp_path: Path) -> None:
@@ -140,9 +144,9 @@ def test_disabled_starts_nothing(tmp_path: Path) -> None:
 
 def test_without_a_key_every_row_is_in_an_offline_folder(tmp_path: Path) -> None:
     tracker = make(tmp_path, tags=["t"], group="g")
-    assert timed(tracker.start) < 0.2
-    assert log_all(tracker, rows(0, 500)) < 0.2
-    assert timed(tracker.finish, 30.0) < 30.0
+    tracker.start()
+    log_all(tracker, rows(0, 500))
+    tracker.finish(LIMIT_S)
     held = offline_rows(tmp_path / "run")
     assert [step for step, _ in held] == list(range(500))
     assert all(row["update"] == step and row["train/loss"] == 1 / (step + 1) for step, row in held)
@@ -159,7 +163,7 @@ def test_a_resumed_run_holds_each_update_once(tmp_path: Path) -> None:
     first = make(tmp_path)
     first.start()
     log_all(first, rows(0, 60))
-    first.finish(30.0)
+    first.finish(LIMIT_S)
     next_second()
     metrics = tmp_path / "run" / "metrics.jsonl"
     # Rows 60 to 79 were never handed over, the last line was being written when the run was killed.
@@ -170,7 +174,7 @@ def test_a_resumed_run_holds_each_update_once(tmp_path: Path) -> None:
     with metrics.open("a") as file:  # rows written after the call are logged, not replayed
         file.write("\n" + json.dumps(rows(80, 81)[0]) + "\n")
     log_all(second, rows(50, 100))  # resumed from a checkpoint at 50: the same updates again
-    second.finish(30.0)
+    second.finish(LIMIT_S)
     assert second.id == first.id
     assert [step for step, _ in offline_rows(tmp_path / "run")] == list(range(100))
     assert f"wandb sync {tmp_path / 'run' / 'wandb'}/offline-run-*-{first.id}" in second.note
@@ -203,10 +207,7 @@ def test_a_killed_run_leaves_its_rows_and_no_process(tmp_path: Path) -> None:
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
     run.stdout.close()
-    limit = time.monotonic() + 10
-    while marked(os.environ[MARK]):  # the tracker's process sees that the run is gone, and completes the folder
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+    until_all_ended()  # the tracker's process sees that the run is gone, and completes the folder
     assert [step for step, _ in offline_rows(tmp_path / "run")] == list(range(200))
 
 
@@ -220,7 +221,7 @@ def test_online_rows_arrive_and_a_resumed_run_sends_each_once(tmp_path: Path, mo
         first = make(tmp_path)
         first.start()
         log_all(first, rows(0, 30))
-        first.finish(30.0)
+        first.finish(LIMIT_S)
         assert server.updates == list(range(30))
         assert first.note == f"wandb: {server.url}/me/accel-run/runs/{first.id}"
         metrics = tmp_path / "run" / "metrics.jsonl"
@@ -230,7 +231,7 @@ def test_online_rows_arrive_and_a_resumed_run_sends_each_once(tmp_path: Path, mo
         second.start()
         second.replay(metrics)
         log_all(second, rows(25, 60))
-        second.finish(30.0)
+        second.finish(LIMIT_S)
         assert server.updates == list(range(60))
         assert first.num_dropped == second.num_dropped == 0
     for path in tmp_path.rglob("*"):  # the folder of the run, and what wandb keeps at home
@@ -244,7 +245,7 @@ def test_a_server_that_refuses_the_key_means_offline(tmp_path: Path, monkeypatch
         tracker = make(tmp_path)
         tracker.start()
         log_all(tracker, rows(0, 50))
-        tracker.finish(30.0)
+        tracker.finish(LIMIT_S)
         assert server.requests > 0
     assert [step for step, _ in offline_rows(tmp_path / "run")] == list(range(50))
     assert "401" in tracker.note
@@ -258,13 +259,35 @@ def test_a_network_that_swallows_everything_costs_no_time_and_no_rows(
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{black_hole.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         tracker = make(tmp_path)
-        assert timed(tracker.start) < 0.2
-        assert log_all(tracker, rows(0, 100)) < 0.2
-        time.sleep(1.0)  # somewhere in the start online
-        assert timed(tracker.finish, 3.0) < 3.5
+        tracker.start()
+        log_all(tracker, rows(0, 100))
+        black_hole.settimeout(LIMIT_S)
+        with black_hole.accept()[0]:  # in the start online
+            tracker.finish(3.0)
+    until_all_ended()
     held = [step for step, _ in offline_rows(tmp_path / "run")]
-    assert len(held) + tracker.num_dropped == 100
+    assert len(held) + tracker.num_dropped >= 100  # what was kept and not confirmed is counted too
     assert held == list(range(len(held)))
+
+
+def test_start_and_log_return_before_the_server_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer = threading.Event()
+
+    def mood() -> tuple[int, float]:
+        may_answer.wait(LIMIT_S)
+        return 200, 0.0
+
+    with Server(mood=mood) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        tracker = make(tmp_path)
+        tracker.start()
+        wait_until(lambda: server.requests)
+        log_all(tracker, rows(0, 100))
+        assert server.history == []
+        may_answer.set()
+        tracker.finish(LIMIT_S)
+        assert server.updates == list(range(100))
 
 
 @pytest.mark.parametrize("does", [{"status": 500}, {"delay_s": 1.0}, {"lives_for": 0}, {"lives_for": 6}], ids=str)
@@ -275,18 +298,18 @@ def test_a_server_that_fails_is_slow_or_dies_loses_and_doubles_no_row(
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         tracker = make(tmp_path)
-        assert timed(tracker.start) < 0.2
-        assert log_all(tracker, rows(0, 60)) < 0.2
-        time.sleep(2.0)  # somewhere in what it does
-        assert log_all(tracker, rows(60, 100)) < 0.2
-        assert timed(tracker.finish, 5.0) < 6.0
+        tracker.start()
+        log_all(tracker, rows(0, 60))
+        wait_until(lambda: server.requests)
+        log_all(tracker, rows(60, 100))
+        tracker.finish(5.0)
+        until_all_ended()
         sent = server.updates
-    assert server.requests > 0
     held = [
         step for step, _ in offline_rows(tmp_path / "run", "*run-*")
     ]  # online, too: `wandb sync` takes it from there
     assert held == list(range(len(held)))
-    assert len(held) + tracker.num_dropped == 100
+    assert len(held) + tracker.num_dropped >= 100  # what was kept and not confirmed is counted too
     assert sent == list(range(len(sent)))
 
 
@@ -317,10 +340,11 @@ class Run:
             file.write(json.dumps({**row, "step": step}) + "\\n")
 
     def finish(self, exit_code):
-        if self.does == "never ends": time.sleep(60)
+        if self.does == "never ends": time.sleep(600)
 
 def misbehave(does):
-    if "hangs" in does: time.sleep(5)
+    if "hangs" in does: time.sleep(600)
+    while "waits" in does and not os.path.exists(os.environ["FAKE_GO"]): time.sleep(0.01)
     if "dawdles" in does: time.sleep(1)
     if "raises" in does: raise RuntimeError("no: " + os.environ.get("WANDB_API_KEY", ""))
     if "exits" in does: raise SystemExit(1)
@@ -344,6 +368,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "fake" / "wandb.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
     monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("FAKE_GO", str(tmp_path / "go"))
     return lambda **modes: monkeypatch.setenv("FAKE_WANDB", json.dumps(modes))
 
 
@@ -361,9 +386,9 @@ def test_a_start_online_that_fails_ends_offline_with_every_row(
     monkeypatch.setattr(trackers, "OPEN_S", 1.0)
     fake(online=does)
     tracker = make(tmp_path)
-    assert timed(tracker.start) < 0.2
-    assert log_all(tracker, rows(0, 1000)) < 0.2
-    tracker.finish(20.0)
+    tracker.start()
+    log_all(tracker, rows(0, 1000))
+    tracker.finish(LIMIT_S)
     assert fake_rows(tmp_path, "offline") == list(range(1000))
     assert tracker.num_dropped == 0
     assert tracker.note.startswith("wandb offline; upload with: wandb sync ")
@@ -377,7 +402,7 @@ def test_a_wandb_that_fails_in_the_middle_goes_on_offline(tmp_path: Path, fake: 
     tracker = make(tmp_path)
     tracker.start()
     log_all(tracker, rows(0, 1000))
-    tracker.finish(20.0)
+    tracker.finish(LIMIT_S)
     confirmed = 1000 - len(fake_rows(tmp_path, "offline"))
     assert set(fake_rows(tmp_path, "online")) | set(fake_rows(tmp_path, "offline")) == set(range(1000))
     assert fake_rows(tmp_path, "offline") == list(range(confirmed, 1000))
@@ -391,7 +416,7 @@ def test_a_wandb_that_fails_both_ways_is_off_and_every_row_is_counted(tmp_path: 
     tracker = make(tmp_path)
     tracker.start()
     log_all(tracker, rows(0, 100))
-    tracker.finish(20.0)
+    tracker.finish(LIMIT_S)
     assert tracker.num_dropped == 100
     assert tracker.note.startswith("tracker off, metrics.jsonl has every row (wandb online: ")
     assert tracker.note.endswith("; 100 rows are only in metrics.jsonl")
@@ -402,9 +427,9 @@ def test_finish_keeps_its_time_when_wandb_hangs(tmp_path: Path, fake: Any, does:
     fake(online=does, offline=does)
     tracker = make(tmp_path, mode="offline")
     tracker.start()
-    assert log_all(tracker, rows(0, 100)) < 0.2
-    assert timed(tracker.finish, 1.5) < 2.0
-    assert timed(tracker.finish, 1.5) < 0.1  # and a second call finds nothing to do
+    log_all(tracker, rows(0, 100))
+    assert timed(tracker.finish, 1.5) < LIMIT_S / 2  # and not the minute that wandb has to start or to take a batch
+    tracker.finish(1.5)  # a second call finds nothing to do
     assert tracker.num_dropped == 100  # none of them was confirmed
 
 
@@ -413,26 +438,53 @@ def test_an_upload_that_never_ends_is_cut_short_and_told(tmp_path: Path, fake: A
     tracker = make(tmp_path)
     tracker.start()
     log_all(tracker, rows(0, 40))
-    while "http://fake/run" not in tracker.note:
-        time.sleep(0.01)
-    assert timed(tracker.finish, 1.5) < 2.0
+    wait_until(lambda: "http://fake/run" in tracker.note, "it is online")
+    assert timed(tracker.finish, 1.5) < LIMIT_S / 2
     assert f"not all of it was uploaded, do: wandb sync --include-online {tmp_path / 'run'}" in tracker.note
     assert tracker.num_dropped == 0
+
+
+@pytest.mark.parametrize("does", ["ok", "dawdles", "dawdles in init"])
+def test_a_process_that_is_left_keeps_every_row_and_ends(tmp_path: Path, fake: Any, does: str) -> None:
+    """The end of a run waits for nothing here: all that is left is done behind it."""
+    fake(offline=does)
+    tracker = make(tmp_path, mode="offline")
+    tracker.start()
+    log_all(tracker, rows(0, 100))
+    tracker.finish(FAREWELL_S, leaves=True)
+    until_all_ended()
+    assert len(fake_rows(tmp_path, "offline")) + tracker.num_dropped == 100
+    assert fake_rows(tmp_path, "offline") == list(range(100 - tracker.num_dropped))
+    assert "wandb sync" in tracker.note or tracker.num_dropped == 100
+
+
+@pytest.mark.parametrize("does", ["never ends", "hangs in init", "hangs"])
+def test_a_process_that_is_left_and_hangs_ends_all_the_same(
+    tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
+    monkeypatch.setattr(trackers, "LOCAL_LINGER_S", 1.0)
+    monkeypatch.setattr(trackers, "LINGER_S", 1.0)
+    fake(online=does, offline=does)
+    tracker = make(tmp_path)
+    tracker.start()
+    log_all(tracker, rows(0, 100))
+    wait_until(lambda: marked(os.environ[MARK]), "its process is there")
+    tracker.finish(1.0, leaves=True)
+    assert "wandb sync" in tracker.note or tracker.num_dropped == 100
+    until_all_ended()
 
 
 def test_what_does_not_fit_in_the_queue_is_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any
 ) -> None:
     monkeypatch.setattr(trackers, "QUEUE_ROWS", 100)
-    fake(offline="dawdles in init")  # meanwhile nothing leaves the queue
+    fake(offline="waits in init")  # meanwhile nothing leaves the queue
     tracker = make(tmp_path, mode="offline")
     tracker.start()
-    given = rows(0, 10_000)
-    began = time.perf_counter()
-    log_all(tracker, given)
-    assert time.perf_counter() - began < 1.0
+    log_all(tracker, rows(0, 10_000))
     assert tracker.num_dropped == 9_900
-    tracker.finish(20.0)
+    (tmp_path / "go").touch()
+    tracker.finish(LIMIT_S)
     assert fake_rows(tmp_path, "offline") == list(range(100))
     assert tracker.note.endswith("; 9900 rows are only in metrics.jsonl")
 
@@ -441,14 +493,13 @@ def test_the_process_is_out_of_reach_of_signals_to_the_run(tmp_path: Path, fake:
     fake()
     tracker = make(tmp_path)
     tracker.start()
-    while "http://fake/run" not in tracker.note:
-        time.sleep(0.01)
+    wait_until(lambda: "http://fake/run" in tracker.note, "it is online")
     (child,) = (each for each in psutil.Process().children() if "tracker_process" in " ".join(each.cmdline()))
     assert os.getsid(child.pid) == child.pid != os.getsid(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as SLURM sends them, to every process
         child.send_signal(number)
     log_all(tracker, rows(0, 10))
-    tracker.finish(20.0)
+    tracker.finish(LIMIT_S)
     assert fake_rows(tmp_path, "online") == list(range(10))
 
 
@@ -458,7 +509,7 @@ def test_a_phase_that_counts_from_zero_goes_on_behind_the_one_before(tmp_path: P
     tracker.start()
     log_all(tracker, rows(0, 10))
     log_all(tracker, [{**row, "phase": "router"} for row in rows(0, 10)])
-    tracker.finish(20.0)
+    tracker.finish(LIMIT_S)
     held = [json.loads(line) for line in (tmp_path / "run" / "online.jsonl").read_text().splitlines()]
     assert [row["step"] for row in held] == list(range(20))
     assert [row["update"] for row in held] == [*range(10), *range(10)]
@@ -470,7 +521,7 @@ def test_values_wandb_cannot_store_do_not_end_tracking(tmp_path: Path, fake: Any
     tracker.start()
     tracker.log({"update": 0, "path": tmp_path, "nan": float("nan"), ("a", "tuple"): 1})  # type: ignore[dict-item]
     tracker.log({"update": 1})
-    tracker.finish(20.0)
+    tracker.finish(LIMIT_S)
     assert fake_rows(tmp_path, "online") == [0, 1]
 
 
@@ -512,11 +563,11 @@ def test_tensorboard_shows_each_update_once_after_a_resume(tmp_path: Path) -> No
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows(0, 50)))
     for first, last in ((0, 60), (50, 80)):
         tracker = TRACKERS["tensorboard"](tmp_path / "run", "a run", {}, None)
-        assert timed(tracker.start) < 0.2
+        tracker.start()
         if first:
             tracker.replay(metrics)
         log_all(tracker, rows(first, last))
-        tracker.finish(30.0)
+        tracker.finish(LIMIT_S)
         assert tracker.note == f"tensorboard --logdir {tmp_path / 'run' / 'tensorboard'}"
         next_second()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))

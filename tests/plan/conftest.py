@@ -1,10 +1,14 @@
-"""The NVML stub, compiled once for all tests of this folder."""
+"""The NVML stub, compiled once for all tests of this folder, and configurations composed once."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.nvml_stub import NvmlStub, build_stub
+
+
+@pytest.fixture(autouse=True)
+def _composed_once(quick: None) -> None: ...
 
 
 @pytest.fixture(scope="session")

@@ -28,16 +28,17 @@ from tests.nvml_stub import MIB, PAIR, T4, NvmlStub, as_text
 
 # Takes the inventory, and again with the GPUs of $THEN: one process for both, because torch takes seconds to import.
 TAKE = """
-import json, os, pathlib, time
+import collections, json, os, pathlib, sys
 import torch
-start = time.perf_counter()
 from runner.plan.inventory import take_inventory
+events = collections.Counter()
+sys.addaudithook(lambda event, _: events.update([event]))
 taken = [json.loads(take_inventory().to_json())]
-seconds = time.perf_counter() - start
+opened, started = events["open"], events["subprocess.Popen"] + events["os.fork"] + events["os.posix_spawn"]
 if "THEN" in os.environ:
     pathlib.Path(os.environ["NVML_STUB"]).write_text(os.environ["THEN"])
     taken.append(json.loads(take_inventory().to_json()))
-print(json.dumps({"seconds": seconds, "taken": taken}))
+print(json.dumps({"opened": opened, "started": started, "taken": taken}))
 """
 
 needs_a_cpu_build = pytest.mark.skipif(
@@ -78,19 +79,20 @@ def test_gpus_under_a_torch_without_cuda_are_listed_in_order_with_the_reason(nvm
     assert alone["driver_version"] == "580.159.03"
     assert [(each["index"], each["memory_bytes"]) for each in pair["devices"]] == [(0, 11264 * MIB), (1, 8192 * MIB)]
     assert not any(each["usable"] for each in (t4, *pair["devices"]))
-    assert all("this torch build has no CUDA" in each["why_not"] for each in (t4, *pair["devices"]))
+    assert all("no CUDA" in each["why_not"] for each in (t4, *pair["devices"]))
 
 
 @needs_a_cpu_build
-def test_without_a_gpu_there_is_a_reason_and_a_cpu_in_milliseconds(nvml_stub: NvmlStub) -> None:
+def test_without_a_gpu_there_is_a_reason_and_a_cpu_from_a_few_files(nvml_stub: NvmlStub) -> None:
     answer = nvml_stub.run(TAKE, None)
     (found,) = answer["taken"]
 
     assert found["devices"] == []
-    assert "no NVIDIA driver is installed" in found["notes"][0]
+    assert "no NVIDIA driver" in found["notes"][0]
     assert found["cpu"]["logical_cores"] >= found["cpu"]["physical_cores"] >= 1
     assert found["cpu"]["memory_bytes"] > GIB / 4
-    assert answer["seconds"] < 1, "0.04 s on an idle machine; torch itself takes 1.3 s"
+    assert answer["opened"] < 200, "a few files of /proc and /sys: milliseconds, where torch itself takes a second"
+    assert answer["started"] == 0, "no process is started for it"
 
 
 def test_an_inventory_survives_json() -> None:
@@ -117,26 +119,28 @@ def test_a_hidden_gpu_is_listed_with_who_hides_it() -> None:
     devices, _ = match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST), {"CUDA_VISIBLE_DEVICES": "GPU-1111"})
 
     assert [(each.name, each.usable) for each in devices] == [(FAST.name, True), (SLOW.name, False)]
-    assert devices[1].why_not == "hidden by CUDA_VISIBLE_DEVICES=GPU-1111"
+    assert devices[1].why_not.split()[-1] == "CUDA_VISIBLE_DEVICES=GPU-1111"
 
 
 def test_all_gpus_hidden_is_not_blamed_on_the_driver() -> None:
     devices, _ = match_devices(OtherNvml([SLOW], "11.4"), CUDA_BUILD, {"CUDA_VISIBLE_DEVICES": ""})
 
-    assert devices[0].why_not == "hidden by CUDA_VISIBLE_DEVICES="
+    assert devices[0].why_not.split()[-1] == "CUDA_VISIBLE_DEVICES="
 
 
 def test_an_old_driver_is_named_with_both_versions() -> None:
-    (device,), notes = match_devices(OtherNvml([FAST], "12.4"), replace(CUDA_BUILD, complaint="driver too old"), {})
+    complaint = "driver too old"
+    (device,), notes = match_devices(OtherNvml([FAST], "12.4"), replace(CUDA_BUILD, complaint=complaint), {})
 
-    assert "driver 580.0 (CUDA 12.4) is too old for this torch build (CUDA 13.0)" in device.why_not
-    assert notes == ("torch: driver too old",)
+    for part in ("580.0", "CUDA 12.4", "CUDA 13.0"):
+        assert part in device.why_not
+    assert notes == (f"torch: {complaint}",)
 
 
 def test_any_other_refusal_is_told_in_torchs_words() -> None:
     (device,), _ = match_devices(OtherNvml([FAST]), replace(CUDA_BUILD, complaint="CUDA error 802"), {})
 
-    assert device.why_not == "torch does not see it: CUDA error 802"
+    assert device.why_not.endswith(": CUDA error 802")
 
 
 def test_a_gpu_without_kernels_in_this_build_is_not_usable() -> None:
@@ -144,7 +148,7 @@ def test_a_gpu_without_kernels_in_this_build_is_not_usable() -> None:
     (device,), _ = match_devices(OtherNvml([pascal]), torch_with(pascal), {})
 
     assert not device.usable
-    assert "no kernels for capability 6.1" in device.why_not
+    assert "capability 6.1" in device.why_not
 
 
 @pytest.mark.parametrize(

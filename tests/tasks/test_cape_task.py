@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -115,22 +114,6 @@ def test_inference_writes_coco_results_and_pictures(folder: Path) -> None:
         assert ((points[:, :2] >= 0) & (points[:, :2] <= SIDE)).all()
     assert last.text.splitlines()[-1].startswith("all")
     assert all("within 0.2" in prediction.text for prediction in single)
-
-
-def test_inference_on_given_data_needs_no_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task, real = make_task(folder), importlib.import_module
-
-    def missing(name: str, *rest: Any) -> object:
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(name="matplotlib")
-        return real(name, *rest)
-
-    with_pictures = predictions(task, samples=3, pictures=2)
-    monkeypatch.setattr(importlib, "import_module", missing)
-    without = predictions(task, samples=3, pictures=2)
-    assert [prediction.files for prediction in without] == [prediction.files for prediction in with_pictures]
-    assert not any(prediction.plots for prediction in without)
-    assert [prediction.text.count('pictures need the extra "plots"') for prediction in without] == [1, 0, 0, 0]
 
 
 def test_inference_depends_on_the_seed_and_not_on_the_batch(folder: Path) -> None:

@@ -27,6 +27,7 @@ from runner.tasks.dynamo.tokenizer import BEGIN, PAD
 from torch import nn
 
 from runner.base.errors import ConfigError
+from runner.base.noise import per_sample_noise
 from runner.base.task import Context, Progress
 
 SMALL = Shape(2, 2, 16, 4, (12, 8), 1, 24, 10, 300, 2)
@@ -181,10 +182,11 @@ def test_the_router_looks_at_no_padding(task: DynamoTask) -> None:
 def test_hard_routing_takes_one_adapter_and_soft_routing_mixes(task: DynamoTask, training: bool) -> None:
     model = task.model.train(training)
     logits = {"router": torch.randn(6, len(TASKS))}
-    weights = model._weights(torch.zeros(6, dtype=torch.long), "router", 0.0, logits)
+    noise = per_sample_noise(logits)
+    weights = model.routing_weights(torch.zeros(6, dtype=torch.long), "router", 0.0, logits, noise)
     assert weights.max(dim=1).values.tolist() == pytest.approx([1.0] * 6)
     model.hard = False
-    mixed = model._weights(torch.zeros(6, dtype=torch.long), "router", 0.0, logits)
+    mixed = model.routing_weights(torch.zeros(6, dtype=torch.long), "router", 0.0, logits, noise)
     torch.testing.assert_close(mixed, logits["router"].softmax(dim=1))
 
 
@@ -373,5 +375,5 @@ def test_the_documentation_has_the_numbers_of_the_code() -> None:
         f"(tiny {SHAPES['tiny'].max_length} tokens, full {SHAPES['full'].max_length})",
     ):
         assert said in text
-    assert "worded in two ways" in text
+    assert "two ways" in text
     assert {len(ways) for ways in WANTED.values()} == {2}

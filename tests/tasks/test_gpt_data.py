@@ -9,6 +9,7 @@ import math
 import pickle
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ import pytest
 import torch
 from runner.tasks.gpt import data
 from runner.tasks.gpt.baselines import bigram_bits_per_byte, bits_per_byte_baselines, unigram_bits_per_byte
-from runner.tasks.gpt.data import SPLITS, Corpus, open_corpus, prepared, read_tokens, standard_library
+from runner.tasks.gpt.data import (
+    SPLITS,
+    Corpus,
+    blocks,
+    open_corpus,
+    prepared,
+    read_tokens,
+    standard_library,
+    without_blocks,
+)
 from runner.tasks.gpt.task import build
 
 from runner.base.errors import AccelRunError, ConfigError, DataError, InputMissing
@@ -58,13 +68,52 @@ def test_every_document_is_in_one_split(corpus: Corpus) -> None:
     assert min(len(names[split]) for split in SPLITS) >= 10
 
 
-def test_documents_arrive_unchanged(corpus: Corpus) -> None:
+def test_training_documents_arrive_unchanged_and_others_without_known_blocks(corpus: Corpus) -> None:
     names = json.loads((corpus.cache / "documents.json").read_text())
     paths = {document.name: document.path for document in standard_library()}
     for split in SPLITS:
         pieces = corpus.files[split].read_bytes().split(b"\0")
-        assert pieces[:-1] == [paths[name].read_bytes() for name in names[split]]
         assert pieces[-1] == b""
+        for piece, name in zip(pieces[:-1], names[split], strict=True):
+            there = paths[name].read_bytes()
+            if split == "train":
+                assert piece == there
+            left = iter(there.splitlines(keepends=True))
+            assert all(line in left for line in piece.splitlines(keepends=True)), name  # in the same order
+        assert len(corpus.files[split].read_bytes()) > 0.9 * sum(paths[name].stat().st_size for name in names[split])
+
+
+def test_no_five_lines_of_held_out_text_are_in_the_training_text(corpus: Corpus) -> None:
+    def runs(split: str) -> Iterator[tuple[str, ...]]:
+        for document in corpus.files[split].read_text().split("\0"):
+            lines = [line.strip() for line in document.splitlines() if line.strip()]
+            yield from zip(*(lines[shift:] for shift in range(5)), strict=False)
+
+    known = set(runs("train"))
+    leakage = json.loads((corpus.cache / "leakage.json").read_text())
+    for split in ("val", "test"):
+        assert not [run for run in runs(split) if run in known]
+        assert leakage["of_text"][split] == 0
+        assert 0 < leakage["of_documents"][split] < 0.1
+
+
+def test_the_leakage_of_a_text_is_the_share_of_its_blocks(folder: Path, tmp_path: Path) -> None:
+    """Of the user's text it is told, and nothing is left out."""
+    lines = "".join(f"line {number}\n" for number in range(9))
+    for file in folder.rglob("*.txt"):
+        file.write_text(lines + f"only in {file.stem}\n")
+    made = open_bytes(folder, tmp_path / "cache")
+    leakage = json.loads((made.cache / "leakage.json").read_text())
+    assert leakage["of_documents"] == leakage["of_text"] == {"val": 5 / 6, "test": 5 / 6}
+    assert made.files["val"].read_text().count("line 3") == made.files["val"].read_text().count("only in") > 0
+
+
+def test_what_is_left_of_a_text_has_no_known_block() -> None:
+    """Also where lines meet that were apart before."""
+    known = {block for text in ("a\nb\nc\nd\ne\n", "1\n2\n3\n4\n5\n") for _, block in blocks(text)}
+    assert without_blocks("x\n\n  a\nb\n\nc\nd\ne\ny\n", known) == "x\n\n\ny\n"
+    assert without_blocks("1\n2\na\nb\nc\nd\ne\n3\n4\n5\n6\n", known) == "6\n"
+    assert without_blocks("a\nb\nc\nd\n", known) == "a\nb\nc\nd\n"
 
 
 def test_the_standard_library_is_text_enough_and_nothing_else() -> None:
@@ -84,7 +133,7 @@ def test_the_same_python_gives_the_same_bytes(corpus: Corpus, tmp_path: Path) ->
 
 def test_text_is_prepared_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_bytes(folder, tmp_path / "cache")
-    monkeypatch.setattr(data, "_write_bytes", lambda *_: pytest.fail("prepared a second time"))
+    monkeypatch.setattr(data, "write_bytes", lambda *_: pytest.fail("prepared a second time"))
     assert open_bytes(folder, tmp_path / "cache").files == first.files
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,12 @@ from runner.tasks.gpt.sampling import continuations
 from runner.tasks.gpt.task import GPT, SHAPES, build
 from runner.tasks.gpt.tokenizer import Bytes
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
+from runner.axes.compile import default, regional
+from runner.axes.memory import checkpoint
+from runner.base import noise
+from runner.base.batch import Samples
 from runner.base.task import Context
 
 SMALL = Shape(num_layers=2, num_heads=2, width=16, block_size=8, vocab_size=256)
@@ -30,9 +36,9 @@ def make_model(shape: Shape = SMALL, **options: Any) -> Transformer:
     return model
 
 
-def make_task(shape: Shape = SMALL) -> GPT:
+def make_task(shape: Shape = SMALL, **rates: float) -> GPT:
     torch.manual_seed(0)
-    return GPT(Corpus({}, np.uint8, Bytes(), None, Path()), shape)
+    return GPT(Corpus({}, np.uint8, Bytes(), None, Path()), shape, **rates)
 
 
 def make_batch(size: int, shape: Shape = SMALL) -> tuple[Tensor, Tensor]:
@@ -104,12 +110,72 @@ def test_weights_start_as_published() -> None:
     assert all(not weight.any() for name, weight in weights.items() if name.endswith("bias"))
 
 
-def test_dropout_acts_in_training_only() -> None:
-    model = make_model(dropout=0.5)
+# Dropout
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    noise.start_pass(None)
+
+
+def update(task: GPT, epoch: int = 0) -> tuple[Tensor, list[Tensor | None]]:
+    """Return loss and gradients of one pass over six samples."""
+    noise.start_pass(Samples(0, epoch, range(6), range(6)))
+    loss, _ = task.loss(task.model, make_batch(6))
+    loss.backward()
+    return loss.detach(), [weight.grad for weight in task.model.parameters()]
+
+
+RATES: list[dict[str, float]] = [
+    {"dropout": 0.5},
+    {"attention_dropout": 0.5},
+    {"dropout": 0.2, "attention_dropout": 0.2},
+]
+
+
+@pytest.mark.parametrize("rates", RATES, ids=str)
+def test_dropout_acts_in_training_only(rates: dict[str, float]) -> None:
+    model = make_model(**rates)
     x, _ = make_batch(2)
     assert not torch.equal(model(x), model(x))
     model.eval()
     assert torch.equal(model(x), model(x))
+
+
+def test_each_layer_drops_other_elements() -> None:
+    first, *others = make_model(dropout=0.5).noise(torch.zeros(4, 8))
+    assert first is not None
+    drawn = first.bernoulli(0.5, 100)
+    for other in others:
+        assert other is not None
+        assert (drawn == other.bernoulli(0.5, 100)).float().mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_attention_that_may_drop_is_the_fused_one_where_nothing_is_dropped() -> None:
+    # Of the numbers that are drawn only 0 is below 1e-12, with a chance of 6e-8.
+    fused, explicit = (update(make_task(attention_dropout=rate)) for rate in (0.0, 1e-12))
+    torch.testing.assert_close(explicit, fused, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rates", RATES, ids=str)
+def test_blocks_computed_again_drop_the_same(rates: dict[str, float]) -> None:
+    kept, again = make_task(**rates), make_task(**rates)
+    checkpoint(again.model, again.blocks(), torch.device("cpu"))
+    torch.testing.assert_close(update(again), update(kept), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+@pytest.mark.parametrize("compiled", [default, regional])
+def test_a_compiled_model_drops_the_same_in_one_graph(compiled: Callable[..., None]) -> None:
+    rates = {"dropout": 0.2, "attention_dropout": 0.2}
+    plain, task = make_task(**rates), make_task(**rates)
+    torch.compiler.reset()
+    compiled(task.model, task.blocks(), torch.device("cpu"), backend="eager", fullgraph=True)
+    before = counters["stats"]["unique_graphs"]
+    for epoch in range(2):
+        torch.testing.assert_close(update(task, epoch), update(plain, epoch), rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == before + 1  # for all blocks and updates
 
 
 # The loss

@@ -28,7 +28,9 @@ from runner.tasks.nmt.data import (
 )
 from runner.tasks.nmt.task import build
 from runner.tasks.nmt.vocabulary import BEGIN, END, JOINT, LEAST_SIZE, PAD, Numbers, Pieces
+from torch.utils.data import default_collate
 
+from runner.base.batch import are_equal
 from runner.base.errors import ConfigError, DataError, InputMissing
 from runner.base.task import Context
 
@@ -288,6 +290,19 @@ def test_a_sample_is_a_row_of_the_batch() -> None:
     batch, sample = pairs.__getitems__([4, 7]), pairs[7]
     assert torch.equal(batch.source.tokens[1], sample.source.tokens)
     assert torch.equal(batch.labels[1], sample.labels)
+    assert are_equal(default_collate([pairs[4], sample]), batch)
+
+
+@pytest.mark.parametrize("kind", [PairData, PackedData])
+def test_places_tell_where_each_pair_lies(kind: type[PairData]) -> None:
+    indices = [7, 3, 3, *range(10, 40)]
+    pairs = kind(*some_pairs(), 20, 16)
+    for batch in (pairs.__getitems__(indices), default_collate([pairs[index] for index in indices])):
+        rows = torch.arange(len(indices)) + batch.places[:, 0]
+        for index, row, segment in zip(indices, rows.tolist(), batch.places[:, 1].tolist(), strict=True):
+            source, target = batch.source.segments[row] == segment, batch.target.segments[row] == segment
+            assert batch.source.tokens[row][source].tolist() == pairs.sources[index].tolist()
+            assert batch.labels[row][target].tolist() == pairs.labels[index].tolist()
 
 
 def test_packed_batches_are_not_kept_as_if_rows_were_samples() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ from runner.tasks.nmt.model import Cache, Rows, Shape, Transformer
 from runner.tasks.nmt.task import SHAPES, Translation, build
 from runner.tasks.nmt.vocabulary import BEGIN, END, PAD
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from runner.axes.attention import AttentionCall, attention_calls
+from runner.axes.compile import default, regional
+from runner.base import noise
+from runner.base.batch import Samples
 from runner.base.task import Context
 
 SMALL = Shape(
@@ -34,9 +39,15 @@ def small_corpus() -> Corpus:
     return random_pairs(0, vocab_size=SMALL.vocab_size, source_length=10, target_length=6)
 
 
-def make_task(*, packed: bool, dropout: float = 0.0, far: bool = True) -> Translation:
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    noise.start_pass(None)
+
+
+def make_task(*, packed: bool, far: bool = True, **rates: float) -> Translation:
     torch.manual_seed(0)
-    task = Translation(small_corpus(), SMALL, dropout=dropout, packed=packed)
+    task = Translation(small_corpus(), SMALL, packed=packed, **rates)
     if far:  # from the small start, so that differences show
         for weight in task.model.parameters():
             nn.init.normal_(weight, std=0.3)
@@ -113,14 +124,14 @@ def test_every_parameter_gets_a_gradient(task: Translation, dropout: float) -> N
 
 
 def test_the_source_changes_the_output(task: Translation) -> None:
-    source, target, _ = batch_of(task)
+    source, target, _, _ = batch_of(task)
     other = change(source, source.segments == 1)
     before, after = task.model(source, target), task.model(other, target)
     assert not torch.isclose(before, after)[(target.segments == 1)].any(dim=-1).all()
 
 
 def test_padding_does_not_change_the_output(task: Translation) -> None:
-    source, target, _ = batch_of(task)
+    source, target, _, _ = batch_of(task)
     assert (source.segments == 0).any()
     assert (target.segments == 0).any()
     expected = task.model(source, target)
@@ -130,7 +141,7 @@ def test_padding_does_not_change_the_output(task: Translation) -> None:
 
 
 def test_no_token_sees_a_later_one(task: Translation) -> None:
-    source, target, _ = batch_of(task)
+    source, target, _, _ = batch_of(task)
     before = task.model(source, target)
     for position in range(1, SMALL.target_length):
         after = task.model(source, change(target, target.positions >= position))
@@ -142,7 +153,7 @@ def test_no_token_sees_a_later_one(task: Translation) -> None:
 
 def test_pairs_in_a_row_do_not_see_each_other() -> None:
     task = make_task(packed=True)
-    source, target, _ = batch_of(task)
+    source, target, _, _ = batch_of(task)
     assert source.segments.max() > 2
     before = task.model(source, target)
     after = task.model(change(source, source.segments == 2), change(target, target.segments == 2))
@@ -171,7 +182,7 @@ def test_packed_and_padded_models_answer_each_pair_alike() -> None:
     logits = []
     for packed in (False, True):
         task = make_task(packed=packed)
-        source, target, labels = batch_of(task)
+        source, target, labels, _ = batch_of(task)
         found = task.model(source, target)
         whose = torch.stack([labels.flatten(), target.positions.flatten()], dim=1)  # an order that both forms have
         real = labels.flatten() != PAD
@@ -186,7 +197,7 @@ def test_packed_and_padded_models_answer_each_pair_alike() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_codes_hold_in_half_precision(dtype: torch.dtype) -> None:
     task = make_task(packed=True)
-    source, target, _ = batch_of(task)
+    source, target, _, _ = batch_of(task)
     with torch.no_grad(), torch.autocast("cpu", dtype):
         before = task.model(source, target)
         after = task.model(change(source, source.segments != 1), change(target, target.segments != 1))
@@ -194,12 +205,65 @@ def test_codes_hold_in_half_precision(dtype: torch.dtype) -> None:
     assert torch.equal(before[target.segments == 1], after[target.segments == 1])
 
 
-def test_dropout_acts_in_training_only() -> None:
-    task = make_task(packed=False, dropout=0.5)
-    source, target, _ = batch_of(task)
-    assert not torch.equal(task.model(source, target), task.model(source, target))
+@pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"attention_dropout": 0.5}], ids=str)
+def test_dropout_acts_in_training_only(task: Translation, rates: dict[str, float]) -> None:
+    task = make_task(packed=task.packed, **rates)
+    source, target, _, places = batch_of(task)
+
+    def logits() -> Tensor:
+        found: Tensor = task.model(source, target, noise=task.model.noise(places))
+        return found
+
+    assert not torch.equal(logits(), logits())
+    with pytest.raises(ValueError, match="noise"):
+        task.model(source, target)
     task.model.eval()
-    assert torch.equal(task.model(source, target), task.model(source, target))
+    assert torch.equal(logits(), logits())
+    assert torch.equal(logits(), task.model(source, target))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+@pytest.mark.parametrize(("compiled", "graphs"), [(default, 1), (regional, 2)])
+def test_a_compiled_model_drops_the_same_in_one_graph(compiled: Callable[..., None], graphs: int) -> None:
+    """With compile=regional one graph for all layers of the encoder, and one for those of the decoder."""
+
+    def loss(task: Translation, epoch: int) -> tuple[Tensor, Tensor | None]:
+        noise.start_pass(Samples(0, epoch, range(20), range(20)))
+        found, _ = task.loss(task.model, batch_of(task, 20))
+        found.backward()
+        return found.detach(), task.model.embedding.weight.grad
+
+    plain, task = (make_task(packed=True, dropout=0.2, attention_dropout=0.2) for _ in range(2))
+    torch.compiler.reset()
+    compiled(task.model, task.blocks(), torch.device("cpu"), backend="eager", fullgraph=True)
+    before = counters["stats"]["unique_graphs"]
+    for epoch in range(2):
+        torch.testing.assert_close(loss(task, epoch), loss(plain, epoch), rtol=1e-4, atol=1e-3)
+    assert counters["stats"]["unique_graphs"] == before + graphs
+
+
+@pytest.mark.parametrize("rates", [{"dropout": 0.3}, {"dropout": 0.1, "attention_dropout": 0.3}], ids=str)
+def test_packing_does_not_change_what_dropout_drops(rates: dict[str, float]) -> None:
+    found = []
+    for packed in (False, True):
+        task = make_task(packed=packed, **rates)
+        task.model.double()
+        noise.start_pass(Samples(0, 0, range(20), range(20)))
+        loss, _ = task.loss(task.model, batch_of(task, 20))
+        loss.backward()
+        found.append((loss.detach(), [weight.grad for weight in task.model.parameters()]))
+    # Codes are appended in float32 and the loss is computed in it.
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_attention_that_may_drop_is_the_fused_one_where_nothing_is_dropped(task: Translation) -> None:
+    found = []
+    for rate in (0.0, 1e-12):  # of the numbers that are drawn only 0 is below, with a chance of 6e-8
+        other = make_task(packed=task.packed, attention_dropout=rate)
+        loss, _ = other.loss(other.model, batch_of(other, 20))
+        loss.backward()
+        found.append((loss.detach(), [weight.grad for weight in other.model.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
 # Decoding
@@ -226,7 +290,7 @@ def test_greedy_decoding_with_a_cache_is_that_without(task: Translation) -> None
 
 
 def test_the_logits_of_cached_steps_are_those_of_one_pass(task: Translation) -> None:
-    source, target, _ = batch_of(task, 5, "val")
+    source, target, _, _ = batch_of(task, 5, "val")
     expected, cache = task.model(source, target), Cache(SMALL)
     for position in range(SMALL.target_length):
         step = Rows(*(field[:, position : position + 1] for field in target))
@@ -341,21 +405,19 @@ def test_inference_writes_pairs_and_a_report_on_attention(task: Translation) -> 
     assert not task.model.training
 
 
+def test_inference_reports_that_attention_dropout_leaves_no_choice_of_kernels() -> None:
+    task = make_task(packed=True, attention_dropout=0.1)
+    with torch.no_grad():
+        (*_, last) = task.predict(task.model.eval(), torch.Generator(), samples=2)
+    assert "task.attention_dropout" in last.text
+    assert not last.plots
+
+
 def test_a_text_of_the_user_is_translated(task: Translation) -> None:
     with torch.no_grad():
         made = list(task.predict(task.model.eval(), torch.Generator(), source=" 5 6 7 "))
     assert len(made) == 2
     assert str(made[0].files["translations.txt"]).startswith("source     5 6 7\noutput ")
-
-
-def test_pictures_are_left_out_in_words_where_matplotlib_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    task = make_task(packed=False)
-    with torch.no_grad():
-        *_, last = task.predict(task.model.eval(), torch.Generator(), samples=1)
-    assert not last.plots
-    assert "plots" in last.text
-    assert "attention.json" in last.files
 
 
 def test_the_task_is_built_at_both_data(tmp_path: Path) -> None:

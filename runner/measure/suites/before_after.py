@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from statistics import fmean, median
 
-from runner.base.configuration import Configuration, compose
+from runner.base.configuration import Configuration, compose, function_of, key_of
 from runner.base.errors import AccelRunError, Exit
 from runner.measure.contest import (
     Answers,
@@ -51,11 +51,19 @@ def run(wanted: Wanted) -> Report:
         busy = _busy(place, trials, wanted)
         biggest_of = {cell.name: _biggest(place, cell, wanted, biggest) for cell in cells}
     report = _report(place, trials, inferred, busy, biggest_of)
+    typed = [word for word in wanted.request.overrides if key_of(word).partition(".")[0] in GROUPS]
+    if typed:
+        note = f"set on the command line, so the same before and after: {' '.join(typed)}"
+        report = dataclasses.replace(report, notes=[*report.notes, note])
     return kept(wanted, "before_after", report, trials)
 
 
 def plain(configuration: Configuration) -> tuple[str, ...]:
-    """Return the words that make the settings those of a loop written by hand; the mathematics stays as it is."""
+    """Return the overrides that make the settings those of a loop written by hand, except what the user has typed.
+
+    The mathematics stays as it is. What stands on the command line holds before and after: to drop backend.threads=1
+    from one of them would measure another number of threads, and not what the runner chooses.
+    """
     options = {group: choice.options for group, choice in configuration.choices.items()}
     words = ["precision=fp32", "prefetch=none", "compile=off", "attention=math", "backend=default", "memory=none"]
     words.append("memory.channels_last=false")
@@ -65,7 +73,32 @@ def plain(configuration: Configuration) -> tuple[str, ...]:
     words += ["dataloader.num_workers=0", "dataloader.pin_memory=false", "dataloader.cache=none"]
     if "kernel" in options["optimizer"]:
         words.append("optimizer.kernel=for-loop")
-    return tuple(words)
+    return tuple(_with_typed(words, configuration))
+
+
+def _with_typed(words: Iterable[str], configuration: Configuration) -> Iterator[str]:
+    """Yield the overrides that leave what the user has typed as it is."""
+    typed = {key_of(word).lstrip("+"): word for word in configuration.request.overrides}
+    options = {group: choice.name for group, choice in configuration.choices.items()}
+    for word in words:
+        key, _, value = word.partition("=")
+        group, _, inner = key.partition(".")
+        if key in typed:
+            continue
+        if not inner:
+            own = [each for each in typed if each.startswith(f"{group}.")]
+            if all(has_key(group, value, each.partition(".")[2]) for each in own):
+                options[group] = value
+                yield word
+                yield from (typed[each] for each in own)  # another option would drop them
+        elif has_key(group, options[group], inner):
+            yield word
+
+
+def has_key(group: str, option: str, key: str) -> bool:
+    """Tell whether an option has that key."""
+    signature = function_of(group, option)
+    return signature is not None and key in signature.keys
 
 
 @dataclass(frozen=True)
@@ -171,7 +204,7 @@ def _report(
         ("updates per second", _per_second(before), _per_second(after), gain, sure),
         _once("GPU busy, %", busy[BEFORE], busy[AFTER]),
         _inference(inferred),
-        _largest(biggest[BEFORE], biggest[AFTER]),
+        largest_row(biggest[BEFORE], biggest[AFTER]),
         _once("peak memory, GiB", peak_gib(before), peak_gib(after), less_is_better=True),
     ]
     if busy[BEFORE] is None and busy[AFTER] is None:
@@ -237,7 +270,7 @@ def _inference(told: Mapping[str, Answers | str]) -> tuple[Value, ...]:
     return (f"inference, ms per {item}", median(before), median(after), str(ratio), ratio.verdict)
 
 
-def _largest(before: Biggest, after: Biggest) -> tuple[Value, ...]:
+def largest_row(before: Biggest, after: Biggest) -> tuple[Value, ...]:
     """Return the row of the biggest batch; where the smaller one was only not tried further, nothing is known."""
     name, sizes = "biggest batch, samples", [each for each in (before, after) if each.size]
     if len(sizes) == 2 and not min(sizes, key=lambda each: (each.size or 0, each.is_all)).is_all:
@@ -256,6 +289,7 @@ def _once(name: str, before: float | None, after: float | None, *, less_is_bette
 
 
 BEFORE, AFTER = "before", "after"
+GROUPS = ("precision", "prefetch", "compile", "attention", "backend", "memory", "dataloader", "optimizer")
 OF_DATA = ("drop_last", "bad_samples")
 SMALL = 10 * NEGLIGIBLE  # of readings that have no interval
 SHARE_OF_BIGGEST = 0.1  # of the budget, for each of the two

@@ -61,7 +61,7 @@ def run(wanted: Wanted) -> Report:
     own = merge_overrides((f"task={TASK}", "task.data=synthetic"), request.overrides)
     wanted = dataclasses.replace(wanted, request=dataclasses.replace(request, overrides=own))
     with place_of(wanted) as place:
-        devices = _devices(wanted.options["devices"], place.inventory)
+        devices = devices_of(wanted.options["devices"], place.inventory)
         points = [(batch, sides[0]) for batch in batches] if "batch" in kinds else []
         points += [(batches[0], side) for side in sides] if "size" in kinds else []
         points = list(dict.fromkeys([(batches[0], sides[0]), *points, (batches[0], sides[-1])]))
@@ -87,10 +87,10 @@ def run(wanted: Wanted) -> Report:
     lines: dict[str, dict[str, Blocks]] = {}
     if "batch" in kinds:
         of_batch = [(batch, sides[0]) for batch in batches]
-        lines["batch"] = {device: _blocks(trials, device, of_batch, 0) for device in devices}
+        lines["batch"] = {device: blocks_of(trials, device, of_batch, 0) for device in devices}
     if "size" in kinds:
         of_size = [(batches[0], side) for side in sides]
-        lines["size"] = {device: _blocks(trials, device, of_size, 1) for device in devices}
+        lines["size"] = {device: blocks_of(trials, device, of_size, 1) for device in devices}
     report = _report(place, list(devices), trials, fits, lines, batches[0])
     report = dataclasses.replace(report, tables=[*report.tables, _rules(rules)])
     return kept(wanted, "devices", report, trials)
@@ -99,7 +99,7 @@ def run(wanted: Wanted) -> Report:
 # ---------------------------------------------------------------- what is measured
 
 
-def _devices(text: str, inventory: Inventory) -> dict[str, Overrides]:
+def devices_of(text: str, inventory: Inventory) -> dict[str, Overrides]:
     """Return name -> words of the configuration, of two devices. Raises ConfigError."""
     gpus, cores = [gpu.torch_name for gpu in inventory.usable], inventory.cpu.logical_cores
     if text == "auto":
@@ -137,7 +137,7 @@ def _name(device: str, batch: int, side: int) -> str:
     return f"{device}, batch {batch}, side {side}"
 
 
-def _blocks(trials: Trials, device: str, points: Sequence[tuple[int, int]], which: int) -> Blocks:
+def blocks_of(trials: Trials, device: str, points: Sequence[tuple[int, int]], which: int) -> Blocks:
     """Return seconds per update of each point: by samples, or by pixels of a sample.
 
     A point of which there was no time for the fewest blocks is none: what they say of their spread is too little.

@@ -14,10 +14,11 @@ from typing import Any
 
 from runner.base.configuration import Configuration, Request, compose, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
-from runner.launch.apart import apart
+from runner.base.figures import finite
+from runner.base.subprocesses import in_subprocess
 from runner.measure import pictures
 from runner.measure.contest import LEAST_S, ROUNDS, limits_of, peak_gib, place_of, some_of
-from runner.measure.results import Results, finite
+from runner.measure.results import Results
 from runner.measure.statistics import Ratio
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.technique import BASELINE, Technique, chosen, stacked, techniques
@@ -116,15 +117,18 @@ def run(wanted: Wanted) -> Report:
             raise ConfigError(Problem(what, actions[0], "say one after the other"))
         action = ACTIONS[actions[0]]
         return action(results, wanted)
-    asked, kept = _asked(wanted), _columns_of(results)  # both may be wrong, and then nothing is measured
+    asked, kept = requested(wanted), _columns_of(results)  # both may be wrong, and then nothing is measured
     task = asked.configuration.choices["task"].name
     _must_be_of(task, results, kept)
-    # Techniques that are not measured now were measured with the baseline that is there.
-    kept_too = {BASELINE} if wanted.words and not {BASELINE, "all"} & set(wanted.words) and BASELINE in kept else set()
+    is_main = not wanted.words or bool({BASELINE, "all"} & set(wanted.words))
+    session: int | None = None
 
     def keep(rows: Sequence[Row]) -> None:
-        columns = {row.name: row.updates_ms for row in rows if row.updates_ms and row.name not in kept_too}
-        results.put(columns, {row.name: as_json(row) | {"task": task} for row in rows if row.name in columns})
+        nonlocal session
+        columns = {row.name: row.updates_ms for row in rows if row.updates_ms}
+        facts = {row.name: as_json(row) | {"task": task} for row in rows if row.name in columns}
+        if columns:
+            session = results.put(columns, facts, session=session, is_main=is_main)
 
     ladder = Ladder(asked, wanted, keep)
     try:
@@ -133,7 +137,7 @@ def run(wanted: Wanted) -> Report:
         if ladder.rows:
             wanted.say(f"stopped; what was measured until now is in {results.csv}")
         raise
-    drawn = pictures.draw(results, task) if "all" in wanted.words else []
+    drawn = pictures.draw(results) if "all" in wanted.words else []
     return dataclasses.replace(ladder.report(), files=(results.csv, results.json, *drawn))
 
 
@@ -166,12 +170,12 @@ class Ladder:
             self.notes += place.notes
             if "isolated" in self.asked.modes or not members:
                 with self._kept():
-                    self._alone(members)
+                    self.measure_isolated(members)
                 members = tuple(technique for technique in members if technique.name not in self.skipped)
                 if set(self.asked.modes) != {"isolated"}:
                     members = self._without_rivals(members)
             if {"cumulative", "leave_one_out"} & set(self.asked.modes) and members and self._has_time("stack"):
-                members = self._startable(members)
+                members = self.startable(members)
                 with self._kept():
                     self._stack(members)
             if "best" in self.asked.modes and (len(members) > 1 or not self.rows) and self._has_time("best"):
@@ -215,7 +219,7 @@ class Ladder:
             return "nothing is clearly faster than the baseline and computes the same"
         return f"fastest: {' + '.join(best.members)}, {best.ratio} more updates in the same time than the baseline"
 
-    def _alone(self, members: Sequence[Technique]) -> None:
+    def measure_isolated(self, members: Sequence[Technique]) -> None:
         """Measure each technique alone against the baseline; one that cannot be is skipped."""
         self.wanted.say(f"measures each alone: {', '.join(_names(members)) or BASELINE}")
         share = SHARE_ALONE if set(self.asked.modes) != {"isolated"} else 1.0
@@ -316,7 +320,7 @@ class Ladder:
             self.notes.append(f"{rival.name} and {technique.name} exclude each other; {faster.name} was faster")
         return tuple(sorted(kept, key=list(members).index))
 
-    def _startable(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
+    def startable(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
         """Return those to be put on top of each other: without one that gains nothing and whose starts take the time.
 
         Each cell begins anew, so what compiles for a minute does so in every cell that it is in.
@@ -420,7 +424,7 @@ def _raising_at_a_stop() -> Iterator[None]:
 # ---------------------------------------------------------------- what is asked
 
 
-def _asked(wanted: Wanted) -> Asked:
+def requested(wanted: Wanted) -> Asked:
     """Return what is to be measured. Raises ConfigError with all that is wrong with the words."""
     options, problems = wanted.options, list[Problem]()
     numbers = {}
@@ -470,7 +474,7 @@ def _impossible(asked: Asked) -> dict[str, str]:
     reasons = {each.name: why for each in asked.members if (why := each.why_not(asked.configuration))}
     cells = [asked.cell(each.name, [each]) for each in asked.members if each.name not in reasons]
     cells = [asked.cell(BASELINE, ()), *cells]
-    found = apart(_refusals, asked.request, [cell.overrides for cell in cells])
+    found = in_subprocess(_refusals, asked.request, [cell.overrides for cell in cells])
     if found[0] is not None:
         raise found[0]
     return reasons | {
@@ -525,11 +529,13 @@ def _row(trials: Trials, name: str, mode: str, members: tuple[str, ...], steps: 
         device=measured.opened["device"],
         device_name=measured.opened["device_name"],
         why_not=measured.why_not,
-        updates_ms=_evenly([ms for number in sorted(measured.updates_ms) for ms in measured.updates_ms[number]], steps),
+        updates_ms=evenly_spaced(
+            [ms for number in sorted(measured.updates_ms) for ms in measured.updates_ms[number]], steps
+        ),
     )
 
 
-def _evenly(values: Sequence[float], num: int) -> tuple[float, ...]:
+def evenly_spaced(values: Sequence[float], num: int) -> tuple[float, ...]:
     """Return so many of the values, from beginning to end; all where there are fewer."""
     if len(values) <= num:
         return tuple(values)
@@ -632,11 +638,8 @@ def _clean(results: Results, _: Wanted) -> Report:
     return Report(f"removed: {', '.join(str(path) for path in removed)}" if removed else "there was nothing to remove")
 
 
-def _plots(results: Results, wanted: Wanted) -> Report:
-    """Draw what was measured, of the task that it was measured of."""
-    kept = [each["task"] for each in results.facts()["techniques"].values() if "task" in each]
-    task = kept[-1] if kept else compose(wanted.request).choices["task"].name
-    return Report("", files=tuple(pictures.draw(results, task)))
+def _plots(results: Results, _: Wanted) -> Report:
+    return Report("", files=tuple(pictures.draw(results)))
 
 
 ACTIONS: Mapping[str, Callable[[Results, Wanted], Report]] = {

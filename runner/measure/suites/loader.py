@@ -22,7 +22,7 @@ from runner.measure.contest import (
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.trial import Cell, Measured
 
-# workers: worker processes, as 0,2,4, and thread for one thread of the process that trains; auto: by the cores
+# workers: worker processes, as 0,2,4, and thread for dataloader=thread (without a cache one worker); auto: by the cores
 # prefetch: batches that each of them reads ahead
 # pin: copy batches to page-locked memory or not; auto: both with a GPU
 # cache: where every sample is kept once it is read
@@ -92,7 +92,9 @@ def _reader_of(place: Place) -> Reader:
 
 
 def _effective(reader: Reader) -> Reader:
-    """Return the same without what has no effect: who reads when asked reads nothing ahead."""
+    """Return the loader that it is: a thread reads only what is kept, and who reads when asked reads nothing ahead."""
+    if reader.workers == THREAD and reader.cache == "none":
+        return reader._replace(workers=1)
     return reader._replace(prefetch=reader.prefetch if reader.workers else 0)
 
 

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.base.configuration import Configuration, Request, compose, facts_of_profiles, merge_overrides
-from runner.base.errors import AccelRunError, ConfigError, MissingPackage, Problem
+from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.host import ROOT, affinity
 from runner.base.picture import png
 from runner.base.schema import did_you_mean
+from runner.base.subprocesses import in_subprocess
 from runner.base.words import first_line
 from runner.doctor import arithmetic
 from runner.doctor.arithmetic import Format, Work
 from runner.doctor.findings import Context
 from runner.doctor.storage import nearest
 from runner.durable import files
-from runner.launch.apart import apart
 from runner.measure.contest import kept
 from runner.measure.suite import Report, Table, Value, Wanted
 from runner.measure.trial import RESTLESS, Arena, Cell, Limits, Measured
@@ -54,10 +54,10 @@ def run(wanted: Wanted) -> Report:
     parts = _parts(wanted.words)
     rounds, disk_mib = (_number(wanted.options, key) for key in OPTIONS)
     configuration = compose(wanted.request)
-    inventory = apart(take_inventory)
+    inventory = in_subprocess(take_inventory)
     device = str(configuration.settings.device)
     asked = Asked(inventory, device, rounds, configuration.settings.root, disk_mib * MIB)
-    found = Found(skipped=_without_gpus(parts, inventory, device))
+    found = Found(skipped=skipped_without_gpu(parts, inventory, device))
     for part in (part for part in parts if part in MEASURED):
         wanted.say(f"measures {part}")
         found.add(part, _apart(part, asked, SHARES[part] * wanted.budget_s))
@@ -217,7 +217,7 @@ def best(rates: Sequence[Rate]) -> list[Rate]:
 # ---------------------------------------------------------------- products of matrices
 
 
-def _matmul(asked: Asked, seconds: float) -> Found:
+def matmul(asked: Asked, seconds: float) -> Found:
     import torch
 
     work, found, turns = arithmetic.products(), Found(threads=torch.get_num_threads()), list[Turn]()
@@ -232,14 +232,14 @@ def _matmul(asked: Asked, seconds: float) -> Found:
             found.skipped[f"{number.subject} matmul"] = f"not made for this device: {first_line(str(error))}"
             continue
         for size in sizes:
-            once = functools.partial(_product_s, number, work, size)
+            once = functools.partial(product_seconds, number, work, size)
             turns.append(Turn("matmul", number.device.torch_name, number.name, size, work.flops(size), once))
     found.rates, failed = in_turns(turns, asked.rounds, seconds)
     found.skipped |= {f"{subject} matmul": why for subject, why in failed.items()}
     return found
 
 
-def _product_s(number: Format, work: Work, size: int) -> float:
+def product_seconds(number: Format, work: Work, size: int) -> float:
     """Return the seconds of one product of that size."""
     import torch
 
@@ -254,7 +254,7 @@ def _sizes(number: Format, work: Work) -> list[int]:
     free = number.device.free_bytes or number.device.memory_bytes
     sizes = [work.sizes[0]]
     while sizes[-1] < LARGEST:
-        took_s, size = _product_s(number, work, sizes[-1]), 2 * sizes[-1]
+        took_s, size = product_seconds(number, work, sizes[-1]), 2 * sizes[-1]
         if took_s * work.flops(size) / work.flops(sizes[-1]) > LONGEST_S or 3 * 8 * size**2 > free / 4:
             break
         sizes.append(size)
@@ -264,7 +264,7 @@ def _sizes(number: Format, work: Work) -> list[int]:
 # ---------------------------------------------------------------- memory and copies
 
 
-def _copies(asked: Asked, seconds: float) -> Found:
+def copies(asked: Asked, seconds: float) -> Found:
     import torch
 
     found, turns = Found(threads=torch.get_num_threads()), list[Turn]()
@@ -272,7 +272,7 @@ def _copies(asked: Asked, seconds: float) -> Found:
         if device.kind == "cuda":
             turns += _of_gpu(device)
         elif device.kind == "cpu":
-            turns.append(_triad(device))
+            turns.append(triad(device))
         else:
             found.skipped[f"{device.torch_name} copies"] = "shares the host's memory"
     found.rates, failed = in_turns(turns, asked.rounds, seconds)
@@ -280,7 +280,7 @@ def _copies(asked: Asked, seconds: float) -> Found:
     return found
 
 
-def _triad(device: Device) -> Turn:
+def triad(device: Device) -> Turn:
     """Return a = b + s c of float64 numbers, of which none stays in a cache from one time to the next.
 
     Counted as its authors do: two arrays are read and one is written.
@@ -290,7 +290,7 @@ def _triad(device: Device) -> Turn:
 
     where = torch.device(device.torch_name)
     free = device.free_bytes or device.memory_bytes or GIB
-    size = min(max(LEAST_ARRAY, TIMES_CACHE * _cache_bytes(where)), free // 8) // 8
+    size = min(max(LEAST_ARRAY, TIMES_CACHE * cache_bytes(where)), free // 8) // 8
 
     def once() -> float:
         one, b, c = (torch.full((size,), value, dtype=torch.float64, device=where) for value in (0.0, 1.0, 2.0))
@@ -323,10 +323,10 @@ def _of_gpu(device: Device) -> Iterator[Turn]:
     for name, source, target, pinned, times in kinds:
         once = functools.partial(copied, source, target, pinned)
         yield Turn("copies", device.torch_name, name, COPIED, float(times * COPIED), once)
-    yield _triad(device)
+    yield triad(device)
 
 
-def _cache_bytes(device: torch.device, root: Path = ROOT) -> int:
+def cache_bytes(device: torch.device, root: Path = ROOT) -> int:
     """Return the size of the last caches before the memory, of all cores of ours together; 0 where nobody tells."""
     import torch
 
@@ -348,7 +348,7 @@ def _cache_bytes(device: torch.device, root: Path = ROOT) -> int:
 # ---------------------------------------------------------------- disk
 
 
-def _disk(asked: Asked, seconds: float) -> Found:
+def disk(asked: Asked, seconds: float) -> Found:
     folder = nearest(asked.root)
     free = shutil.disk_usage(folder).free
     if asked.disk_bytes > free / 2:  # others write there too
@@ -444,7 +444,7 @@ def _roofline(wanted: Wanted, configuration: Configuration, found: Found) -> tup
     from runner.measure.roofline import drawn, judged
 
     share = SHARES["roofline"] * wanted.budget_s
-    point, opened = _update(wanted.request, share, found, configuration.choices["task"].name)
+    point, opened = measured_update(wanted.request, share, found, configuration.choices["task"].name)
     device = _name_of(str(opened["device"]))
     roofs = _roofs(found.rates, device, str(opened["device_name"]))
     if roofs is None or point.format not in roofs.compute:
@@ -469,18 +469,12 @@ def _roofline(wanted: Wanted, configuration: Configuration, found: Found) -> tup
         "roofs": dict(roofs.compute),
         "memory_bytes_per_s": roofs.memory,
     }
-    pictures = []
-    try:
-        picture = png(drawn(roofs, point if has_flops else None))
-    except MissingPackage as error:
-        found.skipped["roofline.png"] = error.problems[0].what
-    else:
-        files.atomic_write(wanted.file("roofline.png"), picture)
-        pictures.append(wanted.file("roofline.png"))
-    return judged(roofs, point) if has_flops else "", data, pictures
+    picture = wanted.file("roofline.png")
+    files.atomic_write(picture, png(drawn(roofs, point if has_flops else None)))
+    return judged(roofs, point) if has_flops else "", data, [picture]
 
 
-def _update(request: Request, seconds: float, found: Found, task: str) -> tuple[Point, dict[str, Any]]:
+def measured_update(request: Request, seconds: float, found: Found, task: str) -> tuple[Point, dict[str, Any]]:
     """Return an update of one process as measured and counted, and what it is made of.
 
     Where the model is compiled, what is counted is the same update without that.
@@ -580,7 +574,7 @@ def _spread(rate: Rate) -> float:
     return (high - low) / rate.median
 
 
-def _without_gpus(parts: Sequence[str], inventory: Inventory, device: str) -> dict[str, str]:
+def skipped_without_gpu(parts: Sequence[str], inventory: Inventory, device: str) -> dict[str, str]:
     """Return what needs a GPU and is not measured -> why, where none is looked at."""
     if any(each.kind == "cuda" for each in inventory.usable) and device in ("auto", "cuda"):
         return {}
@@ -617,7 +611,7 @@ def _number(options: Mapping[str, str], key: str) -> int:
 def _apart(part: str, asked: Asked, seconds: float) -> Found:
     """Return what a part finds in a process of its own; where that dies or cannot begin, the reason."""
     try:
-        return apart(MEASURED[part], asked, seconds)
+        return in_subprocess(MEASURED[part], asked, seconds)
     except BrokenProcessPool:
         return Found(skipped={part: "its process was killed: accel-run doctor tells which kernel or driver does that"})
     except AccelRunError as error:
@@ -625,7 +619,7 @@ def _apart(part: str, asked: Asked, seconds: float) -> Found:
 
 
 MIB, GIB = 2**20, 2**30
-MEASURED: Mapping[str, Callable[[Asked, float], Found]] = {"matmul": _matmul, "copies": _copies, "disk": _disk}
+MEASURED: Mapping[str, Callable[[Asked, float], Found]] = {"matmul": matmul, "copies": copies, "disk": disk}
 SHARES = {"matmul": 0.4, "copies": 0.15, "disk": 0.15, "roofline": 0.1}  # of the seconds; the rest is start-up
 LEAST_ROUNDS = 3  # however small the budget
 BLOCKS = 9  # of updates

@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.scratch import private_folder
-from runner.launch.apart import apart
+from runner.base.subprocesses import in_subprocess
 from runner.measure.advise import planned
 from runner.measure.contest import ROUNDS, kept, refuse_words, some_of, whole_numbers
 from runner.measure.ranks import Standing, ms_per_update, opened
@@ -43,7 +43,7 @@ def run(wanted: Wanted) -> Report:
     ranks, updates = (whole_numbers(wanted.options, key, least)[0] for key, least in (("ranks", 2), ("updates", 1)))
     slow = _factor(wanted.options["slow"])
     configuration = compose(wanted.request)
-    plan, inventory = apart(planned, configuration)
+    plan, inventory = in_subprocess(planned, configuration)
     cores = inventory.cpu.logical_cores
     threads = max(1, cores // ranks)
     samples = next(each for each in (*plan.selected, *plan.phases) if each.kind == "train").batch.global_batch_size

@@ -1,0 +1,50 @@
+"""Forward passes that leave no trace in the buffers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.bits import is_dense, same_bits
+
+
+@contextmanager
+def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the buffers of these modules (not of their children) at the end, changed in place or replaced.
+
+    A cache, which is not saved, stays where it grew: its module may have noted
+    elsewhere how long it is.
+    """
+    kept = [
+        (module, key, buffer, buffer.clone())
+        for module in modules
+        for key, buffer in module._buffers.items()
+        if buffer is not None and is_dense(buffer)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, key, buffer, before in kept:
+                _restore(module, key, buffer, before)
+
+
+def _restore(module: nn.Module, key: str, buffer: Tensor, before: Tensor) -> None:
+    now = module._buffers.get(key)
+    if now is not buffer:
+        if key in module._non_persistent_buffers_set and (now is None or now.shape != buffer.shape):
+            return
+        module._buffers[key] = buffer
+    if is_written(buffer) and not (
+        buffer.device.type == "cpu" and same_bits(buffer, before)
+    ):  # a GPU is not waited for
+        buffer.copy_(before)
+
+
+def is_written(tensor: Tensor) -> bool:
+    """Tell whether torch can write into it: not where numbers share their memory, as after `expand`."""
+    shares_memory = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return not (shares_memory or tensor.is_inference())

@@ -1,0 +1,84 @@
+"""Call a function in a forked subprocess, so that neither CUDA nor threads are left in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from runner.base import output
+from runner.base.errors import SystemLimit
+from runner.base.parent import die_with_parent
+
+Answer = TypeVar("Answer")
+PATIENCE_S = 3.0  # a user who waits longer is told why
+
+
+def in_subprocess(
+    function: Callable[..., Answer],
+    *given: Any,
+    long: Callable[[], object] | None = None,
+    patience_s: float = PATIENCE_S,
+) -> Answer:
+    """Return what the function returns in a forked process.
+
+    No ProcessPoolExecutor: it needs two threads, and waits forever where the system gives only one.
+
+    long  called once if the answer takes longer than `patience_s` seconds
+    Raises what the function raises, BrokenProcessPool if the process dies, SystemLimit if it cannot be started, and
+    RuntimeError if this process has initialized CUDA, which does not work in a forked child.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError("CUDA is initialized in this process: a forked child cannot use it")
+    context = get_context("fork")
+    try:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_answer, args=(theirs, os.getpid(), function, given))
+        process.start()
+    except OSError as error:
+        raise SystemLimit(
+            f"a process that looks at this machine cannot be started: {error.strerror}",
+            fix="raise the limits on processes (ulimit -u; in a container: pids) and open files (ulimit -n)",
+        ) from error
+    theirs.close()
+    try:
+        if long is not None and not ours.poll(patience_s):
+            long()
+        is_well, value, told = ours.recv()
+    except (EOFError, ConnectionError):
+        raise BrokenProcessPool("the process died") from None
+    finally:
+        process.kill()  # it has answered, or its answer is no longer needed
+        process.join()
+        ours.close()
+    if not is_well:
+        raise value from _InProcess(told)
+    return value  # type: ignore[no-any-return]
+
+
+class _InProcess(Exception):
+    """The traceback of the process in which an error was raised."""
+
+
+def _answer(line: Connection, parent: int, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to both, and one answer is enough
+    try:
+        line.send((True, function(*given), ""))
+    except BaseException as error:
+        told = "".join(traceback.format_exception(error))
+        try:
+            line.send((False, error, told))
+        except Exception:  # it cannot be sent as it is
+            line.send((False, RuntimeError(f"{type(error).__name__}: {error}"), told))
+    output.finish()
+    with suppress(EOFError, OSError):
+        line.recv()  # until this is killed: tensors are handed over by a thread of this process

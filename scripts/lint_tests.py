@@ -1,0 +1,159 @@
+"""Check that tests read no clocks, order nothing by sleeping, and touch no private names.
+
+    python scripts/lint_tests.py [PATH ...]      # default: tests/ without NOT_YET_CLEAN
+
+Each finding is one line `path:line: rule: what`. Rules:
+
+sleep      time.sleep: events are ordered with pipes, barriers and `tests.waiting.wait_until`
+clock      an assertion about a value that came from a clock: costs are counted, durations belong to scripts/measure
+timeout    a timeout below 30 s, which a busy machine exceeds
+private    a private name of another module: where a test needs one, the code lacks a seam
+phrase     an assertion with a sentence of a message: screens have snapshots, all else checks codes, keys and structure
+
+A line may say why it is an exception: `# lint-tests: RULE: reason`. Exit 0: nothing found. 1: findings.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Paths that still have findings: left out unless they are named. This list only gets shorter.
+NOT_YET_CLEAN = (
+    "commands", "conftest.py", "faults", "laws", "measure", "observe", "report", "test_compare.py", "test_docs.py",
+    "test_interface.py", "test_project.py", "wandb_server.py",
+)  # fmt: skip
+CLOCKS = {"perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "thread_time", "time_ns"}
+MIN_TIMEOUT_S = 30
+# Underscored names that are documented API: of named tuples, of the interpreter and of torch.
+PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_MEIPASS", "_C", "_dynamo", "_inductor"}
+FOREIGN = {"torch", "os", "sys", "ctypes", "pytest", "F", "dist", "threading", "signal", "_pytest"}
+WORDS_OF_A_PHRASE = 4
+EXCEPTION = re.compile(r"#\s*lint-tests:\s*([a-z, ]+):\s*\S")
+
+Finding = tuple[int, str, str]
+
+
+def main(arguments: list[str]) -> int:
+    """Print each finding; return the exit code."""
+    left_out = [] if arguments else [ROOT / "tests" / each for each in NOT_YET_CLEAN]
+    paths = [Path(each) for each in arguments] or [ROOT / "tests"]
+    files = sorted(file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path]))
+    files = [file for file in files if not any(file.is_relative_to(each) for each in left_out)]
+    num_found = 0
+    for file in files:
+        text = file.read_text()
+        lines = text.splitlines()
+        for line, rule, what in sorted(set(findings(ast.parse(text)))):
+            if rule not in _excused(lines, line):
+                num_found += 1
+                print(f"{file}:{line}: {rule}: {what}")
+    return int(num_found > 0)
+
+
+def _excused(lines: list[str], line: int) -> set[str]:
+    """Return the rules that the line or the one above names as excepted."""
+    found = [EXCEPTION.search(lines[at]) for at in (line - 1, line - 2) if 0 <= at < len(lines)]
+    return {rule.strip() for each in found if each for rule in each[1].split(",")}
+
+
+def findings(tree: ast.Module) -> Iterator[Finding]:
+    """Return (line, rule, what) for each violation in a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield from _of_call(node)
+        elif isinstance(node, ast.Attribute):
+            yield from _of_attribute(node)
+        elif isinstance(node, ast.ImportFrom):
+            yield from _of_import(node)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _clocks_compared(node)
+        elif isinstance(node, ast.Assert):
+            yield from _phrases(node)
+
+
+def _of_call(call: ast.Call) -> Iterator[Finding]:
+    name = ast.unparse(call.func)
+    if name in ("time.sleep", "sleep", "asyncio.sleep"):
+        yield call.lineno, "sleep", ast.unparse(call)
+    limits = [word.value for word in call.keywords if word.arg in ("timeout", "timeout_s", "deadline_s")]
+    if name in ("pytest.mark.timeout", "faulthandler.dump_traceback_later"):
+        limits += call.args[:1]
+    for limit in limits:
+        if (
+            isinstance(limit, ast.Constant)
+            and isinstance(limit.value, (int, float))
+            and 0 < limit.value < MIN_TIMEOUT_S
+        ):
+            yield call.lineno, "timeout", ast.unparse(call)[:100]
+    if name.endswith((".setattr", ".delattr", "patch.object")) and len(call.args) > 1:
+        target = call.args[1]
+        if isinstance(target, ast.Constant) and _is_private(str(target.value)) and not _is_foreign(call.args[0]):
+            yield call.lineno, "private", f"{ast.unparse(call.args[0])}.{target.value}"
+
+
+def _of_attribute(node: ast.Attribute) -> Iterator[Finding]:
+    if _is_private(node.attr) and not _is_foreign(node.value):
+        yield node.lineno, "private", ast.unparse(node)[:100]
+
+
+def _of_import(node: ast.ImportFrom) -> Iterator[Finding]:
+    if (node.module or "").split(".")[0] in ("runner", "tasks", "scripts"):
+        for each in node.names:
+            if _is_private(each.name):
+                yield node.lineno, "private", f"{node.module}.{each.name}"
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC
+
+
+def _is_foreign(value: ast.expr) -> bool:
+    """Tell whether the object is the test's own, or of a package that is not ours."""
+    root = value
+    while isinstance(root, (ast.Attribute, ast.Subscript, ast.Call)):
+        root = root.func if isinstance(root, ast.Call) else root.value
+    return isinstance(root, ast.Name) and (root.id in ("self", "cls", "super") or root.id in FOREIGN)
+
+
+def _clocks_compared(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
+    """Follow what clocks returned through assignments to the assertions of one function."""
+    tainted: set[str] = set()
+
+    def reads_clock(node: ast.AST) -> bool:
+        for each in ast.walk(node):
+            if isinstance(each, ast.Call):
+                name = ast.unparse(each.func)
+                if name.split(".")[-1] in CLOCKS or name == "time.time":
+                    return True
+            if isinstance(each, ast.Name) and each.id in tainted:
+                return True
+        return False
+
+    for _ in range(3):
+        for node in ast.walk(function):
+            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if reads_clock(node.value):
+                    tainted |= {
+                        each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)
+                    }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assert) and reads_clock(node.test):
+            yield node.lineno, "clock", ast.unparse(node.test)[:100]
+
+
+def _phrases(node: ast.Assert) -> Iterator[Finding]:
+    for each in ast.walk(node.test):
+        if isinstance(each, ast.Constant) and isinstance(each.value, str):
+            words = re.findall(r"[A-Za-z]{2,}", each.value)
+            if len(words) >= WORDS_OF_A_PHRASE and " " in each.value:
+                yield each.lineno, "phrase", each.value[:80].replace("\n", "\\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""Batches are walked through and compared by their tensors, whatever they are made of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from runner.base.batch import are_equal, first_shape, map_tensors
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def test_every_tensor_is_mapped_and_all_else_stays() -> None:
+    batch = {"a": [tensor(1), (tensor(2), "text", None)], "b": Pair(tensor(3), 4)}
+    found = map_tensors(lambda one: float(one) * 10, batch)
+    assert found == {"a": [10.0, (20.0, "text", None)], "b": Pair(30.0, 4)}
+    assert isinstance(found["b"], Pair)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (tensor(1, 2), tensor(1, 2), True),
+        (tensor(1, 2), tensor(1, 3), False),
+        (tensor(1, math.nan), tensor(1, math.nan), True),
+        (tensor(1, math.nan), tensor(math.nan, 1), False),
+        (tensor(1, math.nan), tensor(1, 2), False),
+        (tensor(1), tensor(1, 1), False),  # would broadcast
+        (tensor(1, 2), tensor(1, 2).reshape(2, 1), False),
+        ({"x": tensor(1), "y": tensor(2)}, {"x": tensor(1), "y": tensor(2)}, True),
+        ({"x": tensor(1), "y": tensor(2)}, {"x": tensor(1), "y": tensor(3)}, False),
+        ([tensor(1)], [tensor(1), tensor(1)], False),
+        (Pair(tensor(1), "a"), Pair(tensor(1), "b"), True),  # what is no tensor is not compared
+        ("a", "b", True),
+    ],
+)
+def test_batches_are_equal_if_their_tensors_are(one: Any, other: Any, equal: bool) -> None:
+    assert are_equal(one, other) == equal
+    assert are_equal(other, one) == equal
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        (torch.zeros(2, 3), (2, 3)),
+        ((torch.zeros(4), torch.zeros(5)), (4,)),
+        ([[torch.zeros(6)]], (6,)),
+        ({"x": torch.zeros(7), "y": torch.zeros(8)}, (7,)),
+        ({"x": [torch.zeros(9, 1)]}, (9, 1)),
+        ([], None), ({}, None), (None, None), ("text", None),
+    ],
+)  # fmt: skip
+def test_the_shape_of_a_batch_is_that_of_its_first_tensor(batch: Any, shape: tuple[int, ...] | None) -> None:
+    assert first_shape(batch) == shape

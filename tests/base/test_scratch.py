@@ -1,0 +1,156 @@
+"""Where compiled code is kept: never where another user can put some first."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import CannotCreate, Exit
+from runner.base.scratch import check_compile_cache, keep_compiled_code_private, private_folder
+
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's own folder, and a folder for temporary files in which everybody may write."""
+    made = tmp_path / "home"
+    made.mkdir(mode=0o700)
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    for name in (*VARIABLES, "ACCEL_RUN_CACHE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(made))
+    monkeypatch.setenv("TMPDIR", str(shared))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return made
+
+
+def chosen() -> list[Path]:
+    for name in VARIABLES:
+        os.environ[name] = ""
+    keep_compiled_code_private()
+    return [Path(os.environ[name]) for name in VARIABLES]
+
+
+def nearest(path: Path) -> os.stat_result:
+    return next(each for each in (path, *path.parents) if each.exists()).stat()
+
+
+def test_compiled_code_is_kept_between_runs_in_the_cache_of_the_user(home: Path) -> None:
+    first = chosen()
+    assert all(path.is_relative_to(home) for path in first)
+    assert len(set(first)) == 2
+    assert chosen() == first
+    first[0].mkdir(parents=True)
+    assert chosen() == first
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_a_cache_in_which_others_write_is_not_used(home: Path, mode: int) -> None:
+    home.chmod(mode)
+    with private_folder() as folder:
+        for path in chosen():
+            assert path.is_relative_to(folder)
+    for path in chosen():  # also outside of a start
+        assert stat.S_IMODE(nearest(path).st_mode) == 0o700
+        assert not path.is_relative_to(home)
+
+
+def test_a_folder_that_somebody_put_there_first_is_not_used(home: Path) -> None:
+    elsewhere = home.parent / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    inside = chosen()[0].parent
+    inside.rmdir()
+    inside.symlink_to(elsewhere)
+    for path in chosen():
+        assert not path.resolve().is_relative_to(elsewhere)
+    inside.unlink()
+    inside.mkdir()
+    inside.chmod(0o777)
+    for path in chosen():
+        assert not path.is_relative_to(home)
+
+
+def test_a_folder_that_the_user_names_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    keep_compiled_code_private()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_a_named_folder_that_cannot_be_written_is_refused_by_its_variable(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_compile_cache(variable, is_needed=True)  # names none
+    monkeypatch.setenv(variable, str(tmp_path / "new" / "folder"))
+    check_compile_cache(variable, is_needed=False)
+    assert not (tmp_path / "new").exists(), "it is not touched before something is compiled"
+    check_compile_cache(variable, is_needed=True)
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(variable, str(tmp_path / "file" / "folder"))
+    for is_needed in (False, True):
+        with pytest.raises(CannotCreate) as refused:
+            check_compile_cache(variable, is_needed=is_needed)
+        assert refused.value.exit_code == Exit.CANNOT_CREATE
+        assert refused.value.problems[0].where == f"{variable}={tmp_path / 'file' / 'folder'}"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (errno.EACCES, Exit.PERMISSION),
+        (errno.EPERM, Exit.PERMISSION),
+        (errno.EROFS, Exit.CANNOT_CREATE),
+        (errno.ENOSPC, Exit.CANNOT_CREATE),
+        (errno.EMFILE, Exit.SYSTEM),
+    ],
+)
+def test_a_named_folder_is_refused_with_the_code_of_any_other_folder(
+    number: int, code: Exit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(CannotCreate) as refused:
+        check_compile_cache("TORCHINDUCTOR_CACHE_DIR", is_needed=True)
+    assert refused.value.exit_code == code
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(CannotCreate) as refused:
+        check_compile_cache("TORCHINDUCTOR_CACHE_DIR", is_needed=False)
+    assert refused.value.exit_code == Exit.PERMISSION
+
+
+def test_the_cache_is_closed_to_others_whatever_the_umask_is(home: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = chosen()[0].parent
+        for path in (folder, folder.parent):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        folder.chmod(0o755)  # as Inductor made it in an older version
+        assert chosen()[0].parent == folder
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_cache_that_others_may_replace_is_not_used(home: Path) -> None:
+    folder = chosen()[0].parent
+    folder.parent.chmod(0o777)
+    assert not any(path.is_relative_to(home) for path in chosen())
+
+
+def test_a_cache_that_cannot_be_made_is_replaced_by_a_private_folder(home: Path) -> None:
+    (home / "accel-run").write_text("no folder\n")
+    for path in chosen():
+        assert stat.S_IMODE(nearest(path).st_mode) == 0o700
+        assert not path.is_relative_to(home)

@@ -1,0 +1,49 @@
+"""A function in a subprocess: its answer, its errors, a word to whoever waits long, and no CUDA before the fork."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from runner.base.subprocesses import in_subprocess
+
+
+def answer(value: float) -> float:
+    return value
+
+
+def late() -> None:
+    raise TimeoutError("its own")
+
+
+def test_a_caller_that_waits_long_is_told_once_and_gets_the_answer() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as told, os.fdopen(writing, "wb", buffering=0) as tell:
+        assert in_subprocess(told.read, 1, long=lambda: tell.write(b"x"), patience_s=0.0) == b"x"
+        tell.close()
+        assert told.read() == b"", "told once"
+
+
+def test_a_caller_that_does_not_wait_is_told_nothing() -> None:
+    told: list[int] = []
+
+    assert in_subprocess(answer, 0.0, long=lambda: told.append(1), patience_s=120.0) == 0.0
+    assert told == []
+
+
+def test_an_error_is_that_of_the_function() -> None:
+    with pytest.raises(TimeoutError, match="its own"):
+        in_subprocess(late, long=lambda: None, patience_s=0.0)
+
+
+def test_no_process_is_forked_after_cuda_was_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork(*_: Any, **__: Any) -> None:
+        raise AssertionError("forked")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr("os.fork", fork)
+    with pytest.raises(RuntimeError, match="CUDA"):
+        in_subprocess(answer, 1.0)

@@ -1,0 +1,61 @@
+"""A training prints its name before it imports torch, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 60.0  # only a defect takes as long
+IMPORTED = "torch is imported"
+
+# The import of torch writes a line, without any buffer, and ends the process.
+CUSTOMIZED = f"""
+import importlib.machinery, os, sys
+
+class Torch:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == "torch" else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        os.write(1, b"{IMPORTED}\\n")
+        os._exit(0)
+
+sys.meta_path.insert(0, Torch())
+"""
+RANK = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("environment", "num_lines"),
+    [
+        ({}, 1),
+        ({"ACCEL_RUN_SAYS": "warning"}, 0),
+        (RANK | {"RANK": "0", "LOCAL_RANK": "0"}, 1),
+        (RANK | {"RANK": "1", "LOCAL_RANK": "1"}, 0),
+    ],
+    ids=["one process", "warnings only", "rank 0", "rank 1"],
+)
+@pytest.mark.parametrize("command", ["train", "both"])
+def test_the_first_line_is_there_before_torch_is_imported(
+    command: str, environment: dict[str, str], num_lines: int, tmp_path: Path
+) -> None:
+    """A real process, since all others here have torch already."""
+    (tmp_path / "sitecustomize.py").write_text(CUSTOMIZED)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", command, "run=mine"], cwd=tmp_path, check=False, capture_output=True,
+        text=True, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": path, **environment},
+    )  # fmt: skip
+    *lines, last = done.stdout.splitlines()
+    assert (last, done.stderr) == (IMPORTED, "")
+    assert len(lines) == num_lines
+    assert all("mine" in line for line in lines)

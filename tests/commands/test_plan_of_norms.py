@@ -1,0 +1,31 @@
+"""A plan follows a model that cannot train on one sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import ForkServer
+
+TASK = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from runner import Task
+def build(*, width: int = 8) -> Task: return Normed(width)
+class Normed(Task):
+    def __init__(self, width):
+        self.model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+    def dataset(self, split): return torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+    def loss(self, model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+"""
+
+
+@pytest.mark.parametrize("words", ["", "task.width=4000 global_batch_size=64 +hardware=t4"])
+def test_a_batch_norm_of_vectors_is_planned(words: str, server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "normed.py").write_text(TASK)
+    ended = server.run(f"plan --task normed.py {words}", tmp_path)
+    assert ended.code == 0, ended.err

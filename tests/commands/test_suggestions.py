@@ -1,0 +1,272 @@
+"""What messages suggest to type is accepted: for habits of other tools, and in every message of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from runner.base.configuration import AXES, GROUPS, Request, compose, files_unchanged, function_of, options_of
+from runner.base.errors import AccelRunError, ConfigError, InputMissing
+from runner.base.foreign import ABSENT, FOREIGN_COMMANDS, FOREIGN_KEYS
+from runner.base.schema import fault, nearest, settings_keys
+from runner.base.settings import Settings
+from runner.cli import main
+from runner.commands import COMMANDS, advise, benchmark, monitor, profile, report, search, tune
+from runner.commands.arguments import read
+from runner.commands.sweep_words import GRID
+from tests.commands.foreign_slips import ARGPARSE, FIRST, HUGGING_FACE, HYDRA, LAUNCHERS, LIGHTNING, VALUES
+from tests.commands.test_slips import SLIPS
+
+ROOT = Path(__file__).parent.parent.parent
+TABLE = {**ARGPARSE, **LIGHTNING, **HUGGING_FACE, **LAUNCHERS, **HYDRA, **VALUES}
+PLACEHOLDER = re.compile(r"\.\.\.|\[?[A-Z]+(\.\w+)?\]?")  # to be filled in by who reads it
+GUESS = re.compile(r"did you mean|(?<!off unless )\bsay ")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unchanged() -> Iterator[None]:
+    with files_unchanged():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    return tmp_path
+
+
+def problems_of(line: str) -> list[tuple[str, str]]:
+    """Return (where, fix) of each problem of a line after `accel-run train`; none where it is accepted."""
+    try:
+        compose(read(shlex.split(line)).request)
+    except (InputMissing, AccelRunError) as error:
+        return [(problem.where, problem.fix) for problem in error.problems]
+    return []
+
+
+def suggestions(fix: str) -> Iterator[str]:
+    """Yield the lines that a message says to type, as they stand behind `accel-run train`."""
+    for part in re.split(r"\n|; |, or |, in | \(|\) or |: (?=accel-run)|, then ", fix):
+        text = part.removeprefix("say ").removeprefix("quote it: ").removeprefix("a command comes first: ").strip(" ,)")
+        text = re.sub(r"(?<!\.)\.$", "", text)
+        text = re.sub(r"^did you mean (.*)\?$", r"\1", text)
+        text = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", text)
+        try:
+            words = shlex.split(text)
+        except ValueError:
+            continue
+        if words[:1] == ["accel-run"]:
+            assert words[1] in COMMANDS or words[1].startswith("-"), f"there is no command {words[1]}: {fix}"
+            words = words[2:] if words[1] == "train" else []
+        kept = []
+        for word in words:  # the line ends where words about it begin
+            if word != "-m" and "=" not in word and word not in ("--task", "--config-dir") and kept[-1:] != ["--task"]:
+                break
+            kept.append(word.rstrip(","))
+            if word.endswith(","):
+                break
+        if kept and kept != ["--task"] and "--config-dir" not in kept and "-m" not in kept:
+            yield shlex.join(kept)
+
+
+def refusals(suggestion: str) -> list[tuple[str, str]]:
+    """Return what is refused of a suggestion, besides files that are not there and placeholders."""
+    words = [word for word in shlex.split(suggestion) if not PLACEHOLDER.fullmatch(word.partition("=")[2])]
+    if "micro_batch_size=" in suggestion and "global_batch_size=" not in suggestion:
+        words.append("global_batch_size=64")  # what divides it depends on the task
+    found = []
+    for where, fix in problems_of(shlex.join(words)):
+        if not where.startswith("--task") and " " not in where.strip():
+            found.append((where, fix))
+    return found
+
+
+@pytest.mark.sampled(80)
+@pytest.mark.parametrize("line", TABLE)
+def test_a_habit_from_elsewhere_is_answered_with_what_to_type(line: str) -> None:
+    wanted, problems = TABLE[line], problems_of(line)
+    if wanted is None:
+        assert problems == []
+        return
+    assert problems, "it is accepted"
+    answer = "\n".join(fix for _, fix in problems)
+    if wanted:
+        assert wanted in answer
+    else:
+        assert not GUESS.search(answer), answer
+    for suggestion in suggestions(answer):
+        assert refusals(suggestion) == [], suggestion
+
+
+@pytest.mark.parametrize("line", FIRST)
+def test_a_line_without_a_command_is_answered_with_the_whole_line(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(shlex.split(line)) == 78
+    answer = capsys.readouterr().err
+    assert FIRST[line] in answer
+    for suggestion in suggestions(answer.partition("\n")[2].strip()):
+        assert refusals(suggestion) == [], suggestion
+
+
+@pytest.mark.parametrize("words", [words for words in SLIPS if words.startswith("train ") and "--task" not in words])
+def test_what_a_slip_is_answered_with_is_accepted(words: str) -> None:
+    _, *rest = SLIPS[words].split("\n")
+    for line in rest:
+        for suggestion in suggestions(line.strip()) if "say " in line or "did you mean" in line else ():
+            assert refusals(suggestion) == [], suggestion
+
+
+def test_the_table_of_habits_is_long_enough() -> None:
+    assert len(TABLE) + len(FIRST) >= 190
+    assert not set(FOREIGN_KEYS) & set(ABSENT), "a key has two answers"
+
+
+STRANGE = (
+    "ema mixup dropout amsgrad lookahead sam distill teacher folds augmentation freeze resolution tokenizer "
+    "vocab heads "
+    "layers depth width rank alpha temperature top_k beam ray horovod jax tpu ipex onnx bucket zip debugger "
+    "notebook email"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("word", STRANGE.split())
+def test_nothing_is_guessed_for_what_is_not_near(word: str) -> None:
+    for line in (f"{word}=true", f"--{word}", f"+{word}=1", f"model.{word}=2"):
+        for _, fix in problems_of(line):
+            meant = re.search(r"did you mean ([\w.]+)\?", fix)
+            assert meant is None or meant[1].rpartition(".")[2] == word, fix
+
+
+def all_keys() -> dict[str, list[object]]:
+    """Return each key of the settings and options with its types."""
+    found: dict[str, list[object]] = {name: [key.type] for name, key in settings_keys(Settings).items()}
+    for group in AXES:
+        for option in options_of(group):
+            signature = function_of(group, option)
+            for name, key in (signature.keys if signature else {}).items():
+                found.setdefault(f"{group}.{name}", []).append(key.type)
+    return found
+
+
+def said_in_code() -> Iterator[tuple[str, str]]:
+    """Yield (file:line, text) of each text of the code that tells what to type; {} stands for what is put in."""
+    for file in sorted((ROOT / "runner").rglob("*.py")):
+        if file.name == "interface.py":  # its messages tell arguments of Python functions
+            continue
+        tree = ast.parse(file.read_text())
+        comments = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if id(node) in comments:
+                continue
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+                text = "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+            else:
+                continue
+            if re.search(r"\b(say|use|try|set|give|or) \S*=|accel-run [a-z]", text) and "\n" not in text:
+                yield f"{file.relative_to(ROOT)}:{node.lineno}", text
+
+
+def test_every_setting_that_a_message_of_the_code_suggests_is_one() -> None:
+    keys, tried = all_keys(), 0
+    owners = (GRID, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN)
+    known = {*keys, *GROUPS, *OF_COMMANDS, *settings_keys(monitor.Options), *(key for owner in owners for key in owner)}
+    for where, text in said_in_code():
+        for command in re.findall(r"(?:say |or |then |: )accel-run ([a-z]+)\b", text):
+            assert command in COMMANDS, f"{where}: no command {command}: {text}"
+        for key, value in re.findall(r"(?<![\w.{}\[/?&'\"-])([a-z][\w.]*)=([^\s;,)'\"]+)", text):
+            if "{" in key or key.startswith(("task.", "inference.", "phase.")):
+                continue
+            assert key in known, f"{where}: {key} is no setting: {text}"
+            tried += 1
+            if "{" in value or PLACEHOLDER.fullmatch(value) or key not in {*keys, *GROUPS} or key in OF_COMMANDS:
+                continue
+            if key in GROUPS:
+                wanted = value.partition("|")[0].rstrip(".:?")
+                assert wanted in options_of(key), f"{where}: {key} has no option {wanted}: {text}"
+            else:
+                if value.count("[") != value.count("]"):
+                    continue  # a part of a longer list
+                read = yaml.safe_load(value.rstrip(".:?"))
+                assert any(fault(each, read) is None for each in keys[key]), (
+                    f"{where}: {key}={value} is refused: {text}"
+                )
+    assert tried > 150
+
+
+# keys of commands, of functions that a message quotes, and of programs besides ours
+OF_COMMANDS = {
+    word
+    for line in (
+        "checks suite steps batch batches micro global workers pin cache forms devices budget_s trials goal",
+        "seconds prefix format key apply techniques technique out title pip reduction start_method requires_grad",
+        "use_reentrant max_split_size_mb sparse size batch_size disk_mib slow",
+    )
+    for word in line.split()
+}
+
+
+def test_a_key_of_another_tool_is_near_to_none_of_ours_that_is_meant() -> None:
+    for key in ABSENT:
+        assert nearest(key, [*all_keys(), *GROUPS]) != key, f"{key} is one of ours"
+    for word in FOREIGN_COMMANDS:
+        assert word not in COMMANDS
+
+
+@pytest.mark.parametrize("command", ["benchmark", "tune", "search"])
+def test_an_own_key_of_a_command_comes_before_a_key_of_another_tool(command: str) -> None:
+    own = {"benchmark": "steps", "tune": "budget_s", "search": "trials"}[command]
+    with pytest.raises(ConfigError) as refused:
+        compose(Request((f"{own.upper()}=50",), own_keys=(own,)))
+    assert refused.value.problems[0].fix == f"say {own}=50"
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("benchmark BATCH_SIZE=256", "say batch=256"),
+        ("benchmark num_steps=50", "say steps=50"),
+        ("resume --epochs 3", "say epochs=3"),
+        ("resume first --lr 0.1", "say optimizer.lr=0.1"),
+        ("inference --seed 3", "say inference.seed=3"),
+    ],
+)
+def test_a_habit_behind_another_command_is_answered_for_that_command(
+    words: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 78
+    assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x=[1,2", "x=(1",
+     "x={a", "x='a", "a b=1", "optimizer.lr=(", "x=a;b", "x=*", "=3", "x=a[1]", "1x=2", "x=${", "x=a:b:c d",
+     "x=" + "9" * 5000, "data.path=a(b)", "run='", "x=]", "x=a=(", "x=\\"],
+)  # fmt: skip
+def test_what_cannot_be_read_is_told_in_plain_words(line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose(Request((line,)))
+    text = str(refused.value)
+    for word in ("input", "expecting", "alternative", "token", "EOF", "BRACKET", "ANTLR", "lexer", "QUOTED", "ESC"):
+        assert word not in text, text
+
+
+@pytest.mark.parametrize(
+    "line", ["run=nan", "run=inf", "run=1.5", "evaluate.every=null", "updates=nan", "seed=inf", "epochs=-inf"]
+)
+def test_a_value_that_is_no_number_is_refused_with_one_that_is_accepted(line: str) -> None:
+    (_, fix), *more = problems_of(line)
+    assert not more
+    for suggestion in suggestions(fix):
+        assert refusals(suggestion) == []

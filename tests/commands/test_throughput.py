@@ -1,0 +1,104 @@
+"""A run has one throughput, and every screen, file and page shows that one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base.words import rate
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
+UPDATES, EVERY = 30, 4
+
+
+@pytest.fixture(scope="module")
+def screen(server: ForkServer, folder: Path) -> str:
+    """What a short run prints, whose first update and evaluations take far longer than the others."""
+    words = ["train", "--task", str(TASK), "device=cpu", "monitor=off", f"updates={UPDATES}", f"log_every={EVERY}"]
+    ended = server.run([*words, "run=one", "evaluate.every=10"], folder)
+    assert ended.code == 0, ended.err
+    return ended.out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("throughput")
+
+
+@pytest.fixture(scope="module")
+def known(screen: str, folder: Path) -> float:
+    """The throughput in run.json."""
+    found = record(folder)["evidence"]["items_per_s"]
+    assert isinstance(found, float)
+    assert found > 0
+    return found
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "outputs" / "one" / "run.json").read_text()))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "outputs" / "one" / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "perf/step_time_ms" in row]
+
+
+def test_the_throughput_is_the_items_over_the_time_from_the_first_update_to_the_last(
+    known: float, folder: Path
+) -> None:
+    evidence = record(folder)["evidence"]
+    between = ("hooks", "logging", "drawing", "evaluation", "saving")
+    updates = ("data", "transfer", "forward", "backward", "optimizer", "wait")
+    of_updates = sum(evidence["parts_s"].get(part, 0.0) for part in updates)
+    seconds = of_updates + sum(evidence["parts_s"].get(part, 0.0) for part in between)
+    items = evidence["items_per_update"] * (UPDATES - 1)
+    # What follows the last update, such as the last evaluation, is in `parts_s` and no part of the throughput.
+    assert items / seconds * (1 - 1e-6) <= known <= items / of_updates * (1 + 1e-6)
+
+
+def test_the_rows_of_metrics_lead_to_the_same_throughput(known: float, folder: Path) -> None:
+    assert rows(folder)[-1]["perf/throughput"] == known
+
+
+def test_the_end_of_the_screen_shows_the_throughput_of_the_run(known: float, screen: str) -> None:
+    (line,) = [line for line in screen.splitlines() if line.startswith("done ")]
+    assert re.search(r"([\d.,]+) \w+s/s", line)[1] == rate(known)  # type: ignore[index]
+
+
+def test_runs_and_status_show_the_throughput_of_the_run(known: float, folder: Path, server: ForkServer) -> None:
+    (row,) = json.loads(server.run("runs --json", folder).out)
+    assert row["items_per_s"] == known
+    _, line = server.run("runs", folder).out.splitlines()
+    assert rate(known) in line.split()
+    assert f" {rate(known)} items/s" in server.run("status", folder).out
+
+
+@pytest.mark.parametrize("words", ["report one", "report one two out=both.html"])
+def test_pages_show_the_throughput_of_the_run(words: str, known: float, folder: Path, server: ForkServer) -> None:
+    import shutil
+
+    shutil.copytree(folder / "outputs" / "one", folder / "outputs" / "two", dirs_exist_ok=True)
+    ended = server.run(words, folder)
+    shutil.rmtree(folder / "outputs" / "two")
+    assert ended.code == 0, ended.err
+    out = folder / ("both.html" if "both" in words else "outputs/one/report.html")
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", out.read_text()))
+    assert f" {rate(known)} " in text
+
+
+def test_a_run_that_has_not_ended_has_the_throughput_of_its_last_row(
+    known: float, folder: Path, server: ForkServer
+) -> None:
+    path = folder / "outputs" / "one" / "run.json"
+    kept = path.read_text()
+    path.write_text(json.dumps({key: value for key, value in record(folder).items() if key != "evidence"}))
+    try:
+        (row,) = json.loads(server.run("runs --json", folder).out)
+        assert row["items_per_s"] == rows(folder)[-1]["perf/throughput"]
+    finally:
+        path.write_text(kept)

@@ -1,0 +1,107 @@
+"""In whole runs the seed decides what samples draw, in every kind of phase, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from runner.durable.checkpoint import load, newest_valid
+from tests.end_to_end.task_of_draws import NAMES
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).with_name("task_of_draws.py")
+COMMAND = ["both", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "dataloader.num_workers=0"]
+AGAIN = ["inference", "mine"]
+TOLERANCE = 1e-12  # of float64: sums of 26 numbers in another order, six updates
+CUTS = {
+    "workers": ("dataloader.num_workers=2",),
+    "micro-batches": ("micro_batch_size=4", "dataloader.num_workers=1"),
+    "sharded ranks": ("parallelism=fsdp", "parallelism.world_size=2", "dataloader.num_workers=1"),
+    "ranks": ("parallelism=ddp", "parallelism.world_size=2", "parallelism.shares=[5,3]"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Means of what was drawn for training samples, their losses, means of validation samples, and predictions."""
+
+    fitted: torch.Tensor
+    losses: list[float]
+    evaluations: list[list[float]]
+    predictions: Mapping[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def base(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """The run that reads in this process, on one rank, with seed 0."""
+    folder = tmp_path_factory.mktemp("base")
+    return folder, outcome(server, folder)
+
+
+def outcome(server: ForkServer, folder: Path, *words: str) -> Outcome:
+    keys = {word.partition("=")[0] for word in words}
+    ended = server.run([*(word for word in COMMAND if word.partition("=")[0] not in keys), *words], folder)
+    assert ended.code == 0, ended.err
+    run = folder / "outputs" / "mine"
+    path = newest_valid(run / "checkpoints")
+    assert path is not None
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return Outcome(
+        fitted=load(path).tensors("model")["mean"],
+        losses=[row["train/loss"] for row in rows if "train/loss" in row],
+        evaluations=[[row[f"val/{name}"] for name in NAMES] for row in rows if "val/torch" in row],
+        predictions=predictions(folder),
+    )
+
+
+def predictions(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "outputs" / "mine" / "predictions").glob("*.npy")}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("cut", CUTS)
+def test_no_reader_cut_or_rank_changes_a_run_whose_samples_draw(
+    cut: str, base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
+) -> None:
+    _, wanted = base
+    found = outcome(server, tmp_path, *CUTS[cut])
+    assert torch.allclose(found.fitted, wanted.fitted, rtol=TOLERANCE, atol=TOLERANCE)
+    assert found.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
+    assert np.allclose(found.evaluations, wanted.evaluations, rtol=TOLERANCE, atol=TOLERANCE)
+    assert found.predictions == wanted.predictions
+
+
+def test_evaluations_between_updates_change_no_draws_of_training(
+    base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
+) -> None:
+    _, wanted = base
+    found = outcome(server, tmp_path, "evaluate.every=1")
+    assert len(found.evaluations) > len(wanted.evaluations)
+    assert found.losses == wanted.losses
+
+
+def test_another_seed_draws_other_numbers_for_every_split(
+    base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
+) -> None:
+    _, wanted = base
+    found = outcome(server, tmp_path, "seed=1")
+    assert (found.fitted != wanted.fitted).all()
+    assert all(one != other for one, other in zip(found.evaluations[0], wanted.evaluations[0], strict=True))
+    assert all(evaluation == found.evaluations[0] for evaluation in found.evaluations)
+
+
+def test_predictions_follow_from_their_seed_and_number(base: tuple[Path, Outcome], server: ForkServer) -> None:
+    folder, wanted = base
+    assert len(set(wanted.predictions.values())) == 3
+    assert server.run([*AGAIN, "inference.samples=4"], folder).code == 0
+    more = predictions(folder)
+    assert {name: more[name] for name in wanted.predictions} == wanted.predictions
+    assert server.run([*AGAIN, "inference.seed=1"], folder).code == 0
+    other = predictions(folder)
+    assert all(other[name] != content for name, content in wanted.predictions.items())

@@ -1,0 +1,371 @@
+"""A resumed run notices that its data, its code or its checkpoints are not those that it was trained with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forkserver import Ended, ForkServer
+
+TASK = """
+import os
+import numpy as np
+import torch
+from torch import nn
+from runner import Task
+from helpers.scale import SCALE
+from draws import draw
+
+def build(context):
+    return Mine(context.data_path)
+
+class Samples:
+    def __init__(self, values):
+        self.values = values
+    def __len__(self):
+        return len(self.values)
+    def __getitem__(self, index):
+        return torch.tensor([self.values[index], draw()]) * SCALE
+
+class Mine(Task):
+    def __init__(self, path):
+        self.model = nn.Linear(2, 1)
+        self.values = [float(line) for line in open(path)]
+    def dataset(self, split):
+        return Samples(self.values if split == "train" else self.values[:20])
+    def loss(self, model, batch):
+        return model(batch).square().sum(), len(batch)
+"""
+FILES = {
+    "mine.py": TASK,
+    "helpers/__init__.py": "",
+    "helpers/scale.py": "from .unit import UNIT\nSCALE = 1.0 * UNIT\n",
+    "helpers/unit.py": "UNIT = 1.0\n",
+    "helpers/unused.py": "",
+    "draws.py": "def draw():\n    return 0.0\n",
+    "data.txt": "\n".join(str(0.01 * number) for number in range(101)) + "\n",
+}
+WORDS = "train --task mine.py data.path=data.txt run=mine device=cpu monitor=off global_batch_size=10 updates=30"
+DRAWS = {
+    "global": "import random\nimport numpy as np\nimport torch\n"
+    "def draw():\n    return random.random() + np.random.rand() + float(torch.rand(()))\n",
+    "own": "import numpy as np\ndef draw():\n    return np.random.default_rng().random()\n",
+}
+
+
+def write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def record(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "outputs" / "mine" / "run.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def resumed(server: ForkServer, folder: Path, words: str = "resume mine updates=40 resume_allow=[updates]") -> Ended:
+    return server.run(words, folder)
+
+
+def files_of_run(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for name in ("config.yaml", "overrides.yaml", "command.sh", "plan.json", "environment.json", "run.json"):
+        yield name, (folder / "outputs" / "mine" / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with a run, by the way in which its data set draws."""
+    found = {}
+    for name, draws in {"never": FILES["draws.py"], **DRAWS}.items():
+        folder = tmp_path_factory.mktemp(name)
+        write(folder, {**FILES, "draws.py": draws})
+        ended = server.run(WORDS, folder)
+        assert ended.code == 0, ended.err
+        found[name] = folder
+    return found
+
+
+@pytest.fixture
+def copied(trained: dict[str, Path], tmp_path: Path) -> Path:
+    return of(trained["never"], tmp_path)
+
+
+def of(trained: Path, folder: Path) -> Path:
+    shutil.copytree(trained, folder, dirs_exist_ok=True)
+    path = folder / "outputs" / "mine" / "run.json"
+    moved = path.read_text().replace(str(trained), str(folder))
+    path.write_text(moved)
+    return folder
+
+
+def changes(folder: Path) -> list[tuple[int, list[str], list[str]]]:
+    return [(each["update"], each["files"], each["samples"]) for each in record(folder)["changes"]]
+
+
+@pytest.mark.parametrize("draws", ["never", *DRAWS])
+def test_what_did_not_change_is_not_reported(
+    server: ForkServer, trained: dict[str, Path], tmp_path: Path, draws: str
+) -> None:
+    folder = of(trained[draws], tmp_path)
+    write(folder, {"helpers/unused.py": "edited = 1"})
+    ended = resumed(server, folder)
+    assert ended.code == 0, ended.err
+    assert "changed" not in ended.err
+    assert changes(folder) == []
+
+
+@pytest.mark.parametrize("lines", [90, 102])
+def test_a_data_set_of_another_length_is_refused_and_leaves_the_run_as_it_was(
+    server: ForkServer, copied: Path, lines: int
+) -> None:
+    write(copied, {"data.txt": "\n".join(str(0.01 * number) for number in range(lines))})
+    before = dict(files_of_run(copied))
+    ended = resumed(server, copied)
+    assert ended.code == 88, ended.err
+    assert "101" in ended.err
+    assert str(lines) in ended.err
+    assert dict(files_of_run(copied)) == before
+    assert json.loads((copied / "outputs" / "mine" / "error.json").read_text())["exit_code"] == 88
+    used = server.run("inference mine", copied)
+    assert used.code != 88, "a run whose data has gone can still be used"
+    write(copied, {"data.txt": FILES["data.txt"]})
+    assert resumed(server, copied).code == 0
+
+
+def test_a_finished_run_whose_data_changed_stays_finished(server: ForkServer, copied: Path) -> None:
+    write(copied, {"data.txt": "1.0\n" * 90})
+    assert resumed(server, copied, "resume mine").code == 0
+
+
+@pytest.mark.parametrize("draws", ["never", "global"])
+def test_changed_samples_are_named_and_recorded(
+    server: ForkServer, trained: dict[str, Path], tmp_path: Path, draws: str
+) -> None:
+    folder = of(trained[draws], tmp_path)
+    lines = FILES["data.txt"].splitlines()
+    lines[50] = "7.5"
+    write(folder, {"data.txt": "\n".join(lines)})
+    ended = resumed(server, folder)
+    assert ended.code == 0, ended.err
+    assert "train sample 50" in ended.err
+    assert changes(folder) == [(30, [], ["train sample 50"])]
+    again = resumed(server, folder, "resume mine updates=50 resume_allow=[updates]")
+    assert again.code == 0, again.err
+    assert changes(folder) == [(30, [], ["train sample 50"])], "the history stays, and the new data is the run's now"
+    state = json.loads((folder / "outputs/mine/checkpoints/update-0000000050/state.json").read_text())
+    assert [each["samples"] for each in state["changes"]] == [["train sample 50"]], "in checkpoints, too"
+
+
+def test_changed_code_is_named_and_recorded_with_what_it_imports(server: ForkServer, copied: Path) -> None:
+    write(copied, {"helpers/unit.py": "UNIT = 2.0\n", "mine.py": TASK + "\n# edited\n"})
+    ended = resumed(server, copied)
+    assert ended.code == 0, ended.err
+    assert "helpers/unit.py" in ended.err
+    assert [files for _, files, _ in changes(copied)] == [["helpers/unit.py", "mine.py"]]
+    state = json.loads((copied / "outputs/mine/checkpoints/update-0000000040/state.json").read_text())
+    assert sorted(state["code"]) == [
+        "draws.py",
+        "helpers/__init__.py",
+        "helpers/scale.py",
+        "helpers/unit.py",
+        "mine.py",
+    ]
+    assert len(state["changes"]) == 1, "the checkpoint tells it too"
+
+
+def test_code_is_recorded_as_it_was_when_the_run_began(server: ForkServer, tmp_path: Path) -> None:
+    """A file that is edited while the run trains is not what the run trains with."""
+    edits = "from pathlib import Path\ndef draw():\n    Path(__file__).write_text('def draw():\\n    return 0.0')\n"
+    edits += "    return 0.0\n"
+    write(tmp_path, {**FILES, "draws.py": edits})
+    ended = server.run(WORDS, tmp_path)
+    assert ended.code == 0, ended.err
+    ended = resumed(server, tmp_path)
+    assert ended.code == 0, ended.err
+    assert changes(tmp_path) == [(30, ["draws.py"], [])]
+
+
+def test_code_that_changes_between_two_phases_is_recorded(server: ForkServer, tmp_path: Path) -> None:
+    phases = "PHASES = {'one': {'updates': 10}, 'two': {'updates': 10}}\n"
+    write(tmp_path, {**FILES, "mine.py": TASK + phases})
+    words = WORDS.replace(" updates=30", "")
+    ended = server.run(f"{words} phases=[one]", tmp_path)
+    assert ended.code == 0, ended.err
+    write(tmp_path, {"mine.py": TASK + phases + "# edited"})
+    ended = server.run(words, tmp_path)
+    assert ended.code == 0, ended.err
+    assert [(each["phase"], each["files"]) for each in record(tmp_path)["changes"]] == [("two", ["mine.py"])]
+
+
+def test_checkpoints_without_these_records_are_resumed(server: ForkServer, copied: Path) -> None:
+    """As earlier versions wrote them."""
+    from runner.durable import checkpoint as checkpoints
+
+    folder = copied / "outputs" / "mine" / "checkpoints"
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.name != "update-0000000030" else None
+    found = checkpoints.load(folder / "update-0000000030")
+    state = {key: value for key, value in found.state.items() if key not in ("data", "code", "changes")}
+    facts = {
+        key: value
+        for key, value in found.manifest.items()
+        if key not in ("sha256", "format_version", "update", "files", "run_uid")
+    }
+    snapshot = checkpoints.Snapshot(30, {stem: found.tensors(stem) for stem in found.stems}, state, facts)
+    shutil.rmtree(found.path)
+    checkpoints.save(folder, snapshot)
+    run_json = copied / "outputs" / "mine" / "run.json"
+    old = {key: value for key, value in record(copied).items() if key not in ("names", "changes", "uid", "adopted")}
+    run_json.write_text(json.dumps(old))
+    write(copied, {"mine.py": TASK + "\n# edited\n"})
+    ended = resumed(server, copied)
+    assert ended.code == 0, ended.err
+    assert changes(copied) == []
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(server: ForkServer, copied: Path) -> None:
+    other = server.run(
+        WORDS.replace("run=mine updates=30", "run=other").replace("run=mine", "run=other") + " updates=60", copied
+    )
+    assert other.code == 0, other.err
+    mine = copied / "outputs" / "mine" / "checkpoints"
+    shutil.copytree(copied / "outputs/other/checkpoints/update-0000000060", mine / "update-0000000060")
+    used = server.run("inference mine", copied)
+    assert "update-0000000060" in used.err, used.err
+    shown = server.run("status mine", copied)
+    assert any("update-0000000060" in line and "other" in line for line in shown.out.splitlines())
+    ended = resumed(server, copied)
+    assert ended.code == 0, ended.err
+    assert "update-0000000060" in ended.err
+    assert (mine / "foreign-update-0000000060-1").is_dir()
+    assert (mine / "update-0000000040").is_dir()
+
+
+def test_only_checkpoints_of_another_run_are_refused(server: ForkServer, copied: Path) -> None:
+    mine = copied / "outputs" / "mine" / "checkpoints"
+    other = server.run(WORDS.replace("run=mine", "run=other"), copied)
+    assert other.code == 0, other.err
+    shutil.rmtree(mine)
+    shutil.copytree(copied / "outputs" / "other" / "checkpoints", mine)
+    for _ in range(2):
+        assert resumed(server, copied).code == 65
+
+
+def test_a_run_that_was_renamed_is_resumed_twice(server: ForkServer, copied: Path) -> None:
+    (copied / "outputs" / "mine").rename(copied / "outputs" / "renamed")
+    for updates in (40, 50):
+        ended = resumed(server, copied, f"resume renamed updates={updates} resume_allow=[updates]")
+        assert ended.code == 0, ended.err
+        assert not list((copied / "outputs" / "renamed" / "checkpoints").glob("foreign-*"))
+
+
+@pytest.fixture
+def elsewhere(server: ForkServer, copied: Path) -> Path:
+    """A checkpoint folder, further ahead, of a run with the same name and settings in another output_root."""
+    ended = server.run(WORDS + " updates=60 output_root=others", copied)
+    assert ended.code == 0, ended.err
+    return copied / "others" / "mine" / "checkpoints" / "update-0000000060"
+
+
+def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_and_leaves_the_run_as_it_was(
+    server: ForkServer, copied: Path, elsewhere: Path
+) -> None:
+    there = copied / "outputs" / "mine" / "checkpoints" / elsewhere.name
+    shutil.copytree(elsewhere, there)
+    before = dict(files_of_run(copied))
+    for _ in range(2):
+        ended = resumed(server, copied, "resume mine")
+        assert ended.code == 88, ended.err
+        assert elsewhere.name in ended.err
+        assert "resume_allow=[run]" in ended.err
+        assert dict(files_of_run(copied)) == before
+        assert there.is_dir()
+    used = server.run("inference mine", copied)
+    assert elsewhere.name in used.err, "passed over, and said"
+    shown = server.run("status mine", copied)
+    assert any(elsewhere.name in line and "another run" in line for line in shown.out.splitlines())
+    there.rename(copied / "out-of-the-way")
+    assert resumed(server, copied).code == 0
+
+
+def test_a_checkpoint_of_a_run_with_the_same_name_is_accepted_where_that_is_allowed(
+    server: ForkServer, copied: Path, elsewhere: Path
+) -> None:
+    shutil.copytree(elsewhere, copied / "outputs" / "mine" / "checkpoints" / elsewhere.name)
+    own = record(copied)["uid"]
+    ended = resumed(server, copied, "resume mine updates=70 resume_allow=[updates,run]")
+    assert ended.code == 0, ended.err
+    assert "of another run" in ended.err
+    assert "resumes at update 60" in ended.out
+    found = record(copied)
+    assert found["uid"] == own
+    (adopted,) = found["adopted"]
+    assert (adopted["uid"], adopted["checkpoint"]) == (uid_of(elsewhere), elsewhere.name)
+    assert uid_of(copied / "outputs/mine/checkpoints/update-0000000070") == own
+    ended = server.run(WORDS + " updates=80 resume_allow=[updates]", copied)  # its checkpoint counts from now on
+    assert ended.code == 0, ended.err
+    assert record(copied)["adopted"] == [adopted]
+    assert uid_of(elsewhere) not in server.run("status mine", copied).out
+
+
+def uid_of(checkpoint: Path) -> str:
+    found = json.loads((checkpoint / "MANIFEST.json").read_text())["run_uid"]
+    assert isinstance(found, str)
+    return found
+
+
+def test_a_run_folder_that_was_moved_or_copied_is_resumed(server: ForkServer, copied: Path) -> None:
+    shutil.copytree(copied / "outputs", copied / "copy")
+    (copied / "outputs").rename(copied / "moved")
+    for root in ("copy", "moved"):
+        ended = server.run(f"{WORDS} updates=40 resume_allow=[updates] output_root={root}", copied)
+        assert ended.code == 0, ended.err
+        assert "resumes at update 30" in ended.out
+
+
+def test_checkpoints_that_were_moved_without_their_run_are_resumed(server: ForkServer, copied: Path) -> None:
+    uid = record(copied)["uid"]
+    (copied / "new" / "mine").mkdir(parents=True)
+    shutil.move(copied / "outputs/mine/checkpoints", copied / "new" / "mine")
+    ended = server.run(f"{WORDS} updates=40 resume_allow=[updates] output_root=new", copied)
+    assert ended.code == 0, ended.err
+    assert "resumes at update 30" in ended.out
+    assert json.loads((copied / "new/mine/run.json").read_text())["uid"] == uid
+
+
+def _flipped(uid: str) -> str:
+    return uid[:3] + ("0" if uid[3] != "0" else "1") + uid[4:]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda uid: None, lambda uid: 7, lambda uid: [uid], lambda uid: {}, lambda uid: "", _flipped, str.upper]
+)
+def test_a_run_whose_uid_is_damaged_takes_that_of_its_checkpoints(
+    server: ForkServer, copied: Path, damage: Callable[[str], Any]
+) -> None:
+    found = record(copied)
+    path = copied / "outputs" / "mine" / "run.json"
+    path.write_text(json.dumps({**found, "uid": damage(found["uid"]), "adopted": damage(found["uid"])}))
+    assert "valid" in server.run("status mine", copied).out
+    ended = resumed(server, copied)
+    assert ended.code == 0, ended.err
+    assert record(copied)["uid"] == found["uid"]
+
+
+def test_a_run_begun_from_another_or_afresh_is_a_new_one(server: ForkServer, copied: Path) -> None:
+    uids = [record(copied)["uid"]]
+    ended = server.run(WORDS.replace("run=mine", "run=next") + " updates=40 resume=mine resume_allow=[updates]", copied)
+    assert ended.code == 0, ended.err
+    uids.append(json.loads((copied / "outputs/next/run.json").read_text())["uid"])
+    assert server.run(WORDS.replace("run=mine", "run=next") + " updates=40", copied).code == 0
+    ended = server.run(WORDS + " resume=fresh", copied)
+    assert ended.code == 0, ended.err
+    uids.append(record(copied)["uid"])
+    assert len(set(uids)) == 3

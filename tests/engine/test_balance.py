@@ -1,0 +1,77 @@
+"""Shares that follow the speed of ranks: each sample goes to one rank, what was read by old shares is read again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from runner.base.order import Order
+from runner.base.stopwatch import PARTS
+from runner.engine.balance import FixedShares, shares_by
+
+TOTAL = 32
+ORDER = Order(TOTAL * 400, TOTAL, 8, seed=0, shares=(16, 16))
+SLOWNESS = (3.0, 1.0)  # milliseconds a sample, of each rank
+
+
+def seconds_of(samples: tuple[int, ...]) -> tuple[dict[str, float], ...]:
+    """Return what ranks of these speeds take; the faster one waits for the other, and both exchange for 1 ms."""
+    busy = [1e-3 * slow * count for slow, count in zip(SLOWNESS, samples, strict=True)]
+    return tuple(dict.fromkeys(PARTS, 0.0) | {"forward": spent, "wait": 1e-3 + max(busy) - spent} for spent in busy)
+
+
+def run(shares: FixedShares, first: int, last: int, ahead: int) -> list[tuple[int, ...]]:
+    """Make updates `first` to `last`, of which `ahead` are read before they are made; return how each was dealt."""
+    read: dict[int, Any] = {}
+    dealt = []
+    for update in range(first, last):
+        for number in range(update, update + ahead):
+            if number not in read:
+                read[number] = shares.of(number)
+        dealt.append(read.pop(update))
+        if update > first:  # of the update before: all ranks hear of it one late
+            samples = shares.made(update)
+            assert samples == dealt[-2]
+            change = shares.observe(update + 1, seconds_of(samples), samples)
+            stale = any(read[number] != shares.of(number) for number in read)
+            assert change.reread or not stale
+            if change.reread:
+                read.clear()
+    return dealt
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 8])
+def test_shares_follow_the_speed_of_the_ranks_however_far_is_read_ahead(ahead: int) -> None:
+    dealt = run(shares_by("speed", ORDER), 0, 120, ahead)
+    assert {sum(each) for each in dealt} == {TOTAL}
+    assert dealt[0] == (16, 16)
+    assert dealt[-1] == (8, 24)
+    assert len({*dealt[-80:]}) == 1
+
+
+def test_shares_found_before_a_checkpoint_hold_after_it() -> None:
+    straight = shares_by("speed", ORDER)
+    run(straight, 0, 120, 3)
+    resumed = shares_by("speed", ORDER)
+    resumed.load(json.loads(json.dumps(straight.state())), 120)
+    assert run(resumed, 120, 160, 3) == [(8, 24)] * 40
+
+
+def test_a_run_stopped_before_anything_was_known_tries_the_same_splits_again() -> None:
+    fresh, resumed = shares_by("speed", ORDER), shares_by("speed", ORDER)
+    resumed.load({}, 50)
+    assert [resumed.of(50 + number) for number in range(8)] == [fresh.of(number) for number in range(8)]
+    tried = run(fresh, 0, 10, 4)
+    assert len({*tried}) > 1
+    assert run(resumed, 50, 60, 4) == tried
+
+
+@pytest.mark.parametrize(("wanted", "order"), [("equal", ORDER), ([16, 16], ORDER), ("speed", Order(64, TOTAL, 8, 0))])
+def test_other_shares_stay_as_they_are(wanted: Any, order: Order) -> None:
+    shares = shares_by(wanted, order)
+    assert shares.of(0) is None
+    assert sum(shares.made(1)) == TOTAL
+    assert shares.observe(2, seconds_of((16, 16)), (16, 16)).decision is None
+    assert shares.state() == {}

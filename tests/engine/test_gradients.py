@@ -1,0 +1,65 @@
+"""Gradients are corrected to those of the mean, measured, and clipped to the norm that is allowed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.engine.gradients import clear, correct_and_clip
+
+
+def gradients(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((3, 4), (5,), ())]
+
+
+def norm_of(given: list[Tensor]) -> float:
+    return math.sqrt(sum(float(one.double().square().sum()) for one in given))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 100.0])
+@pytest.mark.parametrize("correction", [None, 1.0, 3.0, 0.25, "tensor"])
+def test_what_is_left_is_the_corrected_gradient_clipped_to_its_norm(
+    correction: float | str | None, max_norm: float | None
+) -> None:
+    found, factor = gradients(), 0.125 if correction == "tensor" else float(correction or 1.0)
+    given = torch.tensor(factor, dtype=torch.float32) if correction == "tensor" else correction
+    norm = correct_and_clip(found, given, max_norm)  # type: ignore[arg-type]
+    expected = factor * norm_of(gradients())
+    scale = 1.0 if max_norm is None else min(1.0, max_norm / (expected + 1e-6))
+    assert float(norm) == pytest.approx(expected, rel=1e-12)  # type: ignore[arg-type]
+    for one, before in zip(found, gradients(), strict=True):
+        torch.testing.assert_close(one, before * factor * scale, rtol=1e-12, atol=0.0)
+
+
+def test_the_norm_is_that_of_all_ranks() -> None:
+    found = gradients()
+    norm = correct_and_clip(found, 2.0, 1.0, over_ranks=lambda mine: mine * 3)
+    expected = 2.0 * 3 * norm_of(gradients())
+    assert float(norm) == pytest.approx(expected, rel=1e-12)  # type: ignore[arg-type]
+    assert norm_of(found) == pytest.approx(2.0 * norm_of(gradients()) / expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_half_gradients_stay_half_and_no_gradients_have_no_norm(max_norm: float | None) -> None:
+    found = gradients(torch.bfloat16)
+    correct_and_clip(found, torch.tensor(0.5, dtype=torch.float64), max_norm)
+    assert {one.dtype for one in found} == {torch.bfloat16}
+    assert correct_and_clip([], 2.0, max_norm) is None
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_gradient_that_is_not_finite_is_seen_in_the_norm(max_norm: float | None) -> None:
+    found = gradients()
+    found[1][2] = math.nan
+    assert math.isnan(float(correct_and_clip(found, None, max_norm)))  # type: ignore[arg-type]
+
+
+def test_cleared_gradients_are_gone() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    clear(model.parameters())
+    assert all(weight.grad is None for weight in model.parameters())

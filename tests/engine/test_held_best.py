@@ -1,0 +1,350 @@
+"""With `checkpoint.every=auto` the best checkpoints cost no more than saves may, and no end but a kill loses them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from runner.durable import checkpoint
+from runner.durable.checkpoint import Snapshot, Writer, path_of
+from runner.durable.owner import new_uid
+from runner.durable.tensors import Room
+from runner.engine import saver as saver_module
+from runner.engine import saving
+from runner.engine.saver import Saver, bests_on_disk
+from runner.engine.saving import COST, SavePolicy, Toll, default, off
+from tests.engine.test_saving_of_runs import opened
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
+RUN = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "updates=40", "evaluate.every=4"]
+RUN += ["checkpoint.every=auto", "optimizer.lr=0.5"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.warned: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warned.append(text)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        pass
+
+
+class Training:
+    """Updates of one second, evaluated at will, and what a save costs."""
+
+    def __init__(self, folder: Path, clock: Clock, policy: SavePolicy, *, copy_s: float, slowed_s: float) -> None:
+        self.clock, self.copy_s, self.slowed_s = clock, copy_s, slowed_s
+        self.folder, self.update, self.saved = folder, 0, []  # type: tuple[Path, int, list[int]]
+        self.weights = torch.zeros(4)
+        self.toll = Toll()
+        writer = Writer(folder, keep_last=2, on_saved=lambda path: self.saved.append(int(path.name[-10:])))
+        self.saver = Saver(policy, writer, self.toll, (Room(), Room()), cast(Any, Screen()), None)
+
+    def take(self) -> Snapshot:
+        self.clock.now += self.copy_s
+        weights = self.saver.room.copy(self.weights)
+        return Snapshot(self.update, {"model": {"weights": weights}}, self.state(), {})
+
+    def state(self) -> dict[str, Any]:
+        policy = self.saver.policy
+        values = {"checkpoint.best": policy.best, "checkpoint.best_is": policy.better}
+        return {"bests": self.saver.bests, "values": values}
+
+    def kept(self) -> list[Path]:
+        return [path_of(self.folder, number) for _, number in self.saver.bests]
+
+    def updated(self) -> None:
+        seconds = 1.0 + (self.slowed_s if self.is_written() else 0.0)
+        self.clock.now += seconds
+        self.update += 1
+        self.weights.fill_(self.update)
+        self.saver.updated(seconds)
+
+    def is_written(self) -> bool:
+        """Whether something was written beside this update: its thread has ended since, but is not counted yet."""
+        before = len(self.saved)
+        self.saver.writer.close()  # type: ignore[union-attr]
+        found, self._seen = len(self.saved) > getattr(self, "_seen", 0), len(self.saved)
+        return found or before < len(self.saved)
+
+    def evaluated(self, value: float) -> None:
+        if not self.saver.is_best(value):
+            return
+        if self.saver.has_no_budget():
+            self.saver.hold(self.update, self.take, value=value, kept=self.kept)
+        else:
+            self.save(value)
+
+    def save(self, value: float | None = None, *, is_waited_for: bool = True) -> None:
+        self.saver.save(self.update, self.take, value=value, kept=self.kept, is_waited_for=is_waited_for)
+
+    def ended(self) -> None:
+        self.saver.write_held()
+        self.save(is_waited_for=False)
+        self.saver.writer.wait()
+        self.saver.count_written()
+
+    @property
+    def cost_s(self) -> float:
+        return self.toll.held_s + self.toll.slowed_s
+
+    def on_disk(self) -> dict[int, float]:
+        """The weights of each checkpoint, all of which are valid."""
+        found = [checkpoint.load(path) for path in sorted(self.folder.glob("update-*"))]
+        return {each.update: float(each.tensors("model")["weights"][0]) for each in found}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (saving, saver_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock, perf_counter=clock))
+    return clock
+
+
+@pytest.mark.parametrize("num_updates", [20, 200, 2000])
+@pytest.mark.parametrize("slowed_s", [0.05, 0.5, 3.0])
+def test_best_checkpoints_keep_the_share_of_the_time(
+    num_updates: int, slowed_s: float, tmp_path: Path, clock: Clock
+) -> None:
+    training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=slowed_s)
+    for update in range(num_updates):
+        training.updated()
+        if update % (num_updates // 10) == 0:
+            training.evaluated(-float(update))
+    copies_s = 10 * 0.001
+    unknown_s = slowed_s  # what the first save costs is known after it
+    assert training.cost_s <= COST * (clock.now - 1000.0) + copies_s + unknown_s + 1e-9
+    if num_updates == 20:
+        assert training.saved == []
+        assert training.cost_s <= copies_s
+    best = num_updates - num_updates // 10 + 1
+    training.ended()
+    assert training.on_disk()[best] == best, "the weights of that update"
+    assert training.saver.bests == [(-float(best - 1), best)]
+    assert sorted(training.on_disk()) == sorted({best, num_updates} | set(training.saved[-2:]))
+
+
+def test_a_checkpoint_that_is_saved_meanwhile_does_not_count_on_the_held_one(tmp_path: Path, clock: Clock) -> None:
+    """A kill may come before the held one is written."""
+    training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
+    training.updated()
+    training.evaluated(1.0)
+    training.updated()
+    training.save()
+    training.saver.writer.wait()
+    assert training.on_disk() == {2: 2.0}
+    assert checkpoint.load(path_of(tmp_path, 2)).state["bests"] == []
+    training.updated()
+    training.ended()
+    assert training.on_disk() == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert checkpoint.load(path_of(tmp_path, 1)).state["bests"] == [[1.0, 1]]
+    assert checkpoint.load(path_of(tmp_path, 3)).state["bests"] == [[1.0, 1]]
+    assert training.saver.remains() == 3
+
+
+@pytest.mark.parametrize(("keep_best", "bests"), [(1, [(1.0, 2)]), (2, [(1.0, 2), (3.0, 1)])])
+def test_a_best_checkpoint_that_was_written_after_a_newer_one_is_known_on_resume(
+    tmp_path: Path, clock: Clock, keep_best: int, bests: list[tuple[float, int]]
+) -> None:
+    """It was held while the newer one was saved; then the run failed or was killed."""
+    training = Training(tmp_path, clock, default(keep_best=keep_best), copy_s=1.0, slowed_s=0.0)
+    training.updated()
+    training.save(3.0)
+    training.saver.writer.wait()
+    training.updated()
+    training.evaluated(1.0)
+    training.updated()
+    training.save()
+    training.saver.write_held()
+    training.saver.writer.wait()
+    newest = checkpoint.load(path_of(tmp_path, 3))
+    assert newest.state["bests"] == [[3.0, 1]]
+    assert bests_on_disk(newest, training.saver.policy) == bests
+    of_another = default(best="val/accuracy", best_is="max")
+    assert bests_on_disk(newest, of_another) == [], "values of another metric are not compared"
+    two = checkpoint.load(path_of(tmp_path, 2))
+    tensors = {stem: two.tensors(stem) for stem in two.stems}
+    shutil.rmtree(two.path)
+    checkpoint.save(tmp_path, checkpoint.Snapshot(2, tensors, two.state, {"run_uid": new_uid()}))
+    assert bests_on_disk(newest, training.saver.policy) == bests[1:], "one of another run does not count"
+    shutil.rmtree(path_of(tmp_path, 2))
+    assert bests_on_disk(newest, training.saver.policy) == bests[1:], "one that is lost does not count"
+
+
+def test_a_save_that_fails_does_not_drop_the_held_checkpoint(tmp_path: Path, clock: Clock) -> None:
+    training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
+    training.updated()
+    training.evaluated(1.0)
+    training.updated()
+
+    def failing() -> Snapshot:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        training.saver.save(training.update, failing, value=0.5, kept=training.kept, is_waited_for=True)
+    training.saver.write_held()
+    training.saver.writer.wait()
+    assert sorted(training.on_disk()) == [1]
+    assert training.saver.bests == [(1.0, 1)]
+
+
+def test_only_better_ones_replace_a_held_checkpoint(tmp_path: Path, clock: Clock) -> None:
+    training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
+    for value in (3.0, math.nan, 4.0, 2.0, 2.5):
+        training.updated()
+        training.evaluated(value)
+    training.updated()
+    training.ended()
+    assert training.saver.bests == [(2.0, 4)]
+    assert sorted(training.on_disk()) == [4, 6]
+
+
+def test_a_checkpoint_saved_at_the_update_of_the_held_one_is_the_best_one(tmp_path: Path, clock: Clock) -> None:
+    training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
+    training.updated()
+    training.evaluated(1.0)
+    training.save()
+    assert training.saver.bests == [(1.0, 1)]
+    for _ in range(3):
+        training.updated()
+        training.save()
+    training.updated()
+    training.ended()
+    assert sorted(training.on_disk()) == [1, 4, 5]
+    assert training.saved.count(1) == 1
+
+
+def test_several_best_ones_are_all_kept(tmp_path: Path, clock: Clock) -> None:
+    training = Training(tmp_path, clock, default(keep_best=3), copy_s=0.001, slowed_s=0.0)
+    for value in (5.0, 4.0, 3.0, 6.0, 2.0):
+        training.updated()
+        training.evaluated(value)
+    training.updated()
+    training.ended()
+    assert [number for _, number in training.saver.bests] == [5, 3, 2]
+    assert {5, 3, 2} <= set(training.on_disk())
+
+
+def test_a_held_checkpoint_is_written_after_ten_minutes_whatever_it_costs(tmp_path: Path, clock: Clock) -> None:
+    training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=30.0)
+    for _ in range(70):
+        training.updated()
+    training.evaluated(2.0)  # the first costs 30 s
+    training.updated()
+    training.updated()
+    training.evaluated(1.0)
+    assert training.saved == [70]
+    held_at = training.update
+    for _ in range(599):
+        training.updated()
+    assert training.saved == [70]
+    for _ in range(3):
+        training.updated()
+    assert training.saved == [70, held_at]
+
+
+@pytest.mark.parametrize("policy", [default(every=1000), off(best="val/loss")], ids=["counted", "off"])
+def test_what_the_user_says_of_saving_is_done_at_once(policy: SavePolicy, tmp_path: Path, clock: Clock) -> None:
+    training = Training(tmp_path, clock, policy, copy_s=0.001, slowed_s=1.0)
+    for value in (3.0, 2.0, 1.0):
+        training.updated()
+        training.evaluated(value)
+    training.saver.writer.wait()
+    assert training.saved == [1, 2, 3]
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def bests_of(run: Path) -> tuple[list[str], list[Any]]:
+    """Return the checkpoints of a run, all of which are valid, and the best ones by the newest."""
+    paths = sorted((run / "checkpoints").glob("update-*"))
+    return [path.name for path in paths], list([checkpoint.load(path) for path in paths][-1].state["bests"])
+
+
+def rows(run: Path) -> dict[int, float]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["update"]: row["val/loss"] for row in found if "val/loss" in row}
+
+
+@pytest.mark.parametrize("end", ["done", "failed"])
+def test_a_short_run_leaves_its_best_and_its_last_checkpoint(server: ForkServer, tmp_path: Path, end: str) -> None:
+    words = [*RUN, *(["task.fail_at=35"] if end == "failed" else [])]
+    ended = server.run(words, tmp_path)
+    assert ended.code == (0 if end == "done" else 70), ended.err
+    run = tmp_path / "outputs" / "mine"
+    values = rows(run)
+    best = min(values, key=lambda update: values[update])
+    names, bests = bests_of(run)
+    assert f"update-{best:010}" in names
+    assert bests == [[values[best], best]]
+    assert len(names) <= 2, "nothing was written on the way"
+    again = server.run([*words, "updates=60", "resume_allow=[updates]"], tmp_path, {"NO_KILL": "1"})
+    assert again.code == 0, again.err
+    values = rows(run)
+    best = min(values, key=lambda update: values[update])
+    assert bests_of(run)[1] == [[values[best], best]]
+
+
+def test_a_best_checkpoint_that_was_lost_is_not_what_others_are_compared_with(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    ended = server.run(RUN, tmp_path)
+    assert ended.code == 0, ended.err
+    run = tmp_path / "outputs" / "mine"
+    names, bests = bests_of(run)
+    lost, best = bests[0][0], f"update-{bests[0][1]:010}"
+    assert best != names[-1], "the settings are such that the last one is not the best"
+    shutil.rmtree(run / "checkpoints" / best)
+    again = server.run([*RUN, "updates=60", "resume_allow=[updates]"], tmp_path)
+    assert again.code == 0, again.err
+    values = {update: value for update, value in rows(run).items() if update > 40}
+    later = min(values, key=lambda update: values[update])
+    names, bests = bests_of(run)
+    assert values[later] > lost, "the settings are such that it is worse than the lost one"
+    assert bests == [[values[later], later]]
+    assert f"update-{later:010}" in names
+
+
+def test_at_a_stop_with_time_for_one_save_the_last_one_is_made(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, "checkpoint.grace_s=30") as phase:
+        updates = phase.updates()
+        next(updates)
+        phase.save()
+        phase.saver.writer.wait()
+        next(updates)
+        monkeypatch.setattr(phase.saver.toll, "has_budget", lambda: False)
+        phase.keep_if_best({"val/loss": 1.0})
+        next(updates)
+        monkeypatch.setattr(phase.saver.toll, "expected_s", lambda: 20.0)
+        signal.raise_signal(signal.SIGUSR1)
+        phase.close()
+        assert phase.remains == 3
+        assert not phase.is_unsaved
+        folder = phase.run_.directory.checkpoints
+    assert sorted(path.name for path in folder.glob("update-*")) == ["update-0000000001", "update-0000000003"]
+    assert checkpoint.load(path_of(folder, 3)).state["bests"] == []
+    said = capfd.readouterr()
+    assert "update 2" in said.out + said.err

@@ -1,0 +1,223 @@
+"""Laws of inference's figures: latency is the model's own, the rate is that of the clock on the wall."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.base import stopwatch
+from runner.base.errors import StorageError
+from runner.durable import files
+from runner.durable.directory import RunDirectory
+from runner.engine import infer as module
+from runner.engine.infer import OUTBOX_FILES, Made, Outbox, timed_calls
+from tests.faults.recording import Faults, Quick
+
+CPU = torch.device("cpu")
+TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
+
+
+class Time:
+    """A clock that stands still until it is moved."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    monotonic = perf_counter
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    stopped = Time()
+    monkeypatch.setattr(stopwatch, "time", stopped)
+    monkeypatch.setattr(module, "time", stopped)
+    return stopped
+
+
+class Slow(nn.Module):
+    """Takes a second for each sample; it may call itself, or raise."""
+
+    def __init__(self, time: Time) -> None:
+        super().__init__()
+        self.time = time
+
+    def forward(self, x: Tensor, *, again: bool = False, fails: bool = False) -> Tensor:
+        self.time.now += len(x)
+        if fails:
+            raise ValueError("refused")
+        return self(x) if again else x
+
+
+def test_latency_is_that_of_the_calls_of_the_model_and_of_nothing_between_them(time: Time) -> None:
+    model = Slow(time)
+    with timed_calls(model, CPU) as calls:
+        for samples in (4, 1, 2):
+            time.now += 100.0  # reading
+            model(torch.zeros(samples, 3))
+            time.now += 1000.0  # drawing and writing
+    model(torch.zeros(9, 3))
+
+    assert (calls.seconds, calls.samples) == ([4.0, 1.0, 2.0], [4, 1, 2])
+
+
+def test_a_call_inside_a_call_is_part_of_it_and_one_that_raises_ends(time: Time) -> None:
+    model = Slow(time)
+    with timed_calls(model, CPU) as calls:
+        model(torch.zeros(2, 3), again=True)
+        with pytest.raises(ValueError, match="refused"):
+            model(torch.zeros(3, 3), fails=True)
+        model(torch.zeros(1, 3))
+
+    assert calls.samples == [2, 3, 1]
+    assert calls.seconds == [4.0, 3.0, 1.0]
+
+
+def test_a_compiled_model_stays_one_graph_while_it_is_timed() -> None:
+    class Doubling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    model = Doubling()
+    model.compile(backend="eager", fullgraph=True)
+    with timed_calls(model, CPU) as calls:
+        model(torch.zeros(4, 3))
+        model(torch.zeros(4, 3))
+    model(torch.zeros(4, 3))
+
+    assert calls.samples == [4, 4]
+    assert len(calls.seconds) == 2
+
+
+def test_the_summary_tells_wall_clock_and_model_apart(time: Time) -> None:
+    with timed_calls(model := Slow(time), CPU) as calls:
+        for samples in (10, *[2] * 150):
+            model(torch.zeros(samples, 1))
+    found = module.summary_of(Made(num=3, items=900, seconds=1000.0, calls=calls), "row", 7)
+
+    assert (found["seconds"], found["items_per_s"]) == (1000.0, 0.9)
+    assert found["model"] == {
+        "calls": 151, "seconds": 310.0, "samples_per_call": 310 / 151, "ms_per_sample": 1000.0, "first_call_ms": 1e4,
+    }  # fmt: skip
+    assert found["latency_ms"] == {"mean": 2000.0, "median": 2000.0, "p95": 2000.0, "p99": 2000.0}
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(("calls", "known"), [(0, 0), (1, 2), (20, 2), (21, 3), (100, 3), (101, 4)])
+def test_a_percentile_is_told_only_where_there_are_values_for_it(time: Time, calls: int, known: int) -> None:
+    with timed_calls(model := Slow(time), CPU) as made:
+        for _ in range(calls):
+            model(torch.zeros(1, 1))
+    found = module.summary_of(Made(calls, calls, 1.0, made), "row", 0)["latency_ms"]
+
+    assert sum(value is not None for value in found.values()) == known
+
+
+# ---------------------------------------------------------------- on disk
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with RunDirectory.create_or_open(tmp_path / "outputs", "one") as directory:
+        yield directory
+
+
+def syncs(faults: Faults) -> int:
+    return sum(operation in ("fsync", "sync_file_system") for operation, _ in faults.trace)
+
+
+@pytest.mark.parametrize("refusal", [None, "ENOSYS"])
+def test_a_thousand_small_predictions_wait_for_the_disk_a_few_times(
+    run: RunDirectory, time: Time, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults()
+    if refusal:  # a system without the call: what is promised is kept, and each file waits
+        monkeypatch.setattr(type(faults.inner), "sync_file_system", _refused)
+    with files.through(faults), Outbox(run, print) as outbox:
+        for number in range(1000):
+            outbox.put({f"predictions/{number}.txt": b"x", f"plots/{number}.png": b"y"})
+
+    batches = -(-2000 // OUTBOX_FILES)
+    assert len(list(run.predictions.iterdir())) == len(list(run.plots.iterdir())) == 1000
+    assert batches <= syncs(faults) <= (8 * batches if refusal is None else 2000 + 8 * batches)
+
+
+def _refused(*_: Any) -> None:
+    raise OSError(38, "Function not implemented")
+
+
+def test_what_was_predicted_is_written_when_a_later_prediction_fails(run: RunDirectory) -> None:
+    with pytest.raises(ZeroDivisionError), Outbox(run, print) as outbox:
+        outbox.put({"predictions/a.txt": b"x"})
+        assert not (run.predictions / "a.txt").exists()
+        _ = 1 / 0
+    assert (run.predictions / "a.txt").exists()
+
+
+def test_a_text_is_shown_after_its_files_are_on_disk_and_while_the_next_prediction_takes_long(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "OUTBOX_S", 0.0)
+    shown = threading.Event()
+    found: list[tuple[str, bool]] = []
+
+    def show(text: str) -> None:
+        found.append((text, (run.predictions / "a.txt").exists()))
+        shown.set()
+
+    with Outbox(run, show) as outbox:
+        outbox.put({"predictions/a.txt": b"x"}, "a")
+        assert shown.wait(60)  # nothing else is put or written
+        assert found == [("a", True)]
+    assert found == [("a", True)]
+
+
+def test_an_error_of_a_late_write_is_raised_by_what_follows(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OUTBOX_S", 0.0)
+    failed = threading.Event()
+    shown: list[str] = []
+
+    def write(name: str, data: bytes) -> None:
+        failed.set()
+        raise StorageError(f"cannot write {name}")
+
+    monkeypatch.setattr(run, "write_all", lambda contents: write(*next(iter(contents.items()))))
+    monkeypatch.setattr(run, "write", write)
+    with pytest.raises(StorageError), Outbox(run, shown.append) as outbox:
+        outbox.put({"predictions/a.txt": b"x"}, "a")
+        assert failed.wait(60)
+    assert shown == []
+
+
+class Full(Quick):
+    """A disk with room for small files alone."""
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if len(data) > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(descriptor, data)
+
+
+def test_a_disk_that_fills_up_keeps_the_predictions_that_fit(run: RunDirectory) -> None:
+    """As one by one: the files of a batch before the one that does not fit are there."""
+    with pytest.raises(StorageError), files.through(Full()), Outbox(run, print) as outbox:
+        for number in range(8):
+            outbox.put({f"predictions/{number}.txt": b"x" * number})
+    assert sorted(path.name for path in run.predictions.iterdir()) == [f"{number}.txt" for number in range(5)]
+
+
+def test_few_files_are_synced_alone(run: RunDirectory) -> None:
+    """A sync of the file system would wait for what all other programs have written."""
+    faults = Faults()
+    with files.through(faults), Outbox(run, print) as outbox:
+        outbox.put({"predictions/a.txt": b"x", "plots/a.png": b"y"})
+    assert "sync_file_system" not in [operation for operation, _ in faults.trace]

@@ -1,0 +1,66 @@
+"""Secrets that are made up: one for each name and each shape, so that a search for them shows what leaks."""
+
+from __future__ import annotations
+
+import random
+import string
+
+# As variables of the environment are called; each is a name by which a secret is known.
+NAMES = (
+    "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "MY_PASSWORD",
+    "OPENAI_API_KEY", "SLURM_JWT", "MY_PASS", "MY_PW", "DB_PWD", "DB_PASSWD", "PGPASSWORD", "SSHPASS", "MYSQL_PASS",
+    "REDIS_PASSWORD", "KEY_PASSPHRASE", "VPN_PASSCODE", "CLIENT_SECRET", "APP_SECRETS", "AWS_CREDENTIALS", "GIT_CREDS",
+    "SESSION_COOKIE", "COOKIES", "PROXY_AUTHORIZATION", "NPM_AUTH", "SENTRY_DSN", "DATABASE_DSN", "DATABASE_URL",
+    "SLACK_WEBHOOK", "SLACK_WEBHOOK_URL", "GITHUB_PAT", "MY_PAT", "WANDB_KEY", "SIGNING_KEY", "ENCRYPTION_KEY",
+    "STORAGE_ACCOUNT_KEY", "LICENSE_KEY", "SERVICE_KEY", "SSH_PRIVATE_KEY", "BEARER", "ACCESS_TOKEN_SECRET",
+    "AZURE_STORAGE_CONNECTION_STRING", "DOCKER_AUTH_CONFIG", "AWS_BEARER_TOKEN_BEDROCK", "API_KEY_2", "API_TOKEN_1",
+    "apiToken", "dbPassword", "URL_SIG", "X_SIGNATURE",
+)  # fmt: skip
+DIGITS, UPPER = string.digits, string.digits + string.ascii_uppercase
+HEX, PLAIN = string.digits + "abcdef", string.ascii_letters + string.digits
+# {kind:count} stands for so many characters of that kind.
+SHAPES = (
+    "-----BEGIN OPENSSH PRIVATE KEY-----{plain:70}", "https://me:{plain:20}@host/x.git", "postgres://:{plain:20}@host/db",
+    "https://{plain:30}@host/x.git", "https://hooks.slack.com/services/T{upper:8}/B{upper:8}/{plain:24}",
+    "https://discord.com/api/webhooks/{digits:18}/{plain:60}", "AKIA{upper:16}", "ASIA{upper:16}", "AIza{plain:35}",
+    "ya29.{plain:60}", "GOCSPX-{plain:28}", "AccountName=x;AccountKey={plain:86}==;", "SharedAccessKey={plain:43}=",
+    "https://x.blob.core.windows.net/y?sv=1&sig={plain:40}%3D", "X-Amz-Signature={hex:64}",
+    "X-Amz-Security-Token={plain:90}",
+    "dop_v1_{hex:64}", "dapi{hex:32}", "hvs.{plain:24}", "hf_{plain:34}", "api_org_{plain:34}", "wandb_v1_{plain:70}",
+    "wandb login {hex:40}", "sk-{plain:48}", "sk-proj-{plain:60}", "sk-ant-api03-{plain:90}", "sk-or-v1-{hex:64}",
+    "nvapi-{plain:64}", "gsk_{plain:52}", "r8_{plain:37}", "pplx-{plain:48}", "xai-{plain:80}", "rpa_{plain:40}",
+    "ghp_{plain:36}", "gho_{plain:36}", "ghu_{plain:36}", "ghs_{plain:36}", "ghr_{plain:36}", "github_pat_{plain:82}",
+    "glpat-{plain:20}", "gldt-{plain:20}", "npm_{plain:36}", "pypi-AgEIcHlwaS5vcmc{plain:80}", "ATATT3{plain:90}",
+    "xoxb-{digits:12}-{plain:24}", "xoxp-{digits:12}-{plain:24}", "xapp-1-{upper:11}-{plain:40}", "sk_live_{plain:24}",
+    "rk_test_{plain:24}", "whsec_{plain:32}", "SG.{plain:22}.{plain:43}", "shpat_{hex:32}",
+    "eyJ{plain:33}.eyJ{plain:60}.{plain:43}", "Authorization: Bearer {plain:40}", "Authorization: Basic {plain:32}==",
+    "wandb_key={hex:40}", "password: hunter2{plain:16}", '"client_secret": "{plain:24}"', "Cookie: {plain:30}",
+)  # fmt: skip
+KINDS = {"digits": DIGITS, "upper": UPPER, "hex": HEX, "plain": PLAIN}
+
+
+def of_shape(shape: str, dice: random.Random) -> tuple[str, list[str]]:
+    """Return a text of this shape, and the parts of it that nobody may see."""
+    text, parts = "", []
+    for piece in shape.replace("}", "{").split("{"):
+        kind, _, count = piece.partition(":")
+        if kind in KINDS and count.isdigit():
+            part = (
+                "".join(dice.choices(KINDS[kind], k=int(count) - 2))
+                + dice.choice(DIGITS)
+                + dice.choice("abcdef" if kind == "hex" else DIGITS)
+            )
+            parts += [part] if len(part) > 14 else []  # a shorter one says who, not the secret
+            text += part
+        else:
+            text += piece
+    return text, parts
+
+
+def of_names(dice: random.Random) -> dict[str, str]:
+    """Return a value for each name, in turn a plain one, one that formats escape, and one within an address."""
+    found = {}
+    for number, name in enumerate(NAMES):
+        core = "canary" + "".join(dice.choices(PLAIN, k=22)) + "1a"
+        found[name] = (core, f'{core}"&é\\{core[::-1]}', f"scheme://host/{core}?x")[number % 3]
+    return found

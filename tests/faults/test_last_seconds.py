@@ -1,0 +1,77 @@
+"""A request to stop that comes when all is saved changes neither the exit code nor the state of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import ForkServer
+from tests.waiting import wait_until
+
+TASK = Path(__file__).with_name("task_to_attack.py")
+BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "dataloader.num_workers=0", "run=mine"]
+
+# The end waits, as for a tracker whose server is slow, until there is a file `go`.
+SLOW_END = """
+import pathlib
+from runner.observe.trackers import Tracker
+from tests.waiting import wait_until
+def finish(self, timeout_s=0.0, **named):
+    pathlib.Path("ending").touch()
+    wait_until(pathlib.Path("go").exists)
+Tracker.finish = finish
+"""
+# Output takes as long to hand over, after all else.
+SLOW_OUTPUT = """
+import os, pathlib, signal
+from runner.base import output
+real, process = output.finish, os.getpid()
+def finish(*given):
+    if os.getpid() != process:
+        return real(*given)
+    pathlib.Path("ending").touch()
+    while True:
+        signal.pause()
+output.finish = finish
+"""
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("num_ranks", "watchdog"), [(1, "default"), (1, "off"), (2, "default"), (2, "off")])
+def test_a_second_request_after_the_last_save_leaves_the_exit_code(
+    num_ranks: int, watchdog: str, server: ForkServer, tmp_path: Path
+) -> None:
+    ranks = ["parallelism=ddp", "parallelism.world_size=2"] if num_ranks > 1 else []
+    run = tmp_path / "outputs" / "mine"
+    words = [*BASE, *ranks, f"watchdog={watchdog}", "log_every=1", "updates=1000000"]
+    pid = server.start(words, tmp_path, before=SLOW_END)
+    wait_until((run / "metrics.jsonl").exists)
+    os.kill(pid, signal.SIGTERM)
+    wait_until((tmp_path / "ending").exists)
+    os.kill(pid, signal.SIGTERM)
+    (tmp_path / "go").touch()
+    assert server.wait().code == 75
+    assert json.loads((run / "run.json").read_text())["state"] == "preempted"
+
+
+def test_a_third_request_leaves_an_end_that_takes_too_long(server: ForkServer, tmp_path: Path) -> None:
+    pid = server.start([*BASE, "updates=3"], tmp_path, before=SLOW_END)
+    wait_until((tmp_path / "ending").exists)
+    with suppress(ProcessLookupError):  # it has left
+        wait_until(lambda: os.kill(pid, signal.SIGTERM), "the run leaves")  # the system may count several as one
+    assert server.wait().code == 130
+
+
+def test_a_request_while_output_is_handed_over_leaves_at_once_with_the_exit_code(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    pid = server.start([*BASE, "updates=3"], tmp_path, before=SLOW_OUTPUT)
+    wait_until((tmp_path / "ending").exists)
+    os.kill(pid, signal.SIGTERM)
+    assert server.wait().code == 0
+    assert json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["state"] == "done"

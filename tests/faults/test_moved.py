@@ -1,0 +1,86 @@
+"""The folder of a run is moved, deleted or unlocked while the run writes to it: nothing is lost, and it is said."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from runner.base.birth import birth_of
+from runner.durable import checkpoint
+from tests.forkserver import Ended, ForkServer
+
+TASK = Path(__file__).with_name("task_that_moves.py")
+WORDS = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
+
+
+def run(server: ForkServer, folder: Path, act: str, *words: str) -> Ended:
+    return server.run([*WORDS, *words], folder, {"ACT": act})
+
+
+def saved(run: Path) -> list[int]:
+    return [checkpoint.load(path).update for path in sorted((run / "checkpoints").glob("update-*"))]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("act", ["move", "replace"])
+def test_a_run_whose_folder_is_moved_goes_on_in_the_moved_folder(server: ForkServer, tmp_path: Path, act: str) -> None:
+    ended = run(server, tmp_path, act)
+    assert ended.code == 0, ended.err
+    moved, old = tmp_path / "outputs" / "moved", tmp_path / "outputs" / "mine"
+    assert saved(moved)[-1] == 60
+    assert json.loads((moved / "run.json").read_text())["state"] == "done"
+    rows = [json.loads(line)["update"] for line in (moved / "metrics.jsonl").read_text().splitlines()]
+    assert max(rows) == 60
+    assert (ended.out + ended.err).count(str(moved)) == 1, "where it is now, once"
+    assert [path.name for path in old.iterdir()] == ["kept"] if act == "replace" else not old.exists()
+    again = server.run(["resume", "moved", "updates=70", "resume_allow=[updates]"], tmp_path)
+    assert again.code == 0, again.err
+    assert saved(moved)[-1] == 70
+
+
+def test_a_run_whose_folder_is_deleted_ends_at_its_next_save(server: ForkServer, tmp_path: Path) -> None:
+    ended = run(server, tmp_path, "delete", "updates=1000000")
+    assert ended.code == 74, ended.err
+    assert "deleted" in ended.err
+    assert "Traceback" not in ended.err
+    assert not (tmp_path / "outputs" / "mine").exists()
+
+
+def test_a_lock_that_was_removed_is_taken_again(server: ForkServer, tmp_path: Path) -> None:
+    ended = run(server, tmp_path, "unlock")
+    assert ended.code == 0, ended.err
+    assert saved(tmp_path / "outputs" / "mine")[-1] == 60
+    assert (tmp_path / "outputs" / "mine" / ".lock").is_file()
+    assert (ended.out + ended.err).count(".lock") == 1, "said once"
+
+
+def test_a_run_that_another_process_has_taken_over_writes_no_more(server: ForkServer, tmp_path: Path) -> None:
+    ended = run(server, tmp_path, "take", "updates=1000000")
+    assert ended.code == 87, ended.err
+    assert saved(tmp_path / "outputs" / "mine") == [10, 20]
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_without_a_lock_a_run_that_is_still_written_is_not_begun_twice(
+    server: ForkServer, tmp_path: Path, is_alive: bool
+) -> None:
+    assert run(server, tmp_path, "none").code == 0
+    folder = tmp_path / "outputs" / "mine"
+    (folder / ".lock").unlink()
+    record = json.loads((folder / "run.json").read_text())
+    pid = os.getpid()
+    birth = birth_of(pid) if is_alive else "another"
+    started = datetime.now(UTC).isoformat()
+    record |= {"state": "running", "pid": pid, "birth": birth, "host": socket.gethostname(), "started": started}
+    (folder / "run.json").write_text(json.dumps(record))
+    ended = run(server, tmp_path, "none", "updates=70", "resume_allow=[updates]")
+    assert ended.code == (87 if is_alive else 0), ended.err
+    assert saved(folder)[-1] == (60 if is_alive else 70)
+    with (folder / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody has kept it

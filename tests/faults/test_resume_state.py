@@ -1,0 +1,222 @@
+"""A resumed run equals an uninterrupted one, for each thing that a checkpoint holds: one run per field, few updates.
+
+The matrix crosses everything with everything; here each run is stopped where one field matters. Short form: three of
+the fields, by seed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runner.base.world import World
+from runner.durable.checkpoint import load, newest_valid, path_of
+from runner.engine.train import restore_random_state_of
+from tests.distributed.ranks import CPU
+from tests.faults.cells import Cell
+from tests.faults.tallies import Tally
+from tests.faults.test_resume_matrix import Matrix, differs, plain, result_of
+from tests.forkserver import ForkServer
+
+
+def killed_at(update: int, phase: str = "train", before: int = 0) -> dict[str, Any]:
+    """Return the fault of a run that is killed after an update, once its checkpoint is on disk.
+
+    before  updates of earlier phases
+    """
+    return {"at": "update", "number": update, "phase": phase, "by": "SIGKILL", "wait": before + update}
+
+
+HELD: dict[str, tuple[Cell, list[dict[str, Any]]]] = {
+    "generators of torch, NumPy and Python": (plain(saves="1"), [killed_at(6)]),
+    "the best metric of early stopping": (plain(saves="1", optimizer="adamw early stop"), [killed_at(7)]),
+    "the level of a plateau": (plain(saves="1", optimizer="sgd plateau"), [killed_at(9)]),
+    "a window of metrics that is not written yet": (plain(saves="1", optimizer="sgd multistep"), [killed_at(5)]),
+    "the loss scale and skipped updates of earlier phases": (
+        plain(saves="1", precision="fp16 overflowing", phases="three"),
+        [killed_at(3, "head", 3 + 7)],
+    ),
+    "half gathered statistics": (plain(saves="1", phases="three", ranks="ddp 2"), [killed_at(2, "statistics")]),
+    "the result of a finished phase": (
+        plain(saves="1", phases="three"),
+        [{**killed_at(0, "body", 3), "at": "begin"}],
+    ),
+    "generators of three ranks": (plain(saves="1", ranks="ddp 5+2+1"), [killed_at(6)]),
+    "sharded weights and optimizer": (plain(saves="1", ranks="fsdp 5+3"), [killed_at(6)]),
+    "stages of a pipeline": (plain(saves="1", ranks="pipeline 2"), [killed_at(6)]),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("held", HELD)
+def test_a_resumed_run_equals_an_uninterrupted_one(held: str, server: ForkServer, memory: Path, tally: Tally) -> None:
+    cell, ends = HELD[held]
+    matrix = Matrix(server, memory, tally)
+    matrix.check(cell, ends)
+    matrix.has_shown_enough(1)
+    tally.tried += 1
+
+
+def drawn() -> tuple[float, float, float]:
+    return torch.rand(()).item(), np.random.random(), random.random()
+
+
+def test_a_rank_that_was_not_there_draws_numbers_of_its_own(server: ForkServer, memory: Path, tally: Tally) -> None:
+    """Two ranks saved, four resume: the first two continue, and no two ranks draw the same."""
+    cell = plain(ranks="ddp 2", saves="1")
+    ended = Matrix(server, memory, tally).attempt(cell, memory, cell.course(), {})
+    assert ended.code == 0, ended.err
+    path = newest_valid(memory / "outputs/mine/checkpoints")
+    assert path is not None
+    start = load(path)
+    before = drawn()
+    found = []
+    for rank in (0, 1, 2, 3, 2):
+        restore_random_state_of(World(CPU, rank, rank, 4, 4), start, 0)
+        found.append(drawn())
+    assert found[2] == found.pop()  # the same each time
+    assert before not in found
+    for kind in range(3):
+        assert len({numbers[kind] for numbers in found}) == 4
+    # The states of the ranks that saved, read from the files, not through the code under test.
+    for rank, stem in ((0, "random"), (1, "random-rank00001")):
+        assert stem in start.stems, start.stems
+        generator = torch.Generator()
+        generator.set_state(start.tensors(stem)["torch"])
+        assert torch.rand((), generator=generator).item() == found[rank][0]
+    tally.tried += 1
+
+
+TIMED = ("seconds", "parts_s", "peak_host_gib", "peak_device_gib", "peak_reserved_gib")
+
+
+def without_times(state: dict[str, Any]) -> dict[str, Any]:
+    """Return all that a checkpoint holds but for what its process measured."""
+    records = {
+        name: {key: value for key, value in record.items() if key not in TIMED}
+        for name, record in state["records"].items()
+    }
+    return {key: value for key, value in state.items() if key != "saving"} | {"records": records}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("words", "phase", "before", "update"),
+    [
+        # Stopped after an evaluation: the next checkpoint has what that one found, and the one after finds it again.
+        ("three phases fp16", "head", 4 + 7, 3),
+        ("early stopping", "train", 0, 4),
+        ("plateau", "train", 0, 6),
+    ],
+)
+def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_one(
+    words: str, phase: str, before: int, update: int, server: ForkServer, memory: Path, tally: Tally
+) -> None:
+    """Not the last one only: what an evaluation, a save or the end of a phase replaces is seen before it is."""
+    cell = {
+        "three phases fp16": plain(precision="fp16 overflowing", phases="three", data="ragged"),
+        "early stopping": plain(optimizer="adamw early stop"),
+        "plateau": plain(optimizer="sgd plateau"),
+    }[words]
+    matrix = Matrix(server, memory, tally)
+    course = [*cell.course(), "checkpoint.every=1", "checkpoint.keep=60", "checkpoint.keep_best=2"]
+    straight, stopped = matrix.fresh(), memory / "stopped"
+    stopped.mkdir()
+    assert matrix.attempt(cell, straight, course, {}).code == 0
+    assert matrix.attempt(cell, stopped, course, killed_at(update, phase, before)).code < 0
+    newest = newest_valid(stopped / "outputs/mine/checkpoints")
+    assert newest is not None
+    begun = load(newest)
+    assert matrix.attempt(cell, stopped, course, {}).code == 0
+    held = {key for key in ("bests", "metrics", "kept") if begun.state[key]}
+    assert held == {"bests", "metrics", *(["kept"] if before else [])}  # else nothing is compared below
+    assert begun.state["data"]
+    assert begun.state["code"]
+    names = [path.name for path in sorted((stopped / "outputs/mine/checkpoints").glob("update-*"))]
+    later = [name for name in names if name > newest.name]
+    assert later
+    assert (begun.state["phase"], begun.update, begun.state["evaluated_at"]) == (phase, before + update, update)
+    for name in later:
+        found, wanted = (load(folder / "outputs/mine/checkpoints" / name) for folder in (stopped, straight))
+        mine, theirs = without_times(found.state), without_times(wanted.state)
+        for key in theirs:
+            assert mine[key] == theirs[key], f"{name}: {key}"
+        assert found.stems == wanted.stems
+        for stem in found.stems:
+            one, other = found.tensors(stem), wanted.tensors(stem)
+            assert all(torch.equal(one[key], other[key]) for key in other), f"{name}: {stem}"
+        for key in ("epoch", "samples", "phase", "world_size", "precision", "config_hash", "run_id"):
+            assert found.manifest[key] == wanted.manifest[key], f"{name}: {key}"
+    uids = [load(stopped / "outputs/mine/checkpoints" / name).manifest["run_uid"] for name in names]
+    assert set(uids) == {begun.manifest["run_uid"]}
+    first = load(stopped / "outputs/mine/checkpoints" / later[0])
+    assert first.state["saving"] == begun.state["saving"] != []  # what saves took before: none has ended since
+    for name, record in begun.state["records"].items():
+        now = first.state["records"][name]
+        for key in ("seconds", "peak_host_gib"):
+            assert now[key] >= record[key] > 0, f"{name}: {key}"
+        assert all(now["parts_s"][part] >= spent for part, spent in record["parts_s"].items()), name
+    tally.tried += 1
+
+
+def test_phases_run_one_by_one_equal_all_in_one_process(server: ForkServer, memory: Path, tally: Tally) -> None:
+    """What a finished phase leaves to the next one: weights, loss scale, skipped updates, generators, the best."""
+    cell = plain(precision="fp16 overflowing", phases="three", saves="1")
+    matrix = Matrix(server, memory, tally)
+    at_once, folder = matrix.fresh(), memory / "one-by-one"
+    folder.mkdir()
+    assert matrix.attempt(cell, at_once, [*cell.course(), *cell.mechanics(0)], {}).code == 0
+    wanted = result_of(at_once)
+    words = [word for word in [*cell.course(), *cell.mechanics(0)] if not word.startswith("phases=")]
+    for phase in ("statistics", "body", "head"):
+        ended = matrix.attempt(cell, folder, [*words, f"phases=[{phase}]"], {})
+        assert ended.code == 0, ended.err
+    found = result_of(folder)
+    assert list(differs(found, wanted, keeps_best=True)) == []
+    kept, expected = (
+        sorted(path.name for path in (one / "outputs/mine/checkpoints").glob("update-*")) for one in (folder, at_once)
+    )
+    assert len(expected) >= 5  # the last ones, and of each phase before them the best and the last
+    assert kept == expected
+    tally.tried += 1
+
+
+def test_time_spent_after_the_last_checkpoint_is_not_forgotten(server: ForkServer, memory: Path, tally: Tally) -> None:
+    """A run that failed has told in run.json what it took until then; the one that resumes counts from there."""
+    cell = plain(saves="1")
+    matrix = Matrix(server, memory, tally)
+    folder, words = matrix.fresh(), [*cell.course(), *cell.mechanics(0)]
+    assert matrix.attempt(cell, folder, words, {**killed_at(4), "by": "raise"}).code == 70
+    path = folder / "outputs/mine/run.json"
+    record = json.loads(path.read_text())
+    (told,) = record["evidence"]["phases"]
+    assert told["updates"] == 4
+    told["seconds"] += 1000.0  # more than any other process can have taken, whatever machine this is
+    told["parts_s"]["forward"] += 500.0
+    path.write_text(json.dumps(record))
+    assert matrix.attempt(cell, folder, words, {}).code == 0
+    (after,) = json.loads(path.read_text())["evidence"]["phases"]
+    assert after["seconds"] > told["seconds"]
+    assert after["parts_s"]["forward"] > 500.0
+    tally.tried += 1
+
+
+def test_measured_shares_are_known_again(server: ForkServer, memory: Path, tally: Tally) -> None:
+    """What ranks take is not the same twice: this looks at whether the run must try splits once more, for 6 updates."""
+    matrix = Matrix(server, memory, tally)
+    cell = plain(ranks="ddp 2", saves="1")
+    words = [word for word in cell.course() if not word.startswith("updates=")]
+    words += ["updates=24", "parallelism.shares=speed", "checkpoint.every=1", "checkpoint.keep=60"]
+    assert matrix.attempt(cell, memory, words, killed_at(20)).code < 0
+    assert matrix.attempt(cell, memory, words, {}).code == 0
+    for update in (20, 21):
+        shares = load(path_of(memory / "outputs/mine/checkpoints", update)).state["shares"]
+        assert (shares["total"], sum(shares["current"]), len(shares["ranks"])) == (8, 8, 2)
+        assert shares["known"]
+    tally.tried += 1

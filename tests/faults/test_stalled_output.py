@@ -1,0 +1,144 @@
+"""A terminal that is stopped or a pipe that nobody reads holds no run: all updates, a stop that is heard, an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from runner.durable.checkpoint import newest_valid
+from tests.forkserver import ForkServer
+from tests.waiting import wait_until
+
+TASK = Path(__file__).with_name("task_of_words.py")
+BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "log_every=1", "backend.threads=1", "run=mine"]
+# The new process has its output there, as a shell would give it; a terminal it does not lead.
+TO = "import os; there = os.open({path!r}, os.O_WRONLY | os.O_NOCTTY); os.dup2(there, 1); os.dup2(there, 2)"
+
+
+@contextmanager
+def unread_pipe(folder: Path) -> Iterator[str]:
+    path = folder / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield str(path)
+    os.close(reader)
+
+
+@contextmanager
+def stopped_terminal(folder: Path) -> Iterator[str]:
+    """Ctrl-S was typed, and nobody reads."""
+    master, slave = pty.openpty()
+    termios.tcflow(slave, termios.TCOOFF)
+    yield os.ttyname(slave)
+    os.close(slave)
+    os.close(master)
+
+
+PLACES = {"pipe": unread_pipe, "terminal": stopped_terminal}
+
+
+def ranks(count: int) -> list[str]:
+    return ["parallelism=ddp", f"parallelism.world_size={count}"] if count > 1 else []
+
+
+def updates(run: Path) -> list[int]:
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    return [int(json.loads(line)["update"]) for line in lines if line.endswith("}") and "train/loss" in line]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("num_ranks", "loader"),
+    [(1, "dataloader.num_workers=0"), (1, "dataloader.num_workers=2"), (2, "dataloader.num_workers=1")],
+)
+def test_all_updates_are_made_while_nobody_reads(
+    server: ForkServer, tmp_path: Path, place: str, num_ranks: int, loader: str
+) -> None:
+    with PLACES[place](tmp_path) as path:
+        words = [*BASE, *ranks(num_ranks), loader, "updates=100", "evaluate.every=50"]
+        ended = server.run(words, tmp_path, before=TO.format(path=path))
+    run = tmp_path / "outputs" / "mine"
+    assert ended.code == 0, json.loads((run / "error.json").read_text())["cause"]
+    assert updates(run) == list(range(1, 101))
+    assert json.loads((run / "run.json").read_text())["state"] == "done"
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_request_to_stop_is_heard_while_nobody_reads(
+    server: ForkServer, tmp_path: Path, place: str, num_ranks: int
+) -> None:
+    run = tmp_path / "outputs" / "mine"
+    with PLACES[place](tmp_path) as path:
+        words = [*BASE, *ranks(num_ranks), "dataloader.num_workers=1", "updates=1000000"]
+        pid = server.start(words, tmp_path, before=TO.format(path=path))
+        # More is printed by then than a pipe or a terminal holds.
+        wait_until(lambda: len(updates(run)) >= 60, "it goes on while nobody reads")
+        os.kill(pid, signal.SIGTERM)
+        ended = server.wait()
+    assert ended.code == 75
+    saved = newest_valid(run / "checkpoints")
+    assert saved is not None
+    assert int(saved.name.removeprefix("update-")) == updates(run)[-1]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_second_request_leaves_at_once_while_nobody_reads(server: ForkServer, tmp_path: Path, place: str) -> None:
+    with PLACES[place](tmp_path) as path:
+        words = [*BASE, "dataloader.num_workers=0", "updates=1000000", "evaluate.every=0"]
+        pid = server.start(words, tmp_path, before=TO.format(path=path) + SLOW_TO_SAVE)
+        wait_until(lambda: len(updates(tmp_path / "outputs" / "mine")) >= 60, "it goes on while nobody reads")
+        os.kill(pid, signal.SIGTERM)
+        wait_until((tmp_path / "saving").exists, "it saves")
+        os.kill(pid, signal.SIGTERM)
+        ended = server.wait()
+    assert ended.code == 130
+
+
+# The second signal is to come before the run has ended by itself.
+SLOW_TO_SAVE = """
+import pathlib, threading
+from runner.durable import signals
+real = signals.StopRequest._handle
+def handle(self, number, frame):
+    if self.requested is not None:
+        return real(self, number, frame)
+    real(self, number, frame)
+    pathlib.Path("saving").touch()
+    threading.Event().wait(60)
+signals.StopRequest._handle = handle
+"""
+
+
+def test_an_error_is_told_to_the_run_where_nobody_reads_it(server: ForkServer, tmp_path: Path) -> None:
+    with unread_pipe(tmp_path) as path:
+        before = TO.format(path=path) + FAILS_LATE
+        ended = server.run([*BASE, "dataloader.num_workers=0", "updates=200"], tmp_path, before=before)
+    assert ended.code == 70
+    assert json.loads((tmp_path / "outputs" / "mine" / "error.json").read_text())["exit_code"] == 70
+
+
+FAILS_LATE = """
+import torch.nn.functional as F
+real, calls = F.cross_entropy, []
+def cross_entropy(*given, **named):
+    calls.append(1)
+    if len(calls) == 100:
+        raise ValueError("planted")
+    return real(*given, **named)
+F.cross_entropy = cross_entropy
+"""

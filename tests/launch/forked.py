@@ -1,0 +1,118 @@
+"""Ranks as forks of the process of the tests: each with its own environment, output and, where asked for, network."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.base.errors import AccelRunError
+from tests.waiting import wait_until
+
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended: what it returned, or its exit code and error; and what it wrote to its streams."""
+
+    value: Any
+    code: int
+    error: str
+    out: str
+    err: str
+
+
+def forked(functions: Sequence[Callable[[], Any]], folder: Path, spaces: Sequence[str] = ()) -> list[Ended]:
+    """Return how each function ended in a fork of this process; all have ended.
+
+    spaces  the network namespace of each, by name; none: that of this process
+    """
+    torch.set_num_threads(1)
+    pids = [
+        _forked(function, folder / str(number), spaces[number] if spaces else None)
+        for number, function in enumerate(functions)
+    ]
+    living = set(pids)
+
+    def all_ended() -> bool:
+        living.difference_update([pid for pid in living if os.waitpid(pid, os.WNOHANG)[0]])
+        return not living
+
+    try:
+        wait_until(all_ended, "the end of every rank")
+    finally:
+        for pid in living:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return [_ended(folder / str(number)) for number in range(len(pids))]
+
+
+def _ended(place: Path) -> Ended:
+    out, err = (place.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
+    return Ended(**json.loads(place.with_suffix(".json").read_text()), out=out, err=err)
+
+
+def _forked(function: Callable[[], Any], place: Path, space: str | None) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    ended: dict[str, Any] = {"value": None, "code": 1, "error": ""}
+    try:
+        for number, suffix in ((1, ".out"), (2, ".err")):
+            os.dup2(os.open(place.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        if space is not None:
+            enter(space)
+        ended |= {"value": function(), "code": 0}
+    except AccelRunError as error:
+        ended |= {"code": int(error.exit_code), "error": str(error)}
+    except BaseException as error:
+        traceback.print_exc()
+        ended["error"] = repr(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        place.with_suffix(".json").write_text(json.dumps(ended))
+        os._exit(0)  # nothing of pytest's may run at exit
+
+
+def enter(space: str) -> None:
+    """This process sees the network of that namespace only."""
+    with Path(f"/run/netns/{space}").open() as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(file.fileno(), NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def started_elsewhere(
+    words: Sequence[str], folder: Path, rank: int, num_ranks: int, address: str, num_local_ranks: int = 1
+) -> Callable[[], int]:
+    """Return accel-run as a rank that torchrun or SLURM has started, in a folder of its machine.
+
+    address  host:port of rank 0
+    """
+
+    def run() -> int:
+        from runner.cli import main
+
+        host, _, port = address.partition(":")
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank % num_local_ranks), "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_local_ranks), "MASTER_ADDR": host, "MASTER_PORT": port,
+        }  # fmt: skip
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)
+        sys.argv = ["accel-run", *words]
+        return main(list(words))
+
+    return run

@@ -1,0 +1,93 @@
+"""A task whose training forward pass changes buffers and uses them: what a rank sees alone is in all that follows."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from runner import Task, sample_rng
+from tests.faults.ending import reached
+
+SETTINGS = {"global_batch_size": 8, "micro_batch_size": 2, "updates": 8, "optimizer.lr": 0.05, "log_every": 1}
+
+
+def build(*, norm: bool = True, grows: bool = False) -> Task:
+    """A classifier of points.
+
+    norm   a batch norm too
+    grows  a buffer that is not saved, as long as the longest batch so far
+    """
+    return Points(norm, grows)
+
+
+class Center(nn.Module):
+    """Subtracts a moving average of its inputs, and counts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.8 * self.mean + 0.2 * x.detach().mean(0)  # a new tensor in the place of the old one
+            self.seen += len(x)
+        return (x - self.mean) * (1 + 1e-3 * self.seen)
+
+
+class Codebook(nn.Module):
+    """Adds the nearest of some vectors, which move to what they are nearest to; in evaluations too, by mistake."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, 12))
+        self.register_buffer("used", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        nearest = torch.cdist(x.detach(), self.codes).argmin(1)
+        with torch.no_grad():
+            self.used.index_add_(0, nearest, torch.ones(len(x)))
+            for code in nearest.unique():
+                self.codes[code] += 0.1 * (x[nearest == code].mean(0) - self.codes[code])
+        return x + self.codes[nearest]
+
+
+class Table(nn.Module):
+    """A constant that has no memory of its own for each of its numbers, and a cache."""
+
+    def __init__(self, grows):
+        super().__init__()
+        self.register_buffer("shift", torch.arange(12.0).expand(1, -1) / 100)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+        self.grows = grows
+
+    def forward(self, x):
+        if self.grows and len(x) > len(self.cache):
+            self.register_buffer("cache", torch.ones(len(x)), persistent=False)
+        return x + self.shift
+
+
+class Points(Task):
+    def __init__(self, norm, grows):
+        self.model = nn.Sequential(
+            Center(), nn.Linear(6, 12), nn.BatchNorm1d(12) if norm else nn.Tanh(), Codebook(), Table(grows),
+            nn.Linear(12, 2),
+        )  # fmt: skip
+        self.update = 0
+
+    def dataset(self, split):
+        rngs = [sample_rng(3 + (split == "val"), 0, index) for index in range(28)]
+        points = [rng.standard_normal(6, dtype="float32") * (1 + index % 5) for index, rng in enumerate(rngs)]
+        return [(point, int(point.sum() > 0)) for point in points]
+
+    def begin_update(self, progress):
+        self.update = progress.update
+
+    def loss(self, model, batch):
+        x, y = batch
+        if model.training:
+            reached("update", self.update)
+        return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+    def evaluate(self, model, batch):
+        x, y = batch
+        return {"accuracy": ((model(x).argmax(1) == y).sum(), len(y))}

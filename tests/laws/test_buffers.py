@@ -1,0 +1,203 @@
+"""When a run is evaluated, saved or resumed changes nothing of what it trains: neither weights nor buffers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runner.base.errors import TaskFault
+from runner.base.world import World
+from runner.distributed.buffers import BufferSync
+from runner.durable.checkpoint import load, newest_valid
+from tests.distributed.ranks import run_ranks
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).parent / "task_of_buffers.py"
+TWO = "parallelism.world_size=2"
+STRATEGIES = {
+    "one process": "parallelism=single",
+    "ddp": f"parallelism=ddp {TWO}",
+    "ddp, one rank without samples": f"parallelism=ddp {TWO} parallelism.shares=[7,1] task.norm=false",
+    "ddp, norms over all ranks": f"parallelism=ddp {TWO} parallelism.batch_norm=sync",
+    "ddp with a cache that grows": f"parallelism=ddp {TWO} parallelism.shares=[7,1] task.norm=false task.grows=true",
+    "fsdp": f"parallelism=fsdp {TWO}",
+    "pipeline": f"parallelism=pipeline {TWO}",
+}
+FAILS = {"at": "update", "number": 6, "by": "raise"}
+
+
+def trained(server: ForkServer, folder: Path, words: str, fault: dict[str, Any] | None = None) -> None:
+    env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
+    line = f"train --task {TASK} run=mine device=cpu monitor=off dataloader.num_workers=0 {words}"
+    ended = server.run(line, folder, env)
+    assert ended.code == (70 if fault else 0), ended.err
+
+
+def result(folder: Path) -> tuple[dict[str, Tensor], list[tuple[int, float]]]:
+    """Return weights and buffers at the end, and the loss of each update."""
+    path = newest_valid(folder / "outputs/mine/checkpoints")
+    assert path is not None
+    rows = [json.loads(line) for line in (folder / "outputs/mine/metrics.jsonl").read_text().splitlines()]
+    return load(path).tensors("model"), [(row["update"], row["train/loss"]) for row in rows if "train/loss" in row]
+
+
+ENDS = {"never": [None], "once": [FAILS, None]}
+
+
+@pytest.fixture(scope="module")
+def references(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return what gives the result of a strategy without evaluations and saves, computed once."""
+
+    @cache
+    def reference(strategy: str) -> Any:
+        folder = tmp_path_factory.mktemp("reference")
+        trained(server, folder, f"{STRATEGIES[strategy]} evaluate.every=0 checkpoint=off")
+        return result(folder)
+
+    return reference
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("fails", ENDS)
+def test_evaluations_saves_and_failures_change_neither_weights_nor_buffers(
+    fails: str, strategy: str, references: Callable[[str], Any], server: ForkServer, tmp_path: Path
+) -> None:
+    weights, losses = references(strategy)
+    for fault in ENDS[fails]:
+        trained(server, tmp_path, f"{STRATEGIES[strategy]} evaluate.every=2 checkpoint.every=3", fault)
+    found_weights, found_losses = result(tmp_path)
+    assert found_losses == losses
+    assert found_weights.keys() == weights.keys()
+    assert [name for name, tensor in weights.items() if not torch.equal(tensor, found_weights[name])] == []
+
+
+# ---------------------------------------------------------------- what ranks agree on
+
+
+class Kept(nn.Module):
+    """Buffers that a test changes as it likes."""
+
+    def __init__(self, **buffers: Tensor) -> None:
+        super().__init__()
+        for name, tensor in buffers.items():
+            self.register_buffer(name, tensor)
+        self.norm = nn.BatchNorm1d(2)
+
+
+def after(world_size: int, change: Callable[[Kept, int, int], None], updates: int = 2) -> list[Any]:
+    """Return the buffers of each rank after some updates in which `change(model, rank, update)` is their forward pass.
+
+    A rank that raised TaskFault returns its message.
+    """
+
+    def rank(world: World) -> Any:
+        model = Kept(
+            mean=torch.zeros(3), seen=torch.zeros((), dtype=torch.int64), is_set=torch.zeros(3, dtype=torch.bool),
+            low=torch.zeros(3, dtype=torch.bfloat16), constant=torch.arange(3.0).expand(2, -1),
+        )  # fmt: skip
+        sync = BufferSync(model, world)
+        try:
+            for update in range(updates):
+                with sync.update():
+                    change(model, world.rank, update)
+            sync.check()
+        except TaskFault as fault:
+            return str(fault)
+        return {name: buffer.double().tolist() for name, buffer in model.named_buffers()}
+
+    return run_ranks(rank, world_size)
+
+
+def test_buffers_of_all_ranks_are_those_of_rank_0_after_every_update() -> None:
+    def change(model: Kept, rank: int, update: int) -> None:
+        model.mean += rank + 1.5
+        model.seen += 10 * rank + 1
+        model.is_set[rank] = True
+        model.low = model.low + rank + 1
+        if rank == 1:
+            model.constant = model.constant + 1
+
+    for found in after(3, change, updates=3):
+        assert found["mean"] == [4.5] * 3
+        assert found["seen"] == 3
+        assert found["is_set"] == [1, 0, 0]
+        assert found["low"] == [3] * 3
+        assert found["constant"] == [[0, 1, 2]] * 2
+
+
+def test_statistics_of_norms_are_the_mean_over_the_ranks() -> None:
+    def change(model: Kept, rank: int, update: int) -> None:
+        if rank < 2:  # the third one has no samples
+            model.norm(torch.tensor([[1.0, 2.0], [3.0, 6.0]]) * (1 + rank))
+
+    found = after(3, change, updates=1)
+    assert found[0] == found[1] == found[2]
+    assert found[0]["norm.running_mean"] == pytest.approx([0.1 * (2 + 4 + 0) / 3, 0.1 * (4 + 8 + 0) / 3])
+    assert found[0]["norm.num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize("is_seen_at_once", [True, False])
+def test_a_change_that_torch_does_not_count_is_synchronized_or_refused(is_seen_at_once: bool) -> None:
+    """In the first update the bits show it; later nobody looks, and ranks must not go on with different buffers."""
+
+    def change(model: Kept, rank: int, update: int) -> None:
+        if is_seen_at_once or update:
+            model.mean.data.add_(rank + 1.0)
+
+    found = after(2, change)
+    if is_seen_at_once:
+        assert found[0]["mean"] == found[1]["mean"] == [2.0] * 3
+    else:
+        assert all("mean" in told for told in found)
+        assert all(isinstance(told, str) for told in found)
+
+
+def test_a_saved_buffer_that_grows_differently_on_each_rank_is_refused_on_all_of_them() -> None:
+    def change(model: Kept, rank: int, update: int) -> None:
+        model.mean = torch.zeros(3 + rank * update)
+
+    assert all(isinstance(told, str) and "mean" in told for told in after(2, change))
+
+
+def test_a_saved_buffer_that_grows_alike_is_that_of_rank_0() -> None:
+    def change(model: Kept, rank: int, update: int) -> None:
+        model.mean = torch.full((3 + update,), rank + 5.0)
+
+    assert [found["mean"] for found in after(2, change, updates=3)] == [[5.0] * 5] * 2
+
+
+def test_nothing_is_sent_for_buffers_that_do_not_change() -> None:
+    """Beside the flags, which travel with a message that ranks exchange anyway."""
+
+    def rank(world: World) -> list[int]:
+        calls = [0]
+
+        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*given: Any, **named: Any) -> Any:
+                calls[0] += 1
+                return real(*given, **named)
+
+            return call
+
+        dist.broadcast, dist.all_reduce = counted(dist.broadcast), counted(dist.all_reduce)
+        model = Kept(table=torch.arange(4.0), mean=torch.zeros(2))
+        sync = BufferSync(model, world)
+        sent = []
+        for update in range(4):
+            before = calls[0]
+            with sync.update():
+                if update == 2:
+                    model.mean += 1
+            sent.append(calls[0] - before)
+        return sent
+
+    assert run_ranks(rank, 2) == [[1, 1, 2, 1]] * 2

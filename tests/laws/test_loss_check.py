@@ -1,0 +1,359 @@
+"""A loss that is no sum is noticed before the first update, and looking for it changes nothing of the training."""
+
+from __future__ import annotations
+
+import json
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner import per_sample_noise
+from runner.axes.precision import bf16, fp32
+from runner.base.batch import MicroBatch, Samples
+from runner.base.errors import TaskFault
+from runner.base.task import Task
+from runner.base.world import World
+from runner.distributed.parallel import Parallel
+from runner.durable.checkpoint import load, newest_valid
+from runner.engine.additive import check_sum, halves_of
+from tests.forkserver import ForkServer
+
+WORLD = World(torch.device("cpu"))
+SIZE, WIDTH, CLASSES = 8, 6, 5
+Loss = Callable[[nn.Module, Any], Any]
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 12), nn.BatchNorm1d(12), nn.Dropout(0.5), nn.Linear(12, CLASSES))
+
+
+def batch_of(size: int = SIZE) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, WIDTH, generator=generator), torch.randint(0, CLASSES, (size,), generator=generator)
+
+
+def micro_of(batch: Any, size: int = SIZE) -> MicroBatch:
+    return MicroBatch(batch, last=True, samples=Samples(0, 0, list(range(10, 10 + size)), list(range(size))))
+
+
+def said(loss: Loss, batch: Any = None, *, model: nn.Module | None = None, precision: Any = fp32) -> str:
+    """Return what is said of a loss: "" where nothing is wrong."""
+    model = model or model_of()
+    parts: Any = SimpleNamespace(
+        world=WORLD, bare=model, model=model, parallel=Parallel(WORLD), precision=precision(WORLD, model),
+        source=Path(__file__), task=Task(), plan=SimpleNamespace(choices={"compile": SimpleNamespace(name="off")}),
+    )  # fmt: skip
+    try:
+        check_sum(parts, loss, micro_of(batch_of() if batch is None else batch))
+    except TaskFault as fault:
+        return str(fault)
+    return ""
+
+
+def noisy(size: float, reduction: str) -> Loss:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return F.mse_loss(model(x), torch.zeros(len(x), CLASSES) + size * torch.randn(1), reduction=reduction), len(y)
+
+    return loss
+
+
+def with_own_draws(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    drawn = 3 * per_sample_noise(batch).normal(WIDTH)
+    return F.cross_entropy(model(x + drawn), y, reduction="sum"), len(y)
+
+
+def contrastive(model: nn.Module, batch: Any) -> Any:
+    codes = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(codes @ codes.T, torch.arange(len(codes)), reduction="sum"), len(codes)
+
+
+def padded(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="sum", ignore_index=0), (y != 0).sum()
+
+
+def score(model: nn.Module, batch: Any) -> Any:
+    """A difference of large sums: in bfloat16 little of it is left."""
+    shifted = batch[0] + 1
+    return (20 + model(batch[0])).sum() - (20 + model(shifted)).sum(), len(batch[0])
+
+
+def at_least_one(model: nn.Module, batch: Any) -> Any:
+    """A single sample has items, so one half has none."""
+    has_items = (batch[0][:, :1] == batch_of()[0][0, 0]).any(1)
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return (losses * has_items).sum(), has_items.sum().clamp(min=1)
+
+
+SUMS: dict[str, Loss] = {
+    "a small difference of large sums": score,
+    "at least one item": at_least_one,
+    "a sum": lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])),
+    "items that are not samples": padded,
+    "draws of its own for each sample": with_own_draws,
+    "a mean of micro-batches": lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1]), 1),
+    "nothing lost": lambda model, batch: (model(batch[0]).sum() * 0, len(batch[1])),
+    "draws that hide what it is": noisy(5.0, "mean"),
+    "a sum with draws": noisy(5.0, "sum"),
+    "one that knows no eval mode": lambda model, batch: {}["x"] if not model.training else None,
+    "not a number": lambda model, batch: (model(batch[0]).sum() * float("nan"), len(batch[1])),
+    "what another check refuses": lambda model, batch: model(batch[0]).mean(),
+}
+
+
+def after_a_mean_of_the_input(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    center = x.mean()
+    return F.cross_entropy(model(x - 1e-3 * center), y), len(y)
+
+
+def weighted_by_hand(model: nn.Module, batch: Any) -> Any:
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return losses.sum() / len(losses), len(losses)
+
+
+MEANS: dict[str, tuple[Loss, str]] = {
+    "a mean": (lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1]), len(batch[1])), 'reduction="sum"'),
+    "a mean that is asked for": (
+        lambda model, batch: (F.mse_loss(model(batch[0]), model(batch[0]) + 1, reduction="mean"), len(batch[1])),
+        'reduction="sum"',
+    ),
+    "a mean of a tensor": (
+        lambda model, batch: (model(batch[0]).square().mean(), len(batch[1])),
+        "model(batch[0]).square().sum()",
+    ),
+    "a mean with few draws": (noisy(0.001, "mean"), 'reduction="sum"'),
+    "a mean by a function": (
+        lambda model, batch: (torch.mean(model(batch[0]).square()), len(batch[1])),
+        "torch.sum(model(batch[0]).square())",
+    ),
+    "a mean behind another one": (
+        after_a_mean_of_the_input,
+        'F.cross_entropy(model(x - 0.001 * center), y, reduction="sum")',
+    ),
+    "a mean by hand": (weighted_by_hand, 'use reduction="sum"'),
+    "a mean of a module": (
+        lambda model, batch: (nn.CrossEntropyLoss()(model(batch[0]), batch[1]), len(batch[1])),
+        'reduction="sum"',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("precision", [fp32, bf16])
+def test_nothing_is_said_of_a_sum_or_of_what_cannot_be_told(name: str, precision: Any) -> None:
+    assert said(SUMS[name], precision=precision) == ""
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_with_a_count_is_refused_with_the_call_to_change(name: str) -> None:
+    loss, fix = MEANS[name]
+    assert "loss returns a mean" in said(loss)
+    assert fix in said(loss)
+
+
+def test_a_loss_that_is_no_sum_is_refused_with_the_attribute_that_allows_it() -> None:
+    assert "loss_is_additive" in said(contrastive)
+
+
+@pytest.mark.parametrize("count", [len, lambda batch: 1])
+def test_a_sum_whose_count_does_not_grow_with_the_batch_is_refused(count: Callable[[Any], int]) -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), count(batch)
+
+    assert "len(y)" in said(loss)
+
+
+def test_samples_that_a_batch_norm_mixes_in_eval_mode_are_no_mistake_of_the_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 12), nn.BatchNorm1d(12, track_running_stats=False), nn.Linear(12, CLASSES))
+    x, y = batch_of()
+    batch = torch.cat([x[:4], 100 + 50 * x[4:]]), y
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0]).square().square().sum(), len(batch[1])
+
+    assert said(loss, batch, model=model) == ""
+    assert said(loss, batch, model=nn.Sequential(model[0], model[2])) == ""
+
+
+def test_each_pass_sees_the_buffers_as_they_were() -> None:
+    """A queue of keys that each call fills: what the first call leaves must not hide a mean."""
+    model = model_of()
+    model.register_buffer("keys", torch.zeros(16, CLASSES))
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        codes = model(batch[0])
+        before = model.keys.clone()
+        model.keys.copy_(torch.cat([codes.detach(), before])[:16])
+        return F.cross_entropy(10 * codes @ before.T, batch[1]), len(batch[1])
+
+    assert "loss returns a mean" in said(loss, model=model)
+    assert not model.keys.any()
+
+
+def test_what_another_loss_learns_beside_is_not_called_in_vain() -> None:
+    """A teacher that follows the student inside of the loss would take steps that training did not make."""
+    model = model_of()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    draws = torch.get_rng_state()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        torch.rand(3)
+        model(batch[0])
+        with torch.no_grad():
+            model[3].weight.lerp_(model[3].weight * 2, 0.5)  # type: ignore[index, operator]
+        return F.cross_entropy(model(batch[0]), batch[1]), len(batch[1])
+
+    assert said(loss, model=model) == ""
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert model.training
+
+
+def test_calls_that_a_model_or_a_task_counts_are_not_counted() -> None:
+    model = model_of()
+    model.calls = 0  # type: ignore[assignment]
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        model.calls += 1  # type: ignore[assignment, operator]
+        model.counted_from_the_first_call = getattr(model, "counted_from_the_first_call", 0) + 1  # type: ignore[assignment, operator]
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    assert said(loss, model=model) == ""
+    assert model.calls == 0
+    assert not hasattr(model, "counted_from_the_first_call")
+
+
+# ---------------------------------------------------------------- which batches can be cut
+
+
+def sizes(batch: Any) -> Any:
+    """Return the two parts of a batch, tensors by their shapes."""
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return list(value.shape)
+        if isinstance(value, dict):
+            return {key: shape(item) for key, item in value.items()}
+        return [shape(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+    found = halves_of(micro_of(batch, 5))
+    return found and [[shape(part.batch), list(part.samples.indices)] for part in found if part.samples]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        "text",
+        torch.zeros(()),
+        torch.zeros(3, 2),
+        (torch.zeros(5, 2), torch.zeros(6)),
+        [torch.zeros(5) for _ in range(5)],
+        [torch.zeros(3, 4), torch.zeros(3, 5)],
+        {"x": torch.zeros(5), "graph": object()},
+        nn.utils.rnn.pack_sequence([torch.zeros(size) for size in (4, 3, 2, 2, 1)]),
+    ],
+    ids=[
+        "text",
+        "a number",
+        "other rows",
+        "edges",
+        "one for each sample",
+        "pictures",
+        "an object",
+        "a packed sequence",
+    ],
+)
+def test_a_batch_that_may_not_be_one_of_rows_is_left_alone(batch: Any) -> None:
+    assert sizes(batch) is None
+
+
+def test_tensors_and_lists_of_rows_are_cut_wherever_they_are() -> None:
+    names = ["a", "b", "c", "d", "e"]
+    batch = {"x": torch.zeros(5, 2), "more": (torch.zeros(5), {"names": names, "scale": 3.0}), "t": torch.zeros(())}
+    first = {"x": [2, 2], "more": [[2], {"names": ["a", "b"], "scale": 3.0}], "t": []}
+    second = {"x": [3, 2], "more": [[3], {"names": ["c", "d", "e"], "scale": 3.0}], "t": []}
+    assert sizes(batch) == [[first, [10, 11]], [second, [12, 13, 14]]]
+
+
+def test_a_mapping_is_cut_into_mappings_of_its_type() -> None:
+    class Encoding(UserDict[str, Tensor]):
+        def __getattr__(self, name: str) -> Tensor:
+            return self.data[name]
+
+    found = halves_of(micro_of(Encoding(ids=torch.zeros(5, 2)), 5))
+    assert found is not None
+    assert [part.batch.ids.shape[0] for part in found] == [2, 3]
+
+
+# ---------------------------------------------------------------- the whole program
+
+TASK = Path(__file__).parents[1] / "faults" / "task_of_matrix.py"
+CHANGES = Path(__file__).parent / "task_of_buffers.py"  # its buffers change in eval mode, too
+OFF = "import runner.base.task\nrunner.base.task.Task.loss_is_additive = False"
+
+
+def trained(server: ForkServer, folder: Path, words: str, before: str) -> tuple[dict[str, Tensor], Sequence[Any]]:
+    folder.mkdir()
+    size = "micro_batch_size=4"  # batches of two, as lists of two tensors, are not looked at
+    line = (
+        f"train --task {CHANGES} {size} run=mine device=cpu monitor=off updates=5 evaluate.every=0 log_every=1 {words}"
+    )
+    ended = server.run(line, folder, before=before)
+    assert ended.code == 0, ended.err
+    path = newest_valid(folder / "outputs/mine/checkpoints")
+    assert path is not None
+    start = load(path)
+    rows = [json.loads(row) for row in (folder / "outputs/mine/metrics.jsonl").read_text().splitlines()]
+    tensors = {f"{stem}/{name}": tensor for stem in start.stems for name, tensor in start.tensors(stem).items()}
+    return tensors, [row.get("train/loss") for row in rows]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "parallelism=single",
+        "parallelism=single dataloader=thread precision=fp16",
+        "parallelism=ddp parallelism.world_size=2",
+        "parallelism=fsdp parallelism.world_size=2",
+        "parallelism=pipeline parallelism.world_size=2",
+    ],
+)
+def test_the_check_changes_no_bit_of_the_training(words: str, server: ForkServer, tmp_path: Path) -> None:
+    with_check, losses = trained(server, tmp_path / "with", words, "")
+    without, other = trained(server, tmp_path / "without", words, OFF)
+    assert losses == other
+    assert with_check.keys() == without.keys()
+    assert [name for name, tensor in without.items() if not torch.equal(tensor, with_check[name])] == []
+
+
+def test_the_check_costs_two_passes_without_gradient_before_the_first_update(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """A whole batch and two halves, once for a phase; nothing of it is between updates, or after a resume."""
+    (tmp_path / "mine.py").write_text(
+        TASK.read_text().replace(
+            "        x, y = batch\n        if torch.is_grad_enabled():",
+            '        open("calls", "a").write("t" if model.training else "e")\n        x, y = batch\n'
+            "        if torch.is_grad_enabled():",
+        )
+    )
+    for run, words in (("first", "updates=4"), ("first", "updates=6 resume_allow=[updates]")):
+        line = f"train --task mine.py run={run} device=cpu monitor=off evaluate.every=100 {words}"
+        ended = server.run(line, tmp_path)
+        assert ended.code == 0, ended.err
+    one, other = 4, 2
+    evaluation = "e" * 2  # ten samples in batches of 8
+    assert (tmp_path / "calls").read_text() == f"eee{'t' * one}{evaluation}{'t' * other}{evaluation}"

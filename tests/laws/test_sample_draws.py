@@ -1,0 +1,456 @@
+"""What a data set draws from the global generators is a function of (seed, epoch, index), whoever reads it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from runner.axes import dataloader
+from runner.axes.dataloader import Fetcher, Loader
+from runner.base.batch import MicroBatch
+from runner.base.errors import DataError
+from runner.base.generators import seed_everything
+from runner.base.order import Micro, Order, permutation, seed_of_rank
+from runner.base.task import sample_rng
+
+CPU = torch.device("cpu")
+READERS: dict[str, dict[str, Any]] = {
+    "0": {"num_workers": 0},
+    "1": {"num_workers": 1},
+    "3": {"num_workers": 3},
+    "spawn": {"num_workers": 1, "start_method": "spawn"},
+}
+SIZE = 23
+ORDERS = ([3, 6, 4, 0, 7, 5, 2, 1], [6, 7, 1, 4, 5, 2, 3, 0])
+Draws = dict[tuple[int, int], list[float]]  # (epoch, index) -> what was drawn
+
+
+def drawn() -> list[float]:
+    """Return numbers of all generators: an odd number of normal ones, whose pairs NumPy and Python keep."""
+    return [torch.rand((), dtype=torch.float64).item(), np.random.normal(), random.gauss(0, 1), random.random()]
+
+
+def always(epoch: int, index: int) -> bool:
+    return True
+
+
+class Drawing:
+    """Samples that are their epoch, their index, and what was drawn for them; a batch of one column each."""
+
+    def __init__(self, when: Callable[[int, int], bool] = always) -> None:
+        self.epoch, self.when, self.num_read = 0, when, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.num_read += 1
+        numbers = drawn() if self.when(self.epoch, index) else [0.0] * 4
+        return torch.tensor([self.epoch, index, *numbers], dtype=torch.float64)
+
+
+def reader(kind: str, dataset: Any, collate: Any = torch.utils.data.default_collate, **options: Any) -> Loader:
+    fetcher = Fetcher(dataset, collate, bad_samples=options.get("bad_samples", "stop"))
+    if kind == "thread":
+        return dataloader.thread(fetcher, CPU, pin_memory=False, **options)
+    return dataloader.default(fetcher, CPU, pin_memory=False, **READERS[kind], **options)
+
+
+def read(loader: Loader, order: Order, *, start: int = 0, updates: int = 7) -> list[MicroBatch]:
+    keys = [key for update in range(start, start + updates) for key in order.micros(update)]
+    try:
+        return list(islice(loader.batches(keys), len(keys)))
+    finally:
+        loader.close()
+
+
+def draws_of(batches: Sequence[MicroBatch]) -> Draws:
+    found: Draws = {}
+    for item in batches:
+        for epoch, index, *numbers in item.batch.tolist() if item.batch is not None else ():
+            found[int(epoch), int(index)] = numbers
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference() -> Draws:
+    """What is drawn in 7 updates of 8, read by this process in one pass for each update."""
+    return draws_of(read(reader("0", Drawing()), Order(SIZE, 8, 8, seed=4)))
+
+
+@pytest.mark.parametrize("kind", [*READERS, "thread"])
+def test_no_reader_changes_the_draws_of_a_sample(kind: str, reference: Draws) -> None:
+    assert len({tuple(numbers) for numbers in reference.values()}) == len(reference) > 2 * SIZE
+    assert draws_of(read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4))) == reference
+
+
+@pytest.mark.parametrize("micro", [1, 5, 8])
+@pytest.mark.parametrize("shares", [(8,), (4, 4), (5, 2, 1)], ids=str)
+def test_no_cut_and_no_rank_changes_the_draws_of_a_sample(
+    micro: int, shares: tuple[int, ...], reference: Draws
+) -> None:
+    found: Draws = {}
+    for rank in range(len(shares)):
+        order = Order(SIZE, 8, micro, seed=4, shares=shares, rank=rank)
+        found |= draws_of(read(reader("0", Drawing()), order))
+    assert found == reference
+
+
+@pytest.mark.parametrize("kind", ["0", "3"])
+def test_reading_from_any_update_on_draws_what_would_have_come(kind: str, reference: Draws) -> None:
+    for start in (1, 4):
+        found = draws_of(read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4), start=start, updates=3))
+        assert found == {key: reference[key] for key in found}
+
+
+def test_seeds_epochs_samples_and_splits_draw_different_numbers() -> None:
+    def first(seed: int, epoch: int, index: int, split: str) -> tuple[float, ...]:
+        fetcher = Fetcher(Drawing(), torch.utils.data.default_collate, bad_samples="stop", split=split)
+        return tuple(fetcher[Micro(epoch, [index], last=True, seed=seed)].batch[0, 2:].tolist())
+
+    keys = [(0, 0, 0, "train"), (1, 0, 0, "train"), (2**32, 0, 0, "train"), (0, 1, 0, "train"), (0, 0, 1, "train")]
+    keys += [(0, 0, 0, "val"), (0, 1, 1, "train"), (10, 0, 0, "train"), (1, 0, 0, "val"), (1, 10, 0, "train")]
+    columns = list(zip(*(first(*key) for key in keys), strict=True))
+    assert [len(set(column)) for column in columns] == [len(keys)] * 4
+    assert first(*keys[1]) == first(*keys[1])
+
+
+def states() -> tuple[bytes, Any, Any]:
+    name, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), (name, keys.tolist(), *rest), random.getstate()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["0", "1", "thread"])
+@pytest.mark.parametrize("num_normal", [0, 1])
+def test_reading_leaves_the_generators_of_this_process_where_they_were(kind: str, num_normal: int) -> None:
+    for _ in range(num_normal):  # the other one of the pair is kept
+        np.random.normal()
+        random.gauss(0, 1)
+    before = states()
+    read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4))
+    assert states() == before
+
+
+def test_the_draws_of_the_model_are_neither_seen_by_samples_nor_disturbed(reference: Draws) -> None:
+    """As in training: dropout between two micro-batches, one of a pair of normal numbers at a time."""
+
+    def of_model(batches: Iterator[MicroBatch]) -> tuple[list[list[float]], Draws]:
+        seed_everything(0)
+        made, items = [], []
+        for item in islice(batches, 14):
+            items.append(item)
+            made.append(drawn())
+        return made, draws_of(items)
+
+    order = Order(SIZE, 8, 3, seed=4)
+    constant = iter([MicroBatch(None, last=True)] * 14)
+    expected, _ = of_model(constant)
+    for when in (always, lambda epoch, index: epoch > 0, lambda epoch, index: False):
+        found, of_samples = of_model(reader("0", Drawing(when)).batches(order.from_update(0)))
+        assert found == expected
+        assert all(numbers == (reference[key] if when(*key) else [0.0] * 4) for key, numbers in of_samples.items())
+
+
+class Processes(Drawing):
+    """Samples that are the process which reads them."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(os.getpid())
+
+
+@pytest.mark.parametrize("kind", ["1", "thread"])
+def test_no_code_of_a_data_set_runs_beside_the_model_in_its_process(kind: str) -> None:
+    """Generators belong to a process: what two threads draw from them at the same time cannot be kept apart."""
+    batches = read(reader(kind, Processes()), Order(SIZE, 8, 3, seed=4), updates=2)
+    assert os.getpid() not in {int(process) for item in batches for process in item.batch}
+
+
+@pytest.mark.parametrize("generator", ["torch", "numpy", "python"])
+def test_a_data_set_that_begins_to_draw_late_is_noticed(generator: str) -> None:
+    draw: dict[str, Callable[[], float]] = {
+        "torch": lambda: torch.rand(()).item(), "numpy": np.random.random, "python": random.random,
+    }  # fmt: skip
+
+    class Late:
+        def __len__(self) -> int:
+            return 400
+
+        def __getitem__(self, index: int) -> Tensor:
+            drawn = draw[generator]() if index % 37 == 36 else 0.0
+            return torch.tensor([0, index, drawn], dtype=torch.float64)
+
+    def one_by_one(indices: Sequence[int], size: int) -> Draws:
+        fetcher = Fetcher(Late(), torch.utils.data.default_collate, bad_samples="stop")
+        keys = [Micro(0, list(indices[first : first + size]), last=True) for first in range(0, 400, size)]
+        return draws_of([fetcher[key] for key in keys])
+
+    # From 400 backwards, the first of the samples that draw is read at another moment, and in another company.
+    forwards, backwards = one_by_one(range(400), 8), one_by_one(range(399, -1, -1), 400)
+    assert forwards == backwards
+    assert len({tuple(numbers) for numbers in forwards.values()}) == 11
+
+
+@pytest.mark.parametrize("when", [always, lambda epoch, index: False], ids=["draws", "does not draw"])
+def test_each_sample_is_read_once(when: Callable[[int, int], bool]) -> None:
+    dataset = Drawing(when)
+    read(reader("0", dataset), Order(SIZE, 8, 3, seed=4), updates=12)
+    assert dataset.num_read == 4 * SIZE
+
+
+class Unreliable(Drawing):
+    """A sample that fails after it drew, one that fails before, and one whose failing is drawn."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 3:
+            raise ValueError("before")
+        found = super().__getitem__(index)
+        if index == 7 or (index == 9 and found[2] < 0.5):
+            raise ValueError("after")
+        return found
+
+
+@pytest.mark.parametrize("kind", ["0", "3", "thread"])
+def test_bad_samples_do_not_change_the_draws_of_the_others(kind: str, reference: Draws) -> None:
+    batches = read(reader(kind, Unreliable(always), bad_samples="skip"), Order(SIZE, 8, 4, seed=4))
+    found = draws_of(batches)
+    assert found == {key: reference[key] for key in found}
+    bad = {key for key in reference if key[1] in (3, 7) or (key[1] == 9 and reference[key][0] < 0.5)}
+    assert found.keys() == reference.keys() - bad
+
+
+def mixed(samples: list[Tensor]) -> Tensor:
+    """A collate that draws, as one that mixes samples does."""
+    return torch.cat([torch.stack(samples), torch.tensor([drawn()] * len(samples), dtype=torch.float64)], dim=1)
+
+
+@pytest.mark.parametrize("kind", ["1", "3", "spawn", "thread"])
+def test_what_collate_draws_follows_from_the_samples_of_its_batch(kind: str) -> None:
+    order = Order(SIZE, 8, 3, seed=4)
+    expected = draws_of(read(reader("0", Drawing(), mixed), order))
+    assert draws_of(read(reader(kind, Drawing(), mixed), order)) == expected
+    assert draws_of(read(reader("0", Drawing(), mixed), Order(SIZE, 8, 3, seed=4), start=5, updates=1)).items() <= (
+        expected.items()
+    )
+    assert len({tuple(numbers[4:]) for numbers in expected.values()}) == len(list(order.micros(0))) * 5 + 3 * 2
+
+
+def test_batches_of_other_samples_are_collated_with_other_draws() -> None:
+    fetcher = Fetcher(Drawing(), mixed, bad_samples="stop")
+    first, second = (fetcher[Micro(0, indices, last=True)].batch[-1].tolist() for indices in ([1, 2], [3, 2]))
+    assert first[:6] == second[:6]
+    assert all(one != other for one, other in zip(first[6:], second[6:], strict=True))
+
+
+class Together(Drawing):
+    """Batches that are read at once."""
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        numbers = torch.rand(len(indices), 4, dtype=torch.float64)
+        where = torch.tensor([[self.epoch, index] for index in indices], dtype=torch.float64)
+        return torch.cat([where, numbers], dim=1)
+
+
+@pytest.mark.parametrize("kind", ["1", "3", "thread"])
+def test_what_is_drawn_for_a_whole_batch_follows_from_its_samples(kind: str) -> None:
+    order = Order(SIZE, 8, 3, seed=4)
+    expected = draws_of(read(reader("0", Together()), order))
+    assert draws_of(read(reader(kind, Together()), order)) == expected
+    later = draws_of(read(reader(kind, Together()), order, start=3, updates=2))
+    assert later == {key: expected[key] for key in later}
+
+
+def subset(dataset: Any) -> Any:
+    return torch.utils.data.Subset(dataset, range(SIZE))
+
+
+def stacked(dataset: Any) -> Any:
+    return torch.utils.data.StackDataset(dataset)
+
+
+def by_name(dataset: Any) -> Any:
+    return torch.utils.data.StackDataset(sample=dataset)
+
+
+def first_of(samples: list[Any]) -> Tensor:
+    """Collate samples that may be tuples or mappings of one tensor."""
+    while not isinstance(samples[0], Tensor):
+        samples = [next(iter(each.values() if isinstance(each, dict) else each)) for each in samples]
+    return torch.stack(samples)
+
+
+WRAPPERS = [(subset,), (stacked,), (by_name,), (subset, stacked), (by_name, subset, subset)]
+
+
+@pytest.mark.parametrize("wrappers", WRAPPERS, ids=lambda found: " of ".join(each.__name__ for each in found))
+def test_a_wrapper_that_reads_sample_by_sample_has_the_draws_of_samples(
+    wrappers: Sequence[Callable[[Any], Any]], reference: Draws
+) -> None:
+    """torch's Subset and StackDataset have `__getitems__`; `random_split` makes a Subset."""
+    dataset: Any = Drawing()
+    for wrap in reversed(wrappers):
+        dataset = wrap(dataset)
+    order = Order(SIZE, 8, 3, seed=4)
+    found = draws_of(read(reader("0", dataset, first_of), order, updates=3))
+    assert found == {key: numbers for key, numbers in reference.items() if key[0] == 0}
+
+
+def test_a_wrapper_of_what_reads_whole_batches_reads_whole_batches() -> None:
+    class Counting(Drawing):
+        num_batches = 0
+
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            self.num_batches += 1
+            return [torch.zeros(()) for _ in indices]
+
+    for wrappers in ((subset,), (stacked,), (by_name, subset)):
+        inner = dataset = Counting()
+        for wrap in reversed(wrappers):
+            dataset = wrap(dataset)
+        read(reader("0", dataset, first_of), Order(SIZE, 8, 4, seed=4), updates=1)
+        assert (inner.num_batches, inner.num_read) == (2, 0)
+
+
+class OnGpu(Drawing):
+    """Draws from the generator of the GPU in use, and makes another GPU the one in use."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]  # type: ignore[assignment]
+        drawn = torch.rand((), generator=generator, dtype=torch.float64).item()
+        torch.cuda.set_device(7)
+        return torch.tensor([self.epoch, index, drawn], dtype=torch.float64)
+
+
+def test_draws_from_the_generator_of_the_gpu_in_use_are_those_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stand-ins: two generators of the CPU, as those of two GPUs."""
+    in_use, generators = [6], {6: torch.Generator(), 7: torch.Generator()}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: in_use[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: in_use.__setitem__(0, device))
+
+    def drawn_by(size: int, warm_up: int) -> Draws:
+        fetcher = Fetcher(OnGpu(), torch.utils.data.default_collate, bad_samples="stop")
+        found: list[MicroBatch] = []
+        indices = [0] * warm_up + list(range(16))
+        for first in range(0, len(indices), size):
+            in_use[0] = 6
+            torch.rand(3, generator=generators[6])  # dropout of the model
+            before = [generator.get_state() for generator in generators.values()]
+            found.append(fetcher[Micro(0, indices[first : first + size], last=True, seed=4)])
+            assert all(map(torch.equal, before, [generator.get_state() for generator in generators.values()]))
+        return draws_of(found)
+
+    expected = drawn_by(1, 0)
+    assert len({tuple(numbers) for numbers in expected.values()}) == 16
+    assert drawn_by(1, 100) == expected
+
+
+class Shuffling(Drawing):
+    """Draws when it is told of a new epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.of_epoch = drawn()
+        super().set_epoch(epoch)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([self.epoch, index, *self.of_epoch], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["0", "3"])
+def test_what_is_drawn_for_an_epoch_follows_from_the_epoch(kind: str) -> None:
+    order = Order(SIZE, 8, 3, seed=4)
+    expected = draws_of(read(reader("0", Shuffling()), order))
+    assert len({(key[0], *numbers) for key, numbers in expected.items()}) == 3
+    assert draws_of(read(reader(kind, Shuffling()), order, start=4, updates=3)).items() <= expected.items()
+
+
+class Kept(Drawing):
+    set_epoch = None  # type: ignore[assignment]
+
+
+class SeedsItself(Kept):
+    """Samples that are made with random numbers, and are the same each time."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        torch.manual_seed(index)
+        return torch.tensor([0, index, torch.rand(()).item()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("where", ["memory", "device"])
+def test_samples_are_kept_only_if_each_epoch_makes_the_same(where: str) -> None:
+    with pytest.raises(DataError):
+        reader("0", Kept(always), cache=where)
+    order = Order(SIZE, 8, 3, seed=4)
+    before = states()
+    plain = draws_of(read(reader("0", SeedsItself()), order))
+    assert draws_of(read(reader("0", SeedsItself(), cache=where), order)) == plain
+    assert draws_of(read(reader("thread", SeedsItself(), cache=where), order)) == plain
+    assert states() == before
+
+
+class Rare(Kept):
+    """Only few samples are made with random numbers, and none of the first."""
+
+    def __len__(self) -> int:
+        return 1100
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, random.random() if index == 1050 else 0.0])
+
+
+def test_one_sample_that_each_epoch_makes_anew_is_enough_to_keep_none() -> None:
+    with pytest.raises(DataError):
+        reader("0", Rare(), cache="memory")
+
+
+class Missing(Kept):
+    """Samples with missing values, the same each time, of a data set that seeds the generators itself."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        random.seed(index)
+        return torch.tensor([0, index, random.random(), float("nan")], dtype=torch.float64)
+
+
+def test_samples_with_missing_values_are_kept() -> None:
+    order = Order(SIZE, 8, 3, seed=4)
+    plain, kept = (read(reader("0", Missing(), cache=cache), order) for cache in ("none", "memory"))
+    assert all(map(torch.equal, *([each.batch[:, :3] for each in batches] for batches in (plain, kept))))
+
+
+def test_the_order_of_samples_is_that_of_earlier_versions() -> None:
+    """Checkpoints hold no order: they are resumed with the one that is computed."""
+    assert permutation(0, 0, 8).tolist() == ORDERS[0]
+    assert permutation(2**32 - 1, 7, 8).tolist() == ORDERS[1]
+
+
+def test_no_seed_gives_the_order_or_the_draws_of_another_one() -> None:
+    """Two words of a large seed must not be read as a seed and an epoch, or as a seed and a rank."""
+    pairs = [(5, 0), (5, 7), (5 + 7 * 2**32, 0), (5 + 2**32, 7), (7 * 2**32, 5), (7, 5), (0, 5), (5 * 2**32, 0)]
+    assert len({tuple(permutation(seed, epoch, 32).tolist()) for seed, epoch in pairs}) == len(pairs)
+    keys = [(5, 1, 0), (5, 1, 3), (5, 3, 1), (5 + 2**32, 3, 0), (5 + 2**32, 0, 3), (5 + 3 * 2**32, 1, 0)]
+    assert len({seed_of_rank(*key) for key in keys}) == len(keys)
+
+
+def test_streams_of_samples_are_apart_from_each_other_and_from_the_order() -> None:
+    big = 5 + 7 * 2**32
+    keys = [(5, 0, 0), (5, 7, 0), (5, 0, 7), (big, 0, 0), (5, 7, 1), (big, 1, 0), (big, 0, 1), (5, 7 * 2**32, 1)]
+    keys += [(5, 0, 7 * 2**32), (5, 7, 2**32), (5 + 2**64, 7, 0), (5 + 2**32, 0, 0), (0, 5, 0), (0, 0, 5)]
+    words = {key: sample_rng(*key).integers(2**63) for key in keys}
+    words |= {  # the stream of `permutation`
+        (seed, epoch): np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).integers(2**63)
+        for seed in (0, 5)
+        for epoch in (0, 7)
+    }
+    assert len(set(words.values())) == len(words)
+    assert sample_rng(*keys[0]).integers(2**63) == words[keys[0]]

@@ -1,0 +1,94 @@
+"""Time that passes only where a test plants it: cells of trials and the process that asks them share one clock.
+
+Inside, `time.sleep` returns at once and moves the clock, and each reading of the clock in a cell moves it by READ_S, so
+that what is not planted takes a little time, too, and the same each time. How busy the machine is changes no figure.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select as real_select
+import struct
+import threading
+import time as real_time
+from typing import Any
+
+READ_S = 1e-4
+START_S = 1.0  # that a cell takes to begin
+_CLOCK, _WORKERS = 0, 8  # where they are in the shared memory
+
+
+class Planted:
+    """In the place of the module `time`, in this process and in those that share its memory.
+
+    memory  a file descriptor of 16 bytes
+    """
+
+    def __init__(self, memory: int) -> None:
+        os.ftruncate(memory, 16)
+        self.memory = memory
+        self._shared = mmap.mmap(memory, 16)
+        self._cell = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real_time, name)
+
+    @property
+    def now(self) -> float:
+        """Seconds that have passed."""
+        return self._at(_CLOCK)
+
+    @property
+    def workers(self) -> float:
+        """How much of what a data worker sleeps moves the clock: 0: it reads while others compute, 1: it never does."""
+        return self._at(_WORKERS)
+
+    @workers.setter
+    def workers(self, share: float) -> None:
+        struct.pack_into("d", self._shared, _WORKERS, share)
+
+    def advance(self, seconds: float) -> None:
+        """Move the clock."""
+        struct.pack_into("d", self._shared, _CLOCK, self.now + seconds)
+
+    def rule(self) -> None:
+        """From now on this process, a cell that begins, has no other time."""
+        self._cell = os.getpid()
+        self.advance(START_S)
+        for name in ("monotonic", "perf_counter", "sleep"):
+            setattr(real_time, name, getattr(self, name))
+
+    def monotonic(self) -> float:
+        """Return the seconds that have passed, and let some pass if this is the main thread of a cell."""
+        if os.getpid() == self._cell and threading.current_thread() is threading.main_thread():
+            self.advance(READ_S)
+        return self.now
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        """Move the clock."""
+        if os.getpid() == self._cell or not self._cell:
+            self.advance(seconds)
+        elif self.workers:
+            self.advance(self.workers * seconds)
+
+    def _at(self, place: int) -> float:
+        return float(struct.unpack_from("d", self._shared, place)[0])
+
+
+class Select:
+    """In the place of the module `select`: who waits gives up once the planted time is over, and not before."""
+
+    def __init__(self, time: Planted) -> None:
+        self._time = time
+
+    def select(self, readers: list[Any], writers: list[Any], others: list[Any], timeout_s: float) -> Any:
+        until = self._time.now + timeout_s
+        ready = real_select.select(readers, writers, others, 120.0)
+        assert any(ready), "a process that was asked did not answer"
+        if self._time.now <= until:
+            return ready
+        self._time.advance(until - self._time.now)  # who waits has given up by then
+        return [], [], []

@@ -1,0 +1,51 @@
+"""Snapshots of what people read: one text file per screen, in `__snapshots__` beside the test.
+
+    def test_help(screen, capsys):
+        main(["train", "--help"])
+        screen(capsys.readouterr().out)
+
+Wording is tested here and nowhere else. After a deliberate change: `pytest FILE --snapshot-update`, and read the diff.
+What differs between machines and runs is replaced before the comparison.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Screens(SingleFileSnapshotExtension):
+    """One .txt file per screen."""
+
+    _write_mode = WriteMode.TEXT
+    file_extension = "txt"
+
+
+def normalized(text: str, replace: Mapping[str, str] | None = None) -> str:
+    """Return the text without what differs between machines: folders, dates, times of day, versions, trailing blanks.
+
+    replace  regular expression -> what stands in its place, for what only this screen has
+    """
+    for pattern, instead in (replace or {}).items():
+        text = re.sub(pattern, instead, text)
+    text = text.replace(str(ROOT), "<checkout>").replace(str(Path.home()), "~")
+    text = re.sub(r"\d{4}-\d\d-\d\d([T _-]\d\d[:-]?\d\d([:-]?\d\d(\.\d+)?)?)?", "<date>", text)
+    text = re.sub(r"\b\d\d:\d\d:\d\d\b", "<time>", text)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def screen_of(snapshot: Any, folder: Path) -> Callable[..., None]:
+    """Return what compares a text with the snapshot of this test; `folder` is the test's own."""
+    screens = snapshot.use_extension(Screens)
+
+    def compare(text: str, name: str | None = None, replace: Mapping[str, str] | None = None) -> None:
+        found = normalized(text.replace(str(folder), "<folder>"), replace)
+        assert found == (screens(name=name) if name else screens)
+
+    return compare

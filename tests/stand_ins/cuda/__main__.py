@@ -1,0 +1,22 @@
+"""Run a command on the stand-in: `python -m tests.stand_ins.cuda t4 accel-run train device=cuda`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+from tests.stand_ins.cuda.devices import MACHINES
+from tests.stand_ins.cuda.environment import environment
+
+
+def main(words: list[str]) -> NoReturn:
+    if len(words) < 2 or words[0] not in MACHINES:
+        sys.stderr.write(f"usage: python -m tests.stand_ins.cuda {'|'.join(MACHINES)} COMMAND...\n")
+        sys.exit(64)
+    machine, *command = words
+    os.execvpe(command[0], command, environment(MACHINES[machine]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,87 @@
+"""Compile the stand-in for the torch that is installed; kept by the hash of its sources and of torch's version."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+MODULE = "_stand_in" + sysconfig.get_config_var("EXT_SUFFIX")
+PRELOADED = "libaccelerator.so"
+
+
+class CannotBuildError(RuntimeError):
+    """There is no compiler, or no torch that can be built against."""
+
+
+def why_not() -> str:
+    """Say why the stand-in cannot be built here, or return an empty text."""
+    import torch
+
+    if torch.version.cuda or torch.version.hip:
+        return "this torch has a device of its own: the stand-in needs a CPU build"
+    if not shutil.which("g++"):
+        return "no C++ compiler (g++)"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return "no headers of Python"
+    return ""
+
+
+def built(root: Path | None = None) -> Path:
+    """Return the folder of the compiled stand-in; compile it first if it is missing or stale."""
+    if reason := why_not():
+        raise CannotBuildError(reason)
+    folder = (root or Path(tempfile.gettempdir()) / f"stand-in-cuda-{os.getuid()}") / _key()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one test run build it once
+        if not (folder / ".done").exists():
+            _compile(folder)
+            (folder / ".done").touch()
+    return folder
+
+
+def _key() -> str:
+    import torch
+
+    digest = hashlib.sha256(f"{torch.__version__} {torch.__file__} {sysconfig.get_config_var('EXT_SUFFIX')}".encode())
+    for path in [*sorted(SOURCES.iterdir()), Path(__file__)]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(folder: Path) -> None:
+    import torch
+
+    home = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-O0", "-fPIC", "-w"]
+    includes = [
+        f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}", f"-I{sysconfig.get_paths()['include']}"
+    ]  # fmt: skip
+    _call(["g++", *flags, "-shared", str(SOURCES / "accelerator.cpp"), "-o", str(folder / PRELOADED), "-ldl"])
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)  # the longest first
+    sources = [path for path in sources if path.name != "accelerator.cpp"]
+    objects = [folder / f"{path.stem}.o" for path in sources]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        lines = [
+            ["g++", *flags, *includes, "-c", str(path), "-o", str(to)]
+            for path, to in zip(sources, objects, strict=True)
+        ]
+        list(pool.map(_call, lines))
+    libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch_python", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
+    _call(["g++", "-shared", *map(str, objects), "-o", str(folder / MODULE), *libraries])
+    for path in objects:
+        path.unlink()
+
+
+def _call(line: list[str]) -> None:
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CannotBuildError(f"{' '.join(line)}\n{done.stderr[-4000:]}")

@@ -1,0 +1,381 @@
+// Operators on tensors of the stand-in: each runs the CPU's kernel on the same memory, and is recorded on its stream.
+#include "state.h"
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/op_registration/op_registration.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <unordered_map>
+
+namespace stand_in {
+
+at::Generator generator_of_operation(const std::optional<at::Generator>& generator, int device);
+
+namespace {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+using c10::Storage;
+using c10::StorageImpl;
+
+const DispatchKeySet kOnCPU(DispatchKey::CPU);
+const DispatchKeySet kOnDevice(DispatchKey::CUDA);
+
+bool on_device(const Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == c10::kCUDA && tensor.layout() == at::kStrided;
+}
+
+// A tensor over `storage` with the shape of `like`.
+Tensor tensor_over(const Storage& storage, DispatchKeySet keys, const Tensor& like) {
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(Storage(storage), keys, like.dtype());
+  auto* impl = made.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  if (like.is_conj()) impl->_set_conj(true);
+  if (like.is_neg()) impl->_set_neg(true);
+  return made;
+}
+
+Storage cpu_storage_over(const StorageImpl* storage) {
+  c10::DataPtr data(const_cast<StorageImpl*>(storage)->mutable_data(), nullptr, &c10::detail::deleteNothing, c10::Device(c10::kCPU));
+  return Storage(Storage::use_byte_size_t(), storage->nbytes(), std::move(data), c10::GetAllocator(c10::kCPU), true);
+}
+
+Storage device_storage_from(const Storage& cpu, int device) {
+  c10::DeviceGuard guard(c10::Device(c10::kCUDA, device));
+  auto data = device_allocator()->allocate(cpu.nbytes());
+  if (cpu.nbytes()) std::memcpy(data.get(), cpu.data(), cpu.nbytes());
+  return Storage(Storage::use_byte_size_t(), cpu.nbytes(), std::move(data), device_allocator(), true);
+}
+
+bool changes_size_with_content(const std::string& name) {
+  static const std::set<std::string> all{
+      "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
+      "aten::unique_consecutive", "aten::bincount", "aten::repeat_interleave.Tensor"};
+  return all.count(name) > 0;
+}
+
+bool takes_tensors_of_the_host(const std::string& name) {
+  return name.find("index") != std::string::npos || name.find("embedding") != std::string::npos;
+}
+
+// One call of an operator. CPU aliases are kept by storage, so that views of one storage stay views of one storage.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
+      : op_(op), schema_(op.schema()), name_(op.schema().name()), stack_(stack) {
+    arguments_ = torch::jit::last(*stack, schema_.arguments().size()).vec();
+  }
+
+  void run() {
+    size_t first = stack_->size() - arguments_.size();
+    for (size_t i = 0; i < arguments_.size(); ++i) (*stack_)[first + i] = on_cpu(arguments_[i]);
+    if (device_ < 0) device_ = current_device();
+    choose_generator(first);
+    TORCH_CHECK(
+        !(has_host_tensor_ && !aliases_.empty() && !takes_tensors_of_the_host(name_)),
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:", device_, " and cpu! (",
+        name_, ")");
+    stream_ = current_key(device_);
+    record();
+    op_.redispatchBoxed(kOnCPU, stack_);
+    for (auto& [original, alias] : aliases_) adopt_new_size(original, alias);
+    size_t results = stack_->size() - schema_.returns().size();
+    for (size_t i = 0; i < schema_.returns().size(); ++i) (*stack_)[results + i] = on_device_again(i, (*stack_)[results + i]);
+  }
+
+ private:
+  const c10::OperatorHandle& op_;
+  const c10::FunctionSchema& schema_;
+  const std::string name_;
+  torch::jit::Stack* stack_;
+  std::vector<IValue> arguments_;
+  std::vector<std::pair<Tensor, Tensor>> aliases_;  // of the device, of the CPU
+  std::unordered_map<const StorageImpl*, std::pair<Storage, Storage>> storages_;
+  int device_ = -1;
+  StreamKey stream_ = 0;
+  bool has_host_tensor_ = false;
+
+  IValue on_cpu(const IValue& value) {
+    if (value.isTensor()) return alias(value.toTensor());
+    if (value.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor& tensor : value.toTensorVector()) list.push_back(alias(tensor));
+      return list;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> list;
+      for (auto tensor : value.toOptionalTensorVector())
+        list.push_back(tensor ? std::optional<Tensor>(alias(*tensor)) : std::nullopt);
+      return list;
+    }
+    if (value.isDevice() && value.toDevice().type() == c10::kCUDA) {
+      device_ = DeviceIndexOf(value.toDevice());
+      return c10::Device(c10::kCPU);
+    }
+    return value;
+  }
+
+  static int DeviceIndexOf(c10::Device device) { return device.has_index() ? device.index() : current_device(); }
+
+  Tensor alias(const Tensor& tensor) {
+    if (!on_device(tensor)) {
+      has_host_tensor_ |= tensor.defined() && tensor.device().is_cpu() && tensor.dim() > 0 && tensor.layout() == at::kStrided;
+      return tensor;
+    }
+    if (device_ < 0) device_ = tensor.device().index();
+    TORCH_CHECK(
+        tensor.dim() == 0 || tensor.device().index() == device_,
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:", device_, " and cuda:",
+        tensor.device().index(), "! (", name_, ")");
+    const auto* storage = tensor.storage().unsafeGetStorageImpl();
+    auto found = storages_.find(storage);
+    if (found == storages_.end())
+      found = storages_.emplace(storage, std::make_pair(cpu_storage_over(storage), tensor.storage())).first;
+    Tensor made = tensor_over(found->second.first, kOnCPU, tensor);
+    aliases_.emplace_back(tensor, made);
+    return made;
+  }
+
+  // Operators that draw take a generator of the CPU, made from the device's.
+  void choose_generator(size_t first) {
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      const auto& type = schema_.arguments()[i].type();
+      auto optional = type->cast<c10::OptionalType>();
+      if (!optional || optional->getElementType()->kind() != c10::TypeKind::GeneratorType) continue;
+      auto& value = (*stack_)[first + i];
+      if (value.isNone())
+        value = generator_of_operation(std::nullopt, device_);
+      else if (value.toGenerator().device().is_cuda())
+        value = generator_of_operation(value.toGenerator(), device_);
+      else
+        TORCH_CHECK(false, "Expected a 'cuda' device type for generator but found 'cpu'");
+    }
+  }
+
+  void record() {
+    Lock lock(state().mutex);
+    raise_device_error();
+    if (returns_view()) return;
+    launch(stream_, name_.c_str());
+    auto written = written_storages();
+    for (auto& [tensor, alias] : aliases_) {
+      if (!tensor.numel()) continue;
+      const auto* storage = tensor.storage().unsafeGetStorageImpl();
+      note_use(storage->data(), stream_, written.count(storage) > 0, name_.c_str());
+    }
+    if (waits_for_content()) host_waits(state().order.of(stream_), name_.c_str(), true);
+  }
+
+  bool returns_view() const {
+    if (schema_.returns().size() != 1) return false;
+    auto* alias = schema_.returns()[0].alias_info();
+    return alias && !alias->isWrite();
+  }
+
+  // Results whose size or value the host must know.
+  bool waits_for_content() const {
+    if (changes_size_with_content(name_)) return true;
+    for (auto& returned : schema_.returns())
+      if (returned.type()->kind() == c10::TypeKind::NumberType || returned.type()->kind() == c10::TypeKind::BoolType) return true;
+    if (name_ != "aten::index" && name_ != "aten::index_put_" && name_ != "aten::_index_put_impl_") return false;
+    for (auto& tensor : arguments_.at(1).toOptionalTensorVector())
+      if (tensor && (tensor->scalar_type() == at::kBool || tensor->scalar_type() == at::kByte)) return true;
+    return false;
+  }
+
+  std::set<const StorageImpl*> written_storages() const {
+    std::set<const StorageImpl*> all;
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      auto* alias = schema_.arguments()[i].alias_info();
+      if (!alias || !alias->isWrite()) continue;
+      auto add = [&](const Tensor& tensor) {
+        if (on_device(tensor)) all.insert(tensor.storage().unsafeGetStorageImpl());
+      };
+      if (arguments_[i].isTensor()) add(arguments_[i].toTensor());
+      if (arguments_[i].isTensorList())
+        for (const auto& tensor : arguments_[i].toTensorVector()) add(tensor);
+    }
+    return all;
+  }
+
+  // out= arguments and resize_ may have given the alias another storage or shape.
+  void adopt_new_size(const Tensor& original, const Tensor& alias) {
+    auto* storage = original.storage().unsafeGetStorageImpl();
+    if (alias.storage().data() != storage->data() || alias.storage().nbytes() != storage->nbytes()) {
+      Storage grown = device_storage_from(alias.storage(), device_);
+      size_t size = grown.nbytes();
+      storage->set_data_ptr_noswap(grown.set_data_ptr(c10::DataPtr()));
+      storage->set_nbytes(size);
+    }
+    if (alias.sizes() != original.sizes() || alias.strides() != original.strides() ||
+        alias.storage_offset() != original.storage_offset())
+      original.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides(), alias.storage_offset());
+  }
+
+  IValue on_device_again(size_t number, const IValue& value) {
+    auto* alias = schema_.returns()[number].alias_info();
+    if (alias && alias->isWrite())
+      for (size_t i = 0; i < arguments_.size(); ++i) {
+        auto* argument = schema_.arguments()[i].alias_info();
+        if (argument && *argument == *alias) return arguments_[i];
+      }
+    if (value.isTensor()) return result(value.toTensor());
+    if (!value.isTensorList()) return value;
+    c10::List<Tensor> list;
+    for (const Tensor& tensor : value.toTensorVector()) list.push_back(result(tensor));
+    return list;
+  }
+
+  Tensor result(const Tensor& tensor) {
+    if (!tensor.defined() || !tensor.device().is_cpu()) return tensor;
+    for (auto& [original, pair] : storages_)
+      if (pair.first.unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl())
+        return tensor_over(pair.second, kOnDevice, tensor);
+    Storage storage = device_storage_from(tensor.storage(), device_);
+    Lock lock(state().mutex);
+    if (storage.nbytes()) note_use(storage.data(), stream_, true, name_.c_str());
+    return tensor_over(storage, kOnDevice, tensor);
+  }
+};
+
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(); }
+
+c10::Device device_or_current(std::optional<c10::Device> device) {
+  return device && device->has_index() ? *device : c10::Device(c10::kCUDA, current_device());
+}
+
+Tensor empty(
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<c10::Device> device,
+    std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(device_or_current(device));
+  return at::detail::empty_generic(size, device_allocator(), kOnDevice, at::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(
+    at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<c10::Device> device, std::optional<bool>) {
+  c10::DeviceGuard guard(device_or_current(device));
+  return at::detail::empty_strided_generic(size, stride, device_allocator(), kOnDevice, at::dtype_or_default(dtype));
+}
+
+Tensor& set_storage(Tensor& tensor, Storage storage, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage));
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  auto strides = C10_AS_INTARRAYREF_SLOW(stride);
+  if (strides.size() == sizes.size()) {
+    impl->set_sizes_and_strides(sizes, strides, offset.expect_int());
+  } else {
+    impl->set_sizes_contiguous(sizes);
+    impl->set_storage_offset(offset.expect_int());
+  }
+  return tensor;
+}
+
+Tensor& set_whole_storage(Tensor& tensor, Storage storage) {
+  int64_t elements = static_cast<int64_t>(storage.nbytes() / tensor.dtype().itemsize());
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_storage_offset(0);
+  impl->set_sizes_contiguous({elements});
+  return tensor;
+}
+
+Tensor& set_from_tensor(Tensor& tensor, const Tensor& source) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(source.storage());
+  impl->set_sizes_and_strides(source.sizes(), source.strides(), source.storage_offset());
+  return tensor;
+}
+
+void record_tensor_on_stream(Tensor& tensor, c10::Stream stream) {
+  record_stream(tensor.storage().data(), key_of(stream));
+}
+
+Tensor cpu_alias(const Tensor& tensor) {
+  return tensor_over(cpu_storage_over(tensor.storage().unsafeGetStorageImpl()), kOnCPU, tensor);
+}
+
+bool is_plain(const Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
+
+// Copies between the host and a device, and between devices. A blocking copy makes the host wait; a non-blocking one from or to
+// page-locked memory is complete only when the host has waited for it; one of pageable memory is staged, as CUDA does.
+Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
+  if (!to.numel()) return to;
+  bool to_device = on_device(to), from_device = on_device(from);
+  int device = to_device ? to.device().index() : from.device().index();
+  StreamKey stream = current_key(device);
+  Lock lock(state().mutex);
+  raise_device_error();
+  int64_t operation = launch(stream, "aten::copy_");
+  if (from_device) note_use(from.storage().data(), stream, false, "aten::copy_");
+  if (to_device) note_use(to.storage().data(), stream, true, "aten::copy_");
+  Tensor source = from_device ? cpu_alias(from) : from;
+  Tensor target = to_device ? cpu_alias(to) : to.detach();
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (to_device == from_device) {
+    target.copy_(source);
+    return to;
+  }
+  state().counters.copied_bytes[to_device ? 0 : 1] += static_cast<int64_t>(to.nbytes());
+  const Tensor& on_host = to_device ? from : to;
+  bool is_late = non_blocking && is_pinned(on_host.storage().data()) && is_plain(on_host);
+  if (is_late && !to_device) {
+    Tensor content = source.to(to.scalar_type()).expand(to.sizes()).contiguous();
+    copy_arrives_late(stream, operation, to.mutable_data_ptr(), content.data_ptr(), to.nbytes());
+    return to;
+  }
+  target.copy_(source);
+  if (is_late)
+    copy_reads_late(stream, operation, from.data_ptr(), from.nbytes());
+  else if (!non_blocking)
+    host_waits(state().order.of(stream), "cudaMemcpy", true);
+  else if (!to_device)
+    host_waits(state().order.of(stream), "cudaMemcpyAsync of pageable memory", false);
+  return to;
+}
+
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  if (train && !*train) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
+  Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return {input * mask * (p < 1 ? 1 / (1 - p) : 0.0), mask};
+}
+
+int64_t math_attention(
+    const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) {
+  return 0;  // SDPBackend::math
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("copy_", copy);
+  library.impl("set_.source_Storage_storage_offset", set_storage);
+  library.impl("set_.source_Storage", set_whole_storage);
+  library.impl("set_.source_Tensor", set_from_tensor);
+  library.impl("record_stream", record_tensor_on_stream);
+  library.impl("native_dropout", native_dropout);
+  // Composite implementations of these would run on the CPU's list of kernels one by one, which are fewer on a GPU.
+  for (const auto* name : {"_foreach_norm.Scalar", "_foreach_copy_"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+}
+
+TORCH_LIBRARY(stand_in, library) { library.def("cpu_alias(Tensor tensor) -> Tensor"); }
+TORCH_LIBRARY_IMPL(stand_in, CUDA, library) { library.impl("cpu_alias", cpu_alias); }
+
+}  // namespace
+}  // namespace stand_in
+
+namespace at::native {
+REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &stand_in::math_attention)
+}

@@ -1,0 +1,55 @@
+"""Descriptions of the devices that the stand-in can be, and how they reach a process: by an environment variable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+VARIABLE = "STAND_IN_DEVICES"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU: what torch.cuda.get_device_properties would say.
+
+    memory_gib   what the driver reports as total
+    context_gib  what a context and loaded kernels take of it before the first tensor
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory_gib: float
+    multiprocessors: int
+    context_gib: float = 0.4
+
+    @property
+    def memory(self) -> int:
+        return int(self.memory_gib * GIB)
+
+
+T4 = Device("Tesla T4", (7, 5), 14.56, 40)
+RTX_3050_TI = Device("NVIDIA GeForce RTX 3050 Ti Laptop GPU", (8, 6), 3.81, 20)
+RTX_2080_TI = Device("NVIDIA GeForce RTX 2080 Ti", (7, 5), 10.57, 68)
+RTX_3070 = Device("NVIDIA GeForce RTX 3070", (8, 6), 7.79, 46)
+A100 = Device("NVIDIA A100-SXM4-40GB", (8, 0), 39.39, 108)
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 79.11, 132)
+
+MACHINES: dict[str, tuple[Device, ...]] = {
+    "t4": (T4,),
+    "rtx3050ti": (RTX_3050_TI,),
+    "pair": (RTX_2080_TI, RTX_3070),  # 11 GB + 8 GB
+    "a100": (A100,),
+    "a100x2": (A100, A100),
+    "h100": (H100,),
+    "h100x8": (H100,) * 8,
+}
+
+
+def encoded(devices: Sequence[Device]) -> str:
+    return json.dumps([asdict(device) for device in devices])
+
+
+def decoded(text: str) -> tuple[Device, ...]:
+    return tuple(Device(**{**each, "capability": tuple(each["capability"])}) for each in json.loads(text))

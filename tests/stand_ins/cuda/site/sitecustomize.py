@@ -1,0 +1,31 @@
+"""Give torch its stand-in device as soon as a process imports it: this folder is first on PYTHONPATH."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    """Wraps the loader of torch, so that `install` runs at the end of its import."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = _and_install(spec.loader.exec_module)
+        return spec
+
+
+def _and_install(load):
+    def exec_module(module):
+        load(module)
+        from tests.stand_ins.cuda.install import install
+
+        install()
+
+    return exec_module
+
+
+sys.meta_path.insert(0, _AfterTorch())

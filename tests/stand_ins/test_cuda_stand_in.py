@@ -1,0 +1,152 @@
+"""The stand-in device: every planted misuse is called by its name, and what is right is called nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.stand_ins.cuda.build import why_not
+from tests.stand_ins.cuda.devices import MACHINES
+from tests.stand_ins.cuda.environment import ROOT, environment
+from tests.stand_ins.planted import PLANTED
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
+Seen = Mapping[str, Mapping[str, Any]]
+
+
+def on_stand_in(machine: str, *words: str) -> str:
+    """Run Python with these arguments on a machine of the stand-in; return what it prints."""
+    line = [sys.executable, *words]
+    done = subprocess.run(
+        line, cwd=ROOT, env=environment(MACHINES[machine]), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    lines = on_stand_in("a100x2", "-m", "tests.stand_ins.planted").splitlines()
+    return {found["name"]: found for found in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in PLANTED.items() if kind])
+def test_a_planted_misuse_is_reported_by_its_kind(name: str, seen: Seen) -> None:
+    kinds = {text.partition(":")[0] for text in seen[name]["misuses"]}
+    assert kinds == {PLANTED[name][0]}
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in PLANTED.items() if kind is None])
+def test_a_planted_error_is_raised(name: str, seen: Seen) -> None:
+    assert seen[name]["raised"] in ("RuntimeError", "AcceleratorError")
+    assert not seen[name]["misuses"]
+
+
+RIGHT = """
+import json, torch, _stand_in
+side = torch.cuda.Stream()
+buffers = [torch.zeros(65536).pin_memory() for _ in range(2)]
+free = [torch.cuda.Event() for _ in buffers]
+snapshot, arrived = torch.zeros(65536).pin_memory(), torch.cuda.Event()
+weight = torch.zeros(65536, device="cuda")
+for update in range(6):
+    buffer, event = buffers[update % 2], free[update % 2]
+    event.synchronize()
+    buffer.fill_(update)
+    with torch.cuda.stream(side):
+        batch = buffer.to("cuda", non_blocking=True)
+        event.record()
+    torch.cuda.current_stream().wait_stream(side)
+    batch.record_stream(torch.cuda.current_stream())
+    weight += batch
+    del batch
+snapshot.copy_(weight, non_blocking=True)
+arrived.record()
+arrived.synchronize()
+assert snapshot.sum().item() == 65536 * 15
+print(json.dumps(_stand_in.misuses()))
+"""
+
+
+def test_a_program_with_its_waits_is_called_nothing() -> None:
+    assert json.loads(on_stand_in("a100", "-c", RIGHT)) == {}
+
+
+LATE = """
+import torch
+snapshot = torch.zeros(100).pin_memory()
+snapshot.copy_(torch.ones(100, device="cuda"), non_blocking=True)
+early = snapshot.tolist()
+torch.cuda.synchronize()
+assert (early, snapshot.tolist()) == ([0.0] * 100, [1.0] * 100)
+"""
+
+
+def test_a_copy_to_the_host_arrives_when_somebody_waits_for_it() -> None:
+    on_stand_in("a100", "-c", LATE)
+
+
+FRAGMENTS = """
+import torch
+MiB = 2**20
+total = torch.cuda.mem_get_info()[1]
+keep = [torch.empty(12 * MiB, dtype=torch.uint8, device="cuda") for _ in range(8)]
+assert torch.cuda.memory_reserved() == 8 * 12 * MiB
+del keep[::2]
+stats = torch.cuda.memory_stats()
+assert stats["inactive_split_bytes.all.current"] == 0
+torch.empty(3 * MiB, dtype=torch.uint8, device="cuda")
+split = torch.empty(3 * MiB, dtype=torch.uint8, device="cuda")
+assert torch.cuda.memory_stats()["inactive_split_bytes.all.current"] == 9 * MiB
+rest = torch.cuda.mem_get_info()[0]
+try:
+    torch.empty(rest + 30 * MiB, dtype=torch.uint8, device="cuda")
+    raise SystemExit("it fitted after freeing three segments of 12 MiB")
+except torch.OutOfMemoryError:
+    pass
+assert torch.cuda.memory_stats()["num_alloc_retries"] == 1, "cached segments were returned before it gave up"
+assert torch.cuda.memory_stats()["num_ooms"] == 1
+assert torch.cuda.memory_reserved() == 5 * 12 * MiB
+"""
+
+
+def test_memory_is_handed_out_in_segments_that_split_and_are_returned_before_an_error() -> None:
+    on_stand_in("rtx3050ti", "-c", FRAGMENTS.replace("rest + 30", "rest + 37"))
+
+
+GENERATORS = """
+import torch
+torch.manual_seed(1)
+here, there = torch.rand(4, device="cuda:0"), torch.rand(4, device="cuda:1")
+assert torch.equal(here.cpu(), there.cpu())
+host = torch.get_rng_state()
+state = torch.cuda.get_rng_state(0)
+first = torch.nn.functional.dropout(torch.ones(64, device="cuda"))
+assert torch.equal(torch.get_rng_state(), host), "the device draws from its own generator"
+torch.cuda.set_rng_state(state, 0)
+assert torch.equal(first, torch.nn.functional.dropout(torch.ones(64, device="cuda")))
+assert state.numel() == 16
+"""
+
+
+def test_each_device_draws_from_a_generator_of_its_own() -> None:
+    on_stand_in("a100x2", "-c", GENERATORS)
+
+
+VISIBLE = """
+import os, torch
+assert torch.cuda.device_count() == 1
+assert torch.cuda.get_device_name() == "NVIDIA GeForce RTX 3070"
+"""
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("named", ["1", "GPU-00000000-0000-4000-8000-000000000001"])
+def test_only_visible_devices_exist(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    on_stand_in("pair", "-c", VISIBLE)

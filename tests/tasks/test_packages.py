@@ -1,0 +1,116 @@
+"""A package that a command needs late is missed before its first update, with the line that installs it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import Ended, ForkServer
+
+ROOT = Path(__file__).parents[2]
+HIDE = """
+import os, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == os.environ["HIDDEN"]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+for name in [name for name in sys.modules if name.partition(".")[0] == os.environ["HIDDEN"]]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Hidden())
+"""
+# Imported where the task is built, and only where its prepared data is not in the cache.
+WHILE_BUILDING = {("tractodiff", "dipy"), ("hyperspectral", "skimage")}
+CORE = {"matplotlib", "mpl_toolkits", "PIL"}  # matplotlib needs PIL
+OWN = """
+import torch
+from torch import nn
+from runner import Task
+
+def build():
+    return Mine()
+
+class Mine(Task):
+    packages = {"train": {}, "infer": {"some_package.inner": ""}}
+    def __init__(self):
+        self.model = nn.Linear(2, 1)
+    def dataset(self, split):
+        return [torch.ones(2)] * 20
+    def loss(self, model, batch):
+        return model(batch).square().sum(), len(batch)
+    def predict(self, model, generator):
+        import some_package.inner
+        yield
+"""
+
+
+def hidden(server: ForkServer, words: str, folder: Path, package: str) -> Ended:
+    server.start(words.split(), folder, {"HIDDEN": package, "ACCEL_RUN_CACHE": str(folder / "cache")}, HIDE)
+    return server.wait()
+
+
+@pytest.fixture(scope="module")
+def prepared(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained tractodiff, and its prepared data in the cache."""
+    pytest.importorskip("dipy")
+    folder = tmp_path_factory.mktemp("prepared")
+    ended = hidden(server, "train task=tractodiff device=cpu monitor=off updates=1 evaluate.samples=1", folder, "none")
+    assert ended.code == 0, ended.err
+    return folder
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        ("both run=mine task=tractodiff device=cpu", "scipy"), ("both run=mine task=tractodiff device=cpu", "nibabel"),
+        ("train run=mine task=tractodiff device=cpu", "scipy"), ("inference", "nibabel"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_stops_a_command_before_its_first_update(
+    server: ForkServer, prepared: Path, words: str, package: str
+) -> None:
+    ended = hidden(server, words, prepared, package)
+    assert ended.code == 78, ended.err
+    assert package in ended.err
+    assert "accel-run[tractodiff]" in ended.err
+    assert not (prepared / "outputs" / "mine").exists(), "there is nothing to resume"
+
+
+@pytest.mark.parametrize(("task", "package"), [*sorted(WHILE_BUILDING), ("tractodiff", "scipy")])
+def test_a_package_that_is_missing_while_the_task_is_built_names_the_extra(
+    server: ForkServer, tmp_path: Path, task: str, package: str
+) -> None:
+    ended = hidden(server, f"both run=mine task={task} device=cpu", tmp_path, package)
+    assert ended.code == 78, ended.err
+    assert f"accel-run[{task}]" in ended.err
+    assert not (tmp_path / "outputs" / "mine").exists()
+
+
+def test_a_task_of_ones_own_declares_what_it_imports_late(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    words = "--task mine.py run=mine device=cpu monitor=off updates=2 global_batch_size=10"
+    stopped = hidden(server, f"both {words}", tmp_path, "none")
+    assert stopped.code == 78, stopped.err
+    assert "some_package" in stopped.err
+    trained = hidden(server, f"train {words}", tmp_path, "none")
+    assert trained.code == 0, trained.err
+
+
+def test_every_package_beyond_the_dependencies_is_declared_by_its_task() -> None:
+    for source in sorted((ROOT / "tasks").glob("*/task.py")):
+        text = "".join(file.read_text() for file in source.parent.glob("*.py"))
+        required = {name.partition(".")[0] for name in re.findall(r'require\(f?"([\w.]+)', text)} - CORE
+        declared = set(re.findall(r'"(\w+)"', "".join(re.findall(r"def packages.*?\n\n", text, re.DOTALL))))
+        late = {name for name in required if (source.parent.name, name) not in WHILE_BUILDING}
+        assert late <= declared, source
+
+
+def test_what_draws_is_a_dependency_and_the_extras_of_earlier_versions_are_valid() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert any(each.startswith("matplotlib") for each in project["dependencies"])
+    assert {"cape", "hyperspectral", "plots", "tasks", "tractodiff"} <= set(project["optional-dependencies"])

@@ -1,0 +1,97 @@
+"""The lint of the tests finds each planted violation, and nothing in what is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import lint_tests
+
+PLANTED = {
+    "sleep": [
+        "import time\ntime.sleep(0.1)",
+        "from time import sleep\ndef test():\n    sleep(1)",
+        "async def test():\n    await asyncio.sleep(1)",
+    ],
+    "clock": [
+        "def test():\n    assert time.monotonic() < 5",
+        "def test():\n    began = time.perf_counter()\n    run()\n    assert time.perf_counter() - began < 5",
+        "def test():\n    began = time.time()\n    took = now() - began\n    assert took < 5",
+        "def test():\n    if (began := time.process_time()):\n        assert began < 5",
+    ],
+    "timeout": [
+        "process.wait(timeout=5)",
+        "joined(member, timeout_s=0.2)",
+        "@pytest.mark.timeout(10)\ndef test(): ...",
+        "faulthandler.dump_traceback_later(3)",
+    ],
+    "private": [
+        "from runner.base.words import _near",
+        "from scripts.compare import _first",
+        "local._REMINDER_S = 1",
+        "monkeypatch.setattr(local, '_REMINDER_S', 1)",
+        "monkeypatch.delattr(local, '_REMINDER_S')",
+        "mock.patch.object(local, '_REMINDER_S')",
+    ],
+    "phrase": [
+        "def test():\n    assert 'must be a number above 0' in text",
+        "def test():\n    assert f'no such file as {name}' == text",
+    ],
+}
+RIGHT = [
+    "wait_until(path.exists)",
+    "def test(clock):\n    clock.sleep(5)\n    assert clock.now == 5",
+    "def test():\n    began = time.monotonic()\n    log(began)\n    assert run() == 0",
+    "process.wait(timeout=60)\nprocess.wait(timeout=limit_s)\nselect.poll(timeout=0)",
+    "class Stub:\n    def __init__(self):\n        self._mine = 1",
+    "os._exit(0)\nnamed._replace(x=1)\ntorch.cuda._sleep(5)\nobject.__dict__",
+    "from tests.launch.stand_in import _own",
+    "def test():\n    assert problem.where == 'optimizer.lr'\n    assert words == 'a b'",
+    "def test():\n    assert code == 0, 'the run goes on after the kill'",
+]
+
+
+@pytest.mark.parametrize(("rule", "source"), [(rule, each) for rule, found in PLANTED.items() for each in found])
+def test_a_planted_violation_is_found(
+    rule: str, source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_planted.py").write_text(source)
+    assert lint_tests.main([str(tmp_path)]) == 1
+    told = {line.split(": ")[1] for line in capsys.readouterr().out.splitlines()}
+    assert told == {rule}
+
+
+@pytest.mark.parametrize("source", RIGHT)
+def test_what_is_right_is_not_found(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "test_right.py").write_text(source)
+    assert lint_tests.main([str(tmp_path / "test_right.py")]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("comment", "code"),
+    [
+        ("# lint-tests: sleep: a task that hangs on purpose", 0),
+        ("# lint-tests: clock, sleep: a task that hangs on purpose", 0),
+        ("# lint-tests: clock: another rule", 1),
+        ("# lint-tests: sleep:", 1),
+        ("# a comment", 1),
+    ],
+)
+@pytest.mark.parametrize("above", [True, False])
+def test_an_exception_names_its_rule_and_a_reason(comment: str, code: int, above: bool, tmp_path: Path) -> None:
+    line = "time.sleep(60)"
+    (tmp_path / "test_excused.py").write_text(f"{comment}\n{line}\n" if above else f"{line}  {comment}\n")
+    assert lint_tests.main([str(tmp_path)]) == code
+
+
+def test_each_rule_of_the_help_is_planted() -> None:
+    rules = [
+        line.split()[0] for line in (lint_tests.__doc__ or "").partition("Rules:\n\n")[2].split("\n\n")[0].splitlines()
+    ]
+    assert set(PLANTED) == set(rules)
+
+
+def test_paths_that_are_not_yet_clean_exist() -> None:
+    assert all((lint_tests.ROOT / "tests" / each).exists() for each in lint_tests.NOT_YET_CLEAN)

@@ -1,0 +1,91 @@
+"""Large matrices: by default a seeded choice of the cases runs, with --all every one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import conftest
+from tests.faults import tallies
+
+FILE = """
+import pytest
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("number", range(10))
+def test_matrix(number): ...
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("number", range(2))
+def test_small(number): ...
+
+@pytest.mark.long
+def test_long(): ...
+
+def test_other(): ...
+"""
+
+
+class Collected:
+    """A plugin that keeps which tests a session would run, and how many it left out."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.num_left_out = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.names = [item.name for item in session.items]
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.num_left_out += len(items)
+
+    def of(self, test: str) -> list[str]:
+        return [name for name in self.names if name.partition("[")[0] == test]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tallies, "IS_LONG", False)
+    monkeypatch.setattr(tallies, "SEED", 1)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    sampled\n    long\n")
+    (tmp_path / "test_planted.py").write_text(FILE)
+    return tmp_path / "test_planted.py"
+
+
+def collected(file: Path, test: str = "") -> Collected:
+    found = Collected()
+    words = ["--collect-only", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={file.parent}"]
+    assert pytest.main([*words, f"{file}{test}"], plugins=[conftest, found]) == 0
+    return found
+
+
+def test_so_many_cases_of_a_sampled_test_run(file: Path) -> None:
+    found = collected(file)
+    assert len(found.of("test_matrix")) == 3
+    assert found.of("test_small") == ["test_small[0]", "test_small[1]"]
+    assert found.of("test_other") == ["test_other"]
+    assert found.of("test_long") == []
+    assert found.num_left_out == 7 + 1
+
+
+def test_the_choice_follows_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = collected(file).names
+    assert collected(file).names == first
+    chosen = set()
+    for seed in range(20):
+        monkeypatch.setattr(tallies, "SEED", seed)
+        chosen |= set(collected(file).of("test_matrix"))
+    assert len(chosen) == 10
+
+
+def test_all_cases_run_when_all_are_wanted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tallies, "IS_LONG", True)
+    found = collected(file)
+    assert len(found.names) == 10 + 2 + 1 + 1
+    assert found.num_left_out == 0
+
+
+@pytest.mark.parametrize("case", ["test_long", *(f"test_matrix[{number}]" for number in range(10))])
+def test_a_case_that_is_named_runs(case: str, file: Path) -> None:
+    assert collected(file, f"::{case}").names == [case]
