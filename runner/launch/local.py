@@ -395,7 +395,7 @@ def _fork(main: Main, member: Member, folder: Path, asked: _Asked, ranks: list[_
             live(main, member, supervisor, folder, {signal.Signals(number) for number in mask})
         try:
             ranks.append(_Rank(member.rank, pid, os.pidfd_open(pid)))
-        except OSError:
+        except BaseException:  # also what a handler raises: where there are other threads, one of them may be signaled
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             raise

@@ -82,7 +82,7 @@ class Tracker:
         """Wait until the rows are where they belong, at most `timeout_s`, and end the process.
 
         leaves  hand it the rows that are left, for it to end by itself some seconds later; `note` says how to upload
-                what it does not manage
+                what it does not manage. A busy machine has HANDING_S more for handing them over.
         """
 
 
@@ -164,7 +164,10 @@ class BackgroundTracker(Tracker):
         self._queue.put(None)
         if self._thread.is_alive():
             self._thread.join(max(0.0, timeout_s - FAREWELL_S))
-        if self._process is not None and not self._process.is_left:
+        if leaves:  # the process ends by itself; killed here, it would lose rows that the thread is about to hand over
+            if self._thread.is_alive():
+                self._thread.join(FAREWELL_S + HANDING_S)
+        elif self._process is not None:
             self._process.kill()  # one that is born after this is not asked anything any more, and ends by itself
         if self._thread.is_alive():
             self._thread.join(FAREWELL_S)

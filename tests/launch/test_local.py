@@ -473,15 +473,23 @@ def test_a_process_whose_first_thread_has_ended_is_ended_too(tmp_path: Path) -> 
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.parametrize("is_at_once", [True, False])
 @pytest.mark.parametrize("of_rank", [0, 1])
-def test_what_a_signal_raises_while_a_rank_starts_leaves_no_rank(of_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a time limit on a test does: between the fork and its return nobody would know the process."""
+def test_what_a_signal_raises_while_a_rank_starts_leaves_no_rank(
+    of_rank: int, is_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a time limit on a test does: between the fork and its return nobody would know the process.
+
+    A signal of this thread waits; one that another thread takes has its handler called in this one at once.
+    """
     opened: list[int] = []
 
     def interrupted(pid: int) -> int:
         opened.append(pid)
         if len(opened) == of_rank + 1:
-            os.kill(os.getpid(), signal.SIGALRM)
+            if is_at_once:
+                raise TooLateError
+            signal.pthread_kill(threading.get_ident(), signal.SIGALRM)  # not to a thread of pytest-xdist
         return pidfd_open(pid)
 
     def too_late(number: int, frame: object) -> NoReturn:

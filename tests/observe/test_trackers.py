@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import yaml
 from runner.base.errors import MissingPackage
 from runner.base.schema import read_functions
 from runner.observe import trackers
-from runner.observe.trackers import FAREWELL_S, TRACKERS, Tracker
+from runner.observe.trackers import FAREWELL_S, TRACKERS, Process, Row, Tracker
 from tests.waiting import wait_until
 from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows, rows
 
@@ -456,6 +456,34 @@ def test_a_process_that_is_left_keeps_every_row_and_ends(tmp_path: Path, fake: A
     assert len(fake_rows(tmp_path, "offline")) + tracker.num_dropped == 100
     assert fake_rows(tmp_path, "offline") == list(range(100 - tracker.num_dropped))
     assert "wandb sync" in tracker.note or tracker.num_dropped == 100
+
+
+def test_a_thread_that_hands_over_late_loses_no_row(
+    tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine, where `finish` and the thread both wake up at the limit, in any order."""
+    killed, leave, kill = threading.Event(), Process.leave, Process.kill
+
+    def leave_late(process: Process, orders: Sequence[Row]) -> None:
+        killed.wait(2 * FAREWELL_S)
+        leave(process, orders)
+
+    def note_and_kill(process: Process) -> None:
+        kill(process)
+        killed.set()
+
+    monkeypatch.setattr(Process, "leave", leave_late)
+    monkeypatch.setattr(Process, "kill", note_and_kill)
+    fake(offline="waits in init")
+    tracker = make(tmp_path, mode="offline")
+    tracker.start()
+    log_all(tracker, rows(0, 100))
+    wait_until(lambda: marked(os.environ[MARK]), "its process is there")
+    tracker.finish(1.0, leaves=True)
+    (tmp_path / "go").touch()
+    until_all_ended()
+    assert fake_rows(tmp_path, "offline") == list(range(100))
+    assert tracker.num_dropped == 0
 
 
 @pytest.mark.parametrize("does", ["never ends", "hangs in init", "hangs"])
