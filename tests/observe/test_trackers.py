@@ -458,9 +458,7 @@ def test_a_process_that_is_left_keeps_every_row_and_ends(tmp_path: Path, fake: A
     assert "wandb sync" in tracker.note or tracker.num_dropped == 100
 
 
-def test_a_thread_that_hands_over_late_loses_no_row(
-    tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_hands_over_late_loses_no_row(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a busy machine, where `finish` and the thread both wake up at the limit, in any order."""
     killed, leave, kill = threading.Event(), Process.leave, Process.kill
 
