@@ -18,6 +18,7 @@ import torch.distributed as dist  # noqa: TID251 - whether the caller's script h
 from torch import Tensor, nn
 
 from runner.base import partition
+from runner.base.accelerator import accelerator_of, current_device, device_count
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem
 from runner.base.host import device_bytes
@@ -63,7 +64,7 @@ def auto_parallelize(
     has devices that are too small for it, or unequal; its layers are split over them.
 
     devices              None: all GPUs, or the CPU; where torch.distributed is initialized, this process's
-                         own GPU: the one its group is bound to, that of torch.cuda.set_device, or LOCAL_RANK's
+                         own GPU: the one its group is bound to, torch's current one, or LOCAL_RANK's
     layers               modules whose composition is the model; None: the children of an nn.Sequential
     example              inputs of one call: by it activations are counted too
     capacities           bytes that each device may hold; None: what it has
@@ -318,7 +319,7 @@ class _Clock:
         if device.type != "cuda":
             return time.perf_counter()
         event = torch.Event(device, enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
+        event.record(accelerator_of(device).current_stream())
         return event
 
     @staticmethod
@@ -363,25 +364,25 @@ def _joined(values: Sequence[Any], name: str = "the output") -> Any:
 
 def _own_device() -> list[torch.device]:
     """Return the GPU of this process among those that have joined, or the CPU."""
-    count = torch.cuda.device_count()
+    count = device_count()
     if not count:
         return [torch.device("cpu")]
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
         return [bound]
     # 0 is also what a process has that has set none: then it would be the same GPU for all.
-    number = torch.cuda.current_device() or int(os.environ.get("LOCAL_RANK", "0")) % count
+    number = current_device().index or int(os.environ.get("LOCAL_RANK", "0")) % count
     return [torch.device("cuda", number)]
 
 
 def _places(devices: Sequence[Place] | None) -> list[torch.device]:
     """Return the devices; those of CUDA with their number."""
     if devices is None:
-        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
+        devices = [f"cuda:{number}" for number in range(device_count())] or ["cpu"]
     found = [torch.device(device) for device in devices]
     if not found:
         raise ConfigError(Problem("must name at least one device, but is []", "devices"))
-    return [torch.device("cuda", torch.cuda.current_device()) if str(place) == "cuda" else place for place in found]
+    return [current_device() if str(place) == "cuda" else place for place in found]
 
 
 def _capacities(places: Sequence[torch.device], given: Sequence[int] | None) -> list[int]:

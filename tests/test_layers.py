@@ -66,5 +66,32 @@ def test_tasks_know_the_contract_only(file: Path) -> None:
     assert {module for module in used if not module.startswith("runner.tasks.")} <= allowed
 
 
+def uses_of_cuda(source: str) -> Iterator[int]:
+    """Yield the lines that name the module torch.cuda, in whatever way."""
+    for node in ast.walk(ast.parse(source)):
+        is_attribute = isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        if is_attribute or any(f"{module}.{name}".lstrip(".").startswith("torch.cuda") for name in names):
+            yield node.lineno  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["torch.cuda.synchronize()", "a = torch.cuda", "import torch.cuda as c", "from torch import cuda",
+     "from torch.cuda import Stream"],
+)  # fmt: skip
+def test_each_way_to_name_torch_cuda_is_seen(source: str) -> None:
+    assert list(uses_of_cuda(source)) == [1]
+    assert not list(uses_of_cuda("torch.backends.cuda.is_built()\ntorch.device('cuda')\ntorch.version.cuda"))
+
+
+def test_torch_cuda_is_named_in_one_file() -> None:
+    """Vendors differ: what accel-run asks of a device is a method there, with an answer for each."""
+    files = [*FILES, *(ROOT / "tasks").rglob("*.py")]
+    found = {str(file.relative_to(ROOT)) for file in files if any(uses_of_cuda(file.read_text()))}
+    assert found == {"runner/base/accelerator.py"}
+
+
 def test_every_floor_has_files() -> None:
     assert {file.relative_to(ROOT / "runner").parts[0].removesuffix(".py") for file in FILES} == set(FLOORS)

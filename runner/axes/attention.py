@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runner.base.accelerator import accelerator_of, amd_formats, cuda_is_available
 from runner.base.errors import ConfigError, Problem
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -166,9 +167,12 @@ def why_not(
     if device.type != "cuda":
         return f"{device.type} has its own kernel, which this choice does not reach"
     if capability is None:
-        if not torch.cuda.is_available():
+        if not cuda_is_available():
             return "there is no CUDA device here"
-        capability = torch.cuda.get_device_capability(device)
+        accelerator = accelerator_of(device)
+        capability = accelerator.capability()
+        if capability is None:
+            return _why_not_on_amd(backend, accelerator.architecture(), dtype)
     call = _Call(shape[-1], dtype, masked, dropout, training, capability)
     return next((reason for check in _CHECKS[backend] if (reason := check(call))), "")
 
@@ -210,6 +214,20 @@ def _why_not_on_cpu(backend: str, dropout: float) -> str:
     if backend != "flash":
         return f"the CPU has no {backend} kernel"
     return "the CPU's flash kernel has no dropout" if dropout > 0 else ""
+
+
+def _why_not_on_amd(backend: str, architecture: str, dtype: torch.dtype) -> str:
+    """Flash and memory-efficient attention are AOTriton's, which is compiled for few architectures.
+
+    Source: check_flash_attention_hardware_support and check_mem_efficient_hardware_support of sdp_utils.cpp, USE_ROCM.
+    """
+    if backend == "cudnn":
+        return "cuDNN is NVIDIA's"
+    if not amd_formats(architecture).flash:
+        return f"AOTriton has no kernels for {architecture or 'this architecture'}"
+    if backend == "flash" and dtype not in (torch.float16, torch.bfloat16):
+        return f"inputs must be float16 or bfloat16, but are {_name(dtype)}"
+    return ""
 
 
 def _below(call: _Call, needed: tuple[int, int]) -> str:

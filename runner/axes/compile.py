@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from runner.base import noise
+from runner.base.accelerator import accelerator_of
 from runner.base.errors import ConfigError, Problem
 
 # Compiled code is kept on disk between runs by torch itself, in the folder of base/scratch.keep_compiled_code_private.
@@ -157,8 +158,8 @@ def _check_compiler(device: torch.device, backend: str) -> None:
             "compile",
             "apt install gcc python3-dev, or say compile=off",
         )
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 0):
-        major, minor = torch.cuda.get_device_capability(device)
+    elif (capability := accelerator_of(device).capability()) is not None and capability < (7, 0):
+        major, minor = capability
         problem = Problem(
             f"compiling for CUDA needs compute capability 7.0, but {device} has {major}.{minor}",
             "compile",

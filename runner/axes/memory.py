@@ -12,6 +12,7 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
+from runner.base.accelerator import accelerator_of
 from runner.base.errors import ConfigError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.values import Auto, Fraction, Positive, PositiveInt
@@ -280,16 +281,13 @@ def _to_channels_last(model: nn.Module, device: torch.device, channels_last: Lit
 
 
 def _limit(device: torch.device, fraction: float | None) -> list[str]:
-    import torch
-
     if fraction is None:
         return []
     if not fraction:
         raise ConfigError(Problem("must be above 0, but is 0", "memory.fraction"))
-    if device.type != "cuda":
+    if not accelerator_of(device).limit_memory(fraction):
         warnings.warn(f"memory.fraction has no effect on {device.type}", stacklevel=4)
         return [f"memory.fraction: no effect on {device.type}"]
-    torch.cuda.set_per_process_memory_fraction(fraction, device)
     return [f"memory.fraction: at most {fraction:.0%} of the memory of {device}"]
 
 

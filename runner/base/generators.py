@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from runner.base.accelerator import accelerator_of
+
 
 def seed_everything(seed: int) -> None:
     """The generators of torch, numpy and Python begin the sequence of `seed`."""
@@ -20,8 +22,9 @@ def seed_everything(seed: int) -> None:
 def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the state of every global generator: tensors, and JSON-able rest."""
     tensors = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    of_device = accelerator_of(device).generator_state()
+    if of_device is not None:
+        tensors[device.type] = of_device
     name, keys, *rest = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     assert isinstance(keys, np.ndarray)
@@ -31,8 +34,8 @@ def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[st
 def restore_random_state(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any], device: torch.device) -> None:
     """Put back what `random_state` returned."""
     torch.set_rng_state(tensors["torch"])
-    if "cuda" in tensors and device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["cuda"], device)
+    if device.type in tensors:
+        accelerator_of(device).set_generator_state(tensors[device.type])
     name, keys, *numbers = rest["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *numbers))
     version, internal, gauss = rest["python"]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
+from runner.base.accelerator import accelerator_of
 from runner.base.cgroup import memory_grant
 
 if TYPE_CHECKING:
@@ -42,8 +43,5 @@ def free_memory_bytes(root: Path = ROOT) -> int:
 
 def device_bytes(device: torch.device) -> int:
     """Return the bytes of memory of a device of torch; those of the host for a CPU."""
-    if device.type != "cuda":
-        return memory_bytes()
-    import torch
-
-    return int(torch.cuda.mem_get_info(device)[1])
+    found = accelerator_of(device).free_memory()
+    return memory_bytes() if found is None else found.total

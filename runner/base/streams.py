@@ -20,6 +20,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from runner.base.accelerator import cuda_is_initialized, current_device, default_generator
+
 Key = TypeVar("Key")
 Read = TypeVar("Read")
 
@@ -149,14 +151,14 @@ def drawing_apart(seed: int, *what: object) -> Iterator[None]:
 
 def global_generators() -> Sequence[GlobalGenerator]:
     """Return the global generators of this process: torch's, NumPy's, Python's, and that of the GPU in use, if any."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # not in forked workers: no CUDA there
-        return _with_gpu(torch.cuda.current_device())
+    if cuda_is_initialized():  # not in forked workers: no CUDA there
+        return _with_gpu(current_device().index)
     return _OF_HOST
 
 
 @lru_cache
 def _with_gpu(device: int) -> Sequence[GlobalGenerator]:
-    return *_OF_HOST, TorchGenerator(torch.cuda.default_generators[device])
+    return *_OF_HOST, TorchGenerator(default_generator(device))
 
 
 class TorchGenerator:

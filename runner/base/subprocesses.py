@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
@@ -14,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from runner.base import output
+from runner.base.accelerator import cuda_is_initialized
 from runner.base.errors import SystemLimit
 from runner.base.parent import die_with_parent
 
@@ -35,8 +35,7 @@ def in_subprocess(
     Raises what the function raises, BrokenProcessPool if the process dies, SystemLimit if it cannot be started, and
     RuntimeError if this process has initialized CUDA, which does not work in a forked child.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if cuda_is_initialized():
         raise RuntimeError("CUDA is initialized in this process: a forked child cannot use it")
     context = get_context("fork")
     try:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runner.base.accelerator import accelerator_of
 from runner.base.errors import SystemLimit
 from runner.base.ranks import Member
 from runner.base.world import World
@@ -37,8 +38,7 @@ def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S
     is_ours = member.store.startswith("file:")  # our own launcher's; others end all when one leaves
     folder = Path(member.store.removeprefix("file://")).parent if is_ours else None
     world = World(device, member.rank, member.local_rank, member.world_size, member.num_local_ranks, folder)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # what does not name a device must not start the first GPU
+    accelerator_of(device).activate()  # what does not name a device must not start the first GPU
     if member.world_size == 1:
         yield world
         return
@@ -126,8 +126,7 @@ class _Imagined(World):
 
 def _meet(member: Member, device: torch.device, timeout_s: float) -> None:
     """The process group is there. Raises RuntimeError or OSError."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # each thread has its own, and NCCL starts here on the current one
+    accelerator_of(device).activate()  # each thread has its own, and NCCL starts here on the current one
     store = _store(member, timedelta(seconds=_meeting_s(member, timeout_s)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -56,7 +56,8 @@ def formats(device: Device, inventory: Inventory) -> list[Format]:
         half = "avx512_fp16" in inventory.cpu.flags or "amx_fp16" in inventory.cpu.flags
     else:
         own, half = device.native_bf16, device.fp16_tensor_cores
-        tf32 = "" if device.native_tf32 else "needs capability 8.0"
+        missing = "torch has no TF32 on AMD GPUs" if device.architecture else "needs capability 8.0"
+        tf32 = "" if device.native_tf32 else missing
     wide = "Metal has no float64" if device.kind == "mps" else ""
     return [
         Format(device, "fp32", 24),

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from runner.base.accelerator import nccl_version
 from runner.base.secret import fit_to_show
 from runner.doctor.findings import Answer, Context, Finding, failed, ok, skip, warn
 from runner.observe.machine import numbers_are_the_hosts
@@ -75,10 +76,7 @@ def versions(context: Context) -> Iterator[Finding]:
     else:
         yield _at_least("cuDNN", _cudnn(here.cudnn_version), here)
     if here.usable:
-        import torch
-
-        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        yield ok("NCCL", ".".join(map(str, nccl)))
+        yield ok("NCCL", ".".join(map(str, nccl_version())))
 
 
 def numbering(context: Context) -> Iterator[Finding]:
@@ -149,8 +147,8 @@ def _usable(device: Device, inventory: Inventory) -> Finding:
     name = device.torch_name if device.usable else f"GPU {device.index}"
     size = f"{device.memory_bytes / GIB:.1f} GiB" if device.memory_bytes else "memory unknown"
     if device.usable:
-        capability = f", capability {device.capability[0]}.{device.capability[1]}" if device.capability else ""
-        return ok(name, f"{device.name}, {size}{capability}{f', {device.uuid}' if device.uuid else ''}")
+        known = f", {device.generation}" if device.capability or device.architecture else ""
+        return ok(name, f"{device.name}, {size}{known}{f', {device.uuid}' if device.uuid else ''}")
     seen = f"{device.name}, {size}: {device.why_not}"
     if device.why_not.startswith(("hidden by", "cut into MIG")) and (inventory.usable or "hidden" in device.why_not):
         return skip(name, seen)

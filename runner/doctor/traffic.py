@@ -91,7 +91,7 @@ def _copied(device: Device) -> Finding:
     pageable = pinned.clone()
 
     def wait() -> None:
-        torch.cuda.synchronize(where)
+        torch.accelerator.synchronize(where)
 
     to = size / _best(lambda: there.copy_(pinned, non_blocking=True), wait) / 1e9
     fro = size / _best(lambda: back.copy_(there, non_blocking=True), wait) / 1e9

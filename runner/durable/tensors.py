@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.base.accelerator import accelerator_of, page_unlock
+
 
 class Room:
     """Memory on the host for a copy of the state, the same from save to save.
@@ -47,8 +49,7 @@ class Room:
                 self._maker = maker
 
     def _make(self, nbytes: int, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # a thread begins on device 0, where this would create another context
+        accelerator_of(device).activate()  # a thread begins on device 0, where this would create another context
         with suppress(MemoryError):  # the copy itself will say so
             chunk = _fresh(nbytes, device)
             view = chunk.numpy()
@@ -138,28 +139,11 @@ def _fresh(size: int, device: torch.device) -> Tensor:
             except OSError:  # a system without huge pages
                 continue
     chunk = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory`
-    if device.type == "cuda" and _page_lock(chunk, device):
+    # Not `pin_memory=True`: torch rounds page-locked memory to powers of two, keeps it, and forked children copy it.
+    if accelerator_of(device).page_lock(chunk.data_ptr(), chunk.numel()):
         # Before the pages are unmapped: memory that is mapped there later would be taken for registered.
-        weakref.finalize(memory, _unlock, chunk.data_ptr()).atexit = False
+        weakref.finalize(memory, page_unlock, chunk.data_ptr()).atexit = False
     return chunk
-
-
-def _page_lock(chunk: Tensor, device: torch.device) -> bool:
-    """Page-lock memory that exists already; return False where the system refuses, and copies are slower.
-
-    Not `pin_memory=True`: torch rounds its page-locked memory to powers of two, keeps it, and forked children copy it.
-    """
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if runtime.cudaHostRegister(chunk.data_ptr(), chunk.numel(), 0) == runtime.cudaError.success:
-        return True
-    # A refusal (WSL, a limit on locked memory) stays this thread's last error, and its next kernel would raise it.
-    with suppress(RuntimeError):
-        torch.zeros(1, device=device)
-    return False
-
-
-def _unlock(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 DTYPES: Mapping[str, str] = {

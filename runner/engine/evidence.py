@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
+from runner.base.accelerator import accelerator_of
 from runner.base.stopwatch import THROUGHPUT
 from runner.base.words import is_number
 from runner.durable.files import read_object
@@ -208,23 +209,21 @@ def _of_phase(run: TrainingRun, name: str) -> PhaseEvidence:
 
 def _memory(run: TrainingRun) -> dict[str, Any]:
     """Return what is known of the memory of the device, by the names of `Evidence`; nothing for a CPU."""
-    import torch
-
-    device, gib = run.parts.world.device, 2**30
-    if device.type != "cuda":
+    accelerator, gib = accelerator_of(run.parts.world.device), 2**30
+    held, total, known = accelerator.held(), accelerator.total_bytes(), accelerator.statistics()
+    if held is None or total is None:
         return {}
-    known = torch.cuda.memory_stats(device)
-    reserved, stuck = torch.cuda.memory_reserved(device), known.get("inactive_split_bytes.all.current", 0)
+    stuck = known.get("inactive_split_bytes.all.current", 0)
     peaks = [record.peak_device_gib for record in run.records.values() if record.peak_device_gib is not None]
     taken = [record.peak_reserved_gib for record in run.records.values() if record.peak_reserved_gib is not None]
     return {
-        "device_total_gib": torch.cuda.get_device_properties(device).total_memory / gib,
-        "device_allocated_gib": torch.cuda.memory_allocated(device) / gib,
-        "device_reserved_gib": reserved / gib,
+        "device_total_gib": total / gib,
+        "device_allocated_gib": held.allocated / gib,
+        "device_reserved_gib": held.reserved / gib,
         "device_peak_gib": max(peaks, default=None),
         "device_peak_reserved_gib": max(taken, default=None),
         "num_alloc_retries": int(known.get("num_alloc_retries", 0)),
-        "fragmentation": stuck / reserved if reserved else None,
+        "fragmentation": stuck / held.reserved if held.reserved else None,
     }
 
 

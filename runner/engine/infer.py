@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from runner.base.accelerator import accelerator_of
 from runner.base.choice import make
 from runner.base.configuration import Request
 from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, StorageError, TaskFault
@@ -46,7 +47,6 @@ def infer(request: Request) -> Exit:
     Raises InputMissing where there is no such run or no checkpoint in it, DataError where all are damaged.
     """
     console = Console()  # goes on when nobody reads any more, as in `| head`
-    import torch
 
     from runner.engine.redo import release
     from runner.engine.tasks import check_packages
@@ -58,8 +58,7 @@ def infer(request: Request) -> Exit:
         trained = open_trained(request, console, stack)
         directory, plan, parts = trained.directory, trained.plan, trained.parts
         check_packages(parts.task, [INFERENCE], parts.source)
-        if parts.world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(parts.world.device)
+        accelerator_of(parts.world.device).reset_peak()
         restart_host_peak()
         watch = plan.choices["monitor"]
         gpus = gpus_of([plan.device_uuid] if plan.device_uuid else [], parts.world.device.type)
@@ -109,8 +108,8 @@ def infer(request: Request) -> Exit:
             raise TaskFault("predict yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
         summary = summary_of(made, parts.task.item, trained.update)
         summary["peak_host_gib"] = host_peak_gib()
-        if parts.world.device.type == "cuda":
-            summary["peak_memory_gib"] = torch.cuda.max_memory_allocated(parts.world.device) / 2**30
+        if peak := accelerator_of(parts.world.device).peak():
+            summary["peak_memory_gib"] = peak.allocated / 2**30
     monitor.stop()
     for notice in monitor.news():
         if notice.level == "warning":

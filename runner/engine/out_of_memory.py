@@ -13,6 +13,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 
+from runner.base.accelerator import accelerator_of
 from runner.base.cgroup import memory_grant
 from runner.base.shortage import Shortage, halved
 from runner.base.words import sized
@@ -81,13 +82,11 @@ class Account:
 
 def account(shortage: Shortage, device: torch.device, uuid: str, samples: int, shape: str) -> Account:
     """Return who holds the memory now. `uuid` names the GPU to the driver."""
-    if shortage.side == "device" and device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        retries = int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
-        return Account(
-            shortage, samples, shape, free, total, torch.cuda.memory_reserved(device),
-            torch.cuda.memory_allocated(device), retries, _others(uuid),
-        )  # fmt: skip
+    accelerator = accelerator_of(device)
+    memory, held = accelerator.free_memory(), accelerator.held()
+    if shortage.side == "device" and memory is not None and held is not None:
+        retries = int(accelerator.statistics().get("num_alloc_retries", 0))
+        return Account(shortage, samples, shape, *memory, held.reserved, held.allocated, retries, _others(uuid))
     machine = psutil.virtual_memory()
     free, total = int(machine.available), int(machine.total)
     grant = memory_grant()
@@ -166,8 +165,8 @@ def summary(found: Account, model: nn.Module, optimizer: torch.optim.Optimizer |
     if rest:
         lines.append(f"{sum(row[0] for row in rest):>16,}  {len(rest)} more")
     lines.append(f"{sum(row[0] for row in rows):>16,}  all that have a name, or that Python knows")
-    if device.type == "cuda":
-        lines += ["", torch.cuda.memory_summary(device)]
+    if table := accelerator_of(device).memory_table():
+        lines += ["", table]
     return "\n".join(lines) + "\n"
 
 

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from runner.axes.optimizer import Steps
 from runner.axes.precision import Precision
+from runner.base.accelerator import accelerator_of
 from runner.base.bits import same_bits
 from runner.base.shortage import COMMUNICATION, Shortage, shortage_of
 from runner.distributed.parallel import Discarded
@@ -148,10 +149,7 @@ class Redo(Once):
 def release(device: torch.device) -> None:
     """Memory that nobody uses is given back to the system."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()
+    accelerator_of(device).empty_cache()
 
 
 class Beginning:
@@ -164,6 +162,7 @@ class Beginning:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
+        self._accelerator = accelerator_of(device)
         self._is_first = True
         self._draws_torch = self._draws_numpy = self._draws_python = True  # until the first update has shown it
         self._places: list[Place] = []  # of buffers that passes change, or replace
@@ -182,7 +181,7 @@ class Beginning:
             self._look()
         if self._draws_torch:
             self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self._of_device = self._accelerator.generator_state()
         if self._draws_numpy:
             self._numpy: Any = np.random.get_state(legacy=False)
         if self._draws_python:
@@ -233,8 +232,8 @@ class Beginning:
         if not self._draws_torch and not torch.equal(self._torch, torch.get_rng_state()):
             return "torch's random generator of the host, from which the first update did not draw"
         torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self.device)
+        if self._of_device is not None:
+            self._accelerator.set_generator_state(self._of_device)
         if not self._draws_numpy and not _same(self._numpy, np.random.get_state(legacy=False)):
             return "numpy's random generator, from which the first update did not draw"
         if not self._draws_python and self._python != random.getstate():

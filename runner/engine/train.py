@@ -23,6 +23,7 @@ from runner.axes.compile import nothing_was_compiled
 from runner.axes.dataloader import Fetcher, Loader
 from runner.axes.precision import NotFinite
 from runner.base import noise
+from runner.base.accelerator import accelerator_of
 from runner.base.batch import MicroBatch, first_shape
 from runner.base.choice import make
 from runner.base.errors import (
@@ -426,8 +427,7 @@ class Phase:
         self._made_before = 0  # updates, by other processes
         self._is_settled = False
         restart_host_peak()
-        if parts.world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(parts.world.device)
+        accelerator_of(parts.world.device).reset_peak()
         if start:
             self._restore(start)
             self._accept_longer(start)
@@ -760,8 +760,8 @@ class Phase:
         data_wait = self.meter.data_wait()
         values["data_wait"] = math.nan if data_wait is None else data_wait
         device = self.run_.parts.world.device
-        if device.type == "cuda":
-            values["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        if peak := accelerator_of(device).peak():
+            values["memory_gib"] = peak.allocated / 2**30
         return values
 
     def _readings(self) -> dict[str, Any]:
@@ -771,8 +771,8 @@ class Phase:
         found |= {**_mean_ms(self.parts_of_ranks), **self.idle}
         self._add_ranks()
         device = parts.world.device
-        if device.type == "cuda":
-            found |= allocator_metrics(torch.cuda.memory_stats(device))
+        if statistics := accelerator_of(device).statistics():
+            found |= allocator_metrics(statistics)
         return found
 
     def _write(self, row: Row) -> None:
@@ -1093,10 +1093,9 @@ class Phase:
         self._note_time(self.watch.spent)
         self.record.peak_host_gib = max(self.record.peak_host_gib, host_peak_gib())
         device = self.run_.parts.world.device
-        if device.type == "cuda":
-            peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-            self.record.peak_device_gib = max(self.record.peak_device_gib or 0.0, peak / 2**30)
-            self.record.peak_reserved_gib = max(self.record.peak_reserved_gib or 0.0, reserved / 2**30)
+        if peak := accelerator_of(device).peak():
+            self.record.peak_device_gib = max(self.record.peak_device_gib or 0.0, peak.allocated / 2**30)
+            self.record.peak_reserved_gib = max(self.record.peak_reserved_gib or 0.0, peak.reserved / 2**30)
 
     def _note_time(self, seconds_of: Callable[[], Seconds]) -> dict[str, float]:
         """Bring the times of the record up to date; return the seconds of this process in this phase by part."""

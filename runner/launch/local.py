@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from runner.base import output, stacks
+from runner.base.accelerator import cuda_is_initialized
 from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, SystemLimit, remake
 from runner.base.family import LAST_S, adopting_orphans, children, clear_away
 from runner.base.ranks import Member
@@ -95,7 +96,7 @@ def run_ranks(
     output.rest()  # its thread, where the terminal is stalled
     assert threading.current_thread() is threading.main_thread(), "ranks die with the thread that started them"
     assert threading.active_count() == 1, f"cannot fork beside other threads: {threading.enumerate()}"
-    assert not _cuda_has_started(), "CUDA does not survive a fork: let a process of its own ask for devices"
+    assert not cuda_is_initialized(), "CUDA does not survive a fork: let a process of its own ask for devices"
     with private_folder() as folder, _Asked() as asked, _everything_ended() as ranks:
         started = time.monotonic()
         for rank in range(num_ranks):
@@ -406,11 +407,6 @@ def _fork(main: Main, member: Member, folder: Path, asked: _Asked, ranks: list[_
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _cuda_has_started() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
 
 
 @contextmanager

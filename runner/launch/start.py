@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.base.accelerator import accelerator_of, cuda_is_initialized
 from runner.base.configuration import Configuration, Request, compose, merge_overrides, task_source, to_yaml
 from runner.base.errors import ConfigError, DeviceMemoryError, Exit, HostMemoryError, Problem
 from runner.base.output import never_waiting
@@ -136,8 +137,8 @@ def _let_go() -> None:
     gc.collect()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+    if cuda_is_initialized():
+        accelerator_of(torch.device("cuda")).empty_cache()
 
 
 def _in_smaller_passes(job: Job, began: float) -> Job:

@@ -30,6 +30,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from runner.base.accelerator import accelerator_of
 from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
 from runner.base.host import affinity
@@ -140,8 +141,8 @@ class MeasuredPhase(Phase):
         super()._between(step)
 
     def _random_state(self) -> list[Tensor]:
-        device = self.run_.parts.world.device
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+        of_device = accelerator_of(self.run_.parts.world.device).generator_state()
+        return [torch.get_rng_state(), *([] if of_device is None else [of_device])]
 
     def _tell_progress(self) -> None:
         update = min(self.position.update, self.whole)  # what the task does may follow from it
@@ -183,7 +184,7 @@ class DeviceClock(Clock):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.nvml: Nvml = open_nvml()
-        self.gpu: Gpu | None = self.nvml.find(str(torch.cuda.get_device_properties(device).uuid))
+        self.gpu: Gpu | None = self.nvml.find(accelerator_of(device).uuid())
 
     def tick(self) -> Any:
         event = torch.Event(self.device, enable_timing=True)
@@ -259,6 +260,7 @@ class Cell:
         self.clock = DeviceClock(self.run.parts.world.device) if self._is_on_gpu() else Clock()
         plan, parts, order = self.run.plan, self.run.parts, self.phase.order
         weights, device = list(parts.bare.parameters()), parts.world.device
+        memory = accelerator_of(device).free_memory()
         return {
             "values": plan.values(),
             "notes": [*plan.notes, *parts.notes],
@@ -279,7 +281,7 @@ class Cell:
             "trainable": sum(weight.numel() for weight in weights if weight.requires_grad),
             "has_batch_norm": any(isinstance(module, _BatchNorm) for module in parts.bare.modules()),
             "trained_layers": len({name.rpartition(".")[0] for name in self.phase.work.learned}),
-            "free_gib": torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else None,
+            "free_gib": None if memory is None else memory.free / 2**30,
         }
 
     def make(self, updates: int, unpaid: int = 0) -> Answer:
@@ -311,7 +313,8 @@ class Cell:
 
     def report(self) -> Answer:
         """Tell what was seen and used since the run was opened."""
-        device = self.run.parts.world.device
+        accelerator = accelerator_of(self.run.parts.world.device)
+        peak, total = accelerator.peak(), accelerator.total_bytes()
         found: Answer = {
             "losses": [
                 float(step.loss_sum) / float(step.items) for step in self.phase.first if step.loss_sum is not None
@@ -324,12 +327,12 @@ class Cell:
             "moved": None if self.phase.moved is None else self.phase.moved.tolist(),
             "draws": self.phase.draws,
         }
-        if device.type == "cuda":
+        if peak is not None and total is not None:
             found |= {
-                "peak_device_gib": torch.cuda.max_memory_allocated(device) / 2**30,
-                "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
-                "total_gib": torch.cuda.get_device_properties(device).total_memory / 2**30,
-                "alloc_retries": torch.cuda.memory_stats(device)["num_alloc_retries"],
+                "peak_device_gib": peak.allocated / 2**30,
+                "reserved_gib": peak.reserved / 2**30,
+                "total_gib": total / 2**30,
+                "alloc_retries": accelerator.statistics()["num_alloc_retries"],
             }
         return found
 

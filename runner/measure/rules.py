@@ -329,11 +329,11 @@ def precision(facts: Facts) -> Finding | None:
         if used in ("bf16", "fp16") and not (used == "bf16" and facts.cpu.native_bf16):
             return Finding("precision", f"precision={used}, which this CPU only emulates", _options("fp32"))
         return None
-    if gpu is None or gpu.kind != "cuda" or gpu.capability is None:
+    if gpu is None or gpu.kind != "cuda" or not (gpu.capability or gpu.architecture):
         return None
-    able = "{} has capability {}.{}".format(gpu.name, *gpu.capability)
+    able = f"{gpu.name} has {gpu.generation}"
     if used in ("fp32", "tf32") and gpu.native_bf16:
-        others = ("bf16", "tf32") if used == "fp32" else ("bf16",)
+        others = ("bf16", "tf32") if used == "fp32" and gpu.native_tf32 else ("bf16",)
         return Finding("precision", f"precision={used}, and {able}: its tensor cores take bfloat16", _options(*others))
     if used == "fp32" and gpu.fp16_tensor_cores:
         return Finding("precision", f"precision=fp32, and {able}: its tensor cores take float16", _options("fp16"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from runner.base.accelerator import accelerator_of
 from runner.base.values import Count, PositiveInt
 from runner.base.world import World
 
@@ -53,7 +54,8 @@ class Blocks(Benchmark):
     def result(self) -> dict[str, Any] | None:
         if not self._times_ms:
             return None
-        device = self.world.device
+        accelerator = accelerator_of(self.world.device)
+        peak = accelerator.peak()
         return {
             "step_time_ms": {
                 "median": statistics.median(self._times_ms),
@@ -63,8 +65,8 @@ class Blocks(Benchmark):
             },
             "warmup_updates": self.warmup,
             "updates_per_block": self.block,
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+            "peak_memory_bytes": None if peak is None else peak.allocated,
+            "device": accelerator.name() or platform.processor() or "cpu",
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from runner.base.accelerator import warning_of_waits
 from runner.base.batch import map_tensors
 from runner.observe.module_times import tensors_in
 
@@ -123,7 +124,6 @@ class RealWaits(Waits):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.filterwarnings("always", message=_SYNCHRONIZING)
             warnings.filterwarnings("ignore", message=_PROTOTYPE)  # the report says it
@@ -136,11 +136,8 @@ class RealWaits(Waits):
                     show(message, *rest, **named)
 
             warnings.showwarning = noted
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
+            with warning_of_waits():
                 yield
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
 
 
 class WouldWait(Waits):

@@ -15,12 +15,12 @@ import json
 import operator
 import os
 import secrets
-import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.base.accelerator import torch_uuids
 from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.observe.monitor import Monitor, Samples, read_samples
 from runner.observe.nvml import Nvml, bare_uuid, open_nvml, visible
@@ -210,9 +210,5 @@ def _wrong(what: str) -> ConfigError:
 
 def _in_torchs_order() -> list[str] | None:
     """Return the UUIDs of torch's devices, cuda:0 first; None where torch has not started CUDA, which is left alone."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    found = [str(getattr(each, "uuid", "")) for each in properties]
-    return [f"GPU-{bare_uuid(uuid)}" for uuid in found] if all(found) else None
+    found = torch_uuids()
+    return None if found is None else [f"GPU-{bare_uuid(uuid)}" for uuid in found]

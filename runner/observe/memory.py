@@ -27,7 +27,7 @@ def host_peak_gib() -> float:
 
 
 def allocator_metrics(stats: Mapping[str, float]) -> dict[str, float]:
-    """Return what belongs into a row of metrics of torch.cuda.memory_stats, in GiB, shares and counts.
+    """Return what belongs into a row of metrics of torch's memory_stats, in GiB, shares and counts.
 
     fragmentation  share of what torch has taken from the driver that is free, but in pieces beside what is in use
     retries        times that torch gave back all that it had cached and asked the driver again, since the start

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils._pytree import tree_leaves
 
+from runner.base.accelerator import accelerator_of
 from runner.base.scratch import shared_folder
 from runner.base.values import Count, PositiveInt, Range
 from runner.observe import trace_file
@@ -340,7 +341,7 @@ class MemoryOverTime(Part):
             foreign = [sum(size for at, size in given.items() if at not in allocated) for given in self._inputs]
             self.lasting[0] = ("inputs", max(foreign, default=0))
             is_on_gpu = self.device.type == "cuda"
-            gpu = torch.cuda.current_device() if is_on_gpu else 0
+            gpu = accelerator_of(self.device).index()
             findings.memory = trace_file.memory(trace, is_on_gpu, self.lasting, self.marked, gpu)
 
     def _has_gradient(self, weight: torch.Tensor) -> None:
@@ -521,7 +522,7 @@ class Session:
         """Return the time at which all is done that the device was given: between parts, and only there."""
         if self.subject.device.type == "cuda":
             with record_function(trace_file.OWN):
-                torch.cuda.synchronize(self.subject.device)
+                torch.accelerator.synchronize(self.subject.device)
         return time.perf_counter()
 
 
@@ -615,7 +616,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return accelerator_of(device).name() or device.type
 
 
 _NOTHING = Part("", 0)

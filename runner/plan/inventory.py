@@ -14,6 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from runner.base.accelerator import (
+    Formats,
+    TorchDevice,
+    amd_formats,
+    compiled_architectures,
+    cuda_is_initialized,
+    nvidia_formats,
+    torch_devices,
+)
 from runner.base.cgroup import cgroup_limits
 from runner.base.errors import ConfigError, Problem, SystemLimit
 from runner.base.host import affinity
@@ -34,9 +43,9 @@ class Device:
     free_bytes    free when the inventory was taken; None where nobody tells
     capability    NVIDIA compute capability; None for anything else
     why_not       why it cannot be used; empty where it can
+    architecture  AMD's name of the architecture, such as gfx90a; empty for anything else
 
-    Source of the properties: NVIDIA CUDA C++ Programming Guide, Compute Capabilities, table of the data types that
-    tensor cores accept. `torch.cuda.is_bf16_supported()` is no source: it is True for a T4, which emulates.
+    What is native follows from capability or architecture: runner/base/accelerator.py.
     """
 
     kind: Kind
@@ -48,34 +57,44 @@ class Device:
     capability: tuple[int, int] | None = None
     usable: bool = True
     why_not: str = ""
+    architecture: str = ""
+
+    @property
+    def formats(self) -> Formats:
+        """What its matrix units compute natively."""
+        return amd_formats(self.architecture) if self.architecture else nvidia_formats(self.capability, self.name)
 
     @property
     def native_bf16(self) -> bool:
-        """Tensor cores take bfloat16: capability 8.0 and above. For a CPU see Cpu.native_bf16."""
-        return self._at_least(8, 0)
+        """It computes bfloat16 natively. For a CPU see Cpu.native_bf16."""
+        return self.formats.bf16
 
     @property
     def native_tf32(self) -> bool:
-        """Tensor cores take TensorFloat-32: capability 8.0 and above."""
-        return self._at_least(8, 0)
+        """It computes TensorFloat-32 natively."""
+        return self.formats.tf32
 
     @property
     def fp16_tensor_cores(self) -> bool:
-        """Tensor cores take float16: capability 7.0 and above. The GTX 16 series says 7.5 and has none."""
-        return self._at_least(7, 0) and not re.search(r"\bGTX 16\d\d\b", self.name)
+        """It computes float16 natively."""
+        return self.formats.fp16
 
     @property
     def flash_attention(self) -> bool:
-        """PyTorch's flash attention runs here: capability 8.0 and above (sdp_utils.cpp, hardware support)."""
-        return self._at_least(8, 0)
+        """PyTorch's flash attention runs here."""
+        return self.formats.flash
+
+    @property
+    def generation(self) -> str:
+        """What decides about its formats, in words: `capability 7.5`, `gfx90a` or `no capability`."""
+        if self.capability is not None:
+            return "capability {}.{}".format(*self.capability)
+        return self.architecture or "no capability"
 
     @property
     def torch_name(self) -> str:
         """The name that torch.device takes: `cuda:0`, `mps` or `cpu`."""
         return f"cuda:{self.index}" if self.kind == "cuda" else self.kind
-
-    def _at_least(self, major: int, minor: int) -> bool:
-        return self.capability is not None and self.capability >= (major, minor)
 
 
 @dataclass(frozen=True)
@@ -181,7 +200,7 @@ def _gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]
     """Return what torch and NVML say of the GPUs; looked at in a subprocess where that would initialize CUDA here."""
     import torch
 
-    if (torch.version.cuda or torch.version.hip) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if (torch.version.cuda or torch.version.hip) and not cuda_is_initialized():
         try:
             return in_subprocess(_look_at_gpus)
         except BrokenProcessPool:
@@ -223,16 +242,6 @@ def inventory_of_profile(
 
 
 @dataclass(frozen=True)
-class TorchDevice:
-    """A CUDA device as torch numbers it."""
-
-    name: str
-    uuid: str
-    memory_bytes: int
-    capability: tuple[int, int] | None
-
-
-@dataclass(frozen=True)
 class TorchView:
     """What torch says of itself and of the devices it sees.
 
@@ -256,18 +265,13 @@ def ask_torch() -> TorchView:
     """Return what torch sees; its warnings and errors about CUDA become `complaint`."""
     import torch  # here, not above: a plan read from a file must not cost torch's import
 
-    cuda, cudnn = torch.cuda, cast("Any", torch.backends.cudnn)
+    cudnn = cast("Any", torch.backends.cudnn)
     devices: list[TorchDevice] = []
     complaints: list[str] = []
-    rocm = torch.version.hip is not None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            for index in range(cuda.device_count() if cuda.is_available() else 0):
-                properties = cuda.get_device_properties(index)
-                capability = None if rocm else (properties.major, properties.minor)
-                uuid = str(getattr(properties, "uuid", ""))
-                devices.append(TorchDevice(properties.name, uuid, properties.total_memory, capability))
+            devices.extend(torch_devices())
         except (RuntimeError, AssertionError) as error:  # torch raises both when CUDA does not start
             complaints.append(str(error))
         try:
@@ -281,8 +285,8 @@ def ask_torch() -> TorchView:
         version=torch.__version__,
         cuda_version=torch.version.cuda,
         cudnn_version=cudnn_version,
-        rocm=rocm,
-        architectures=tuple(cuda.get_arch_list()) if devices else (),
+        rocm=torch.version.hip is not None,
+        architectures=compiled_architectures() if devices else (),
         devices=tuple(devices),
         complaint=complaints[0].splitlines()[0] if complaints else "",
         mps_bytes=torch.mps.recommended_max_memory() if metal else None,
@@ -337,10 +341,11 @@ def _seen(index: int, known: TorchDevice, gpu: Gpu | None, nvml: Nvml, torch_vie
         name=known.name,
         uuid=gpu.uuid if gpu else f"GPU-{known.uuid}" if known.uuid else "",
         memory_bytes=known.memory_bytes,  # what can be allocated; NVML counts a little more
-        free_bytes=_free_bytes(nvml, gpu),
+        free_bytes=_free_bytes(nvml, gpu) if gpu else known.free_bytes,
         capability=known.capability,
         usable=not why_not,
         why_not=why_not,
+        architecture=known.architecture,
     )
 
 
@@ -403,10 +408,11 @@ def _why_unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[st
 
 def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> Iterator[str]:
     yield from nvml.notes
-    if not nvml.gpus and nvml.why_not not in nvml.notes:
+    if not nvml.gpus and nvml.why_not not in nvml.notes and not torch_view.rocm:
         yield nvml.why_not
-    if torch_view.rocm:
-        yield "ROCm: capability numbers are NVIDIA's, so nothing is taken as native here"
+    for known in torch_view.devices if torch_view.rocm else ():
+        if not known.architecture:
+            yield f"ROCm: the architecture of {known.name} is not known, so no format is taken as native"
     has_no_cudnn = torch_view.cudnn_version is None
     if torch_view.cuda_version and torch_view.complaint and (has_no_cudnn or not torch_view.devices):
         yield f"torch: {torch_view.complaint}"

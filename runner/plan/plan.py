@@ -406,8 +406,11 @@ class _Planner:
         gpus, why = gpus_of_ranks(chosen, wanted, self.inventory)
         self.ranks = self._corrected([RankDevice.of(gpu, self.inventory) for gpu in gpus])
         self.set("parallelism", "world_size", len(gpus), why or self.reasons.get("parallelism.world_size", "as given"))
-        weakest = min((gpu for gpu in gpus if gpu is not None), key=lambda gpu: gpu.capability or (0, 0), default=None)
-        if weakest is not None and len({gpu.capability for gpu in gpus if gpu is not None}) > 1:
+        used = [gpu for gpu in gpus if gpu is not None]
+        weakest = min(
+            used, key=lambda gpu: (gpu.capability or (0, 0), gpu.native_bf16, gpu.fp16_tensor_cores), default=None
+        )
+        if weakest is not None and len({(gpu.capability, gpu.architecture) for gpu in used}) > 1:
             self.notes.append(f"all ranks compute in one format: {weakest.name} decides which")
         return weakest
 
@@ -663,11 +666,12 @@ def _precision(planner: _Planner, gpu: Device | None) -> None:
     if name == "auto":
         planner.choose("precision", *_native_precision(gpu))
     elif name == "bf16" and gpu and not gpu.native_bf16 and gpu.kind != "mps":
-        why = f"needs a GPU of capability 8.0 or above; {gpu.name} has {_capability(gpu)} and only emulates bfloat16"
+        needed = "CDNA 2 or RDNA 3" if gpu.architecture else "capability 8.0"
+        why = f"needs a GPU of {needed} or above; {gpu.name} has {gpu.generation} and only emulates bfloat16"
         instead = "fp16" if gpu.fp16_tensor_cores else "fp32"
         planner.refuse_or_replace("precision", why, instead, "bfloat16 is not native here")
     elif name == "tf32" and not (gpu and gpu.native_tf32):
-        here = f"{gpu.name} has {_capability(gpu)}" if gpu else "this is a CPU"
+        here = f"{gpu.name} has {gpu.generation}" if gpu else "this is a CPU"
         why = f"needs a GPU of capability 8.0 or above; {here}"
         planner.refuse_or_replace("precision", why, "fp32", "TF32 is not there")
     elif name == "fp16" and not gpu:
@@ -681,10 +685,10 @@ def _native_precision(gpu: Device | None) -> tuple[str, str]:
     if gpu is None:
         return "fp32", "auto: a CPU gains from bfloat16 only with large models; measure before choosing it"
     if gpu.native_bf16:
-        return "bf16", f"auto: {gpu.name} ({_capability(gpu)}) computes bfloat16 natively"
+        return "bf16", f"auto: {gpu.name} ({gpu.generation}) computes bfloat16 natively"
     if gpu.fp16_tensor_cores:
         why = "has float16 tensor cores and bfloat16 only by emulation"
-        return "fp16", f"auto: {gpu.name} ({_capability(gpu)}) {why}"
+        return "fp16", f"auto: {gpu.name} ({gpu.generation}) {why}"
     return "fp32", f"auto: {gpu.name} has no tensor cores"
 
 
@@ -756,6 +760,8 @@ def _attention(planner: _Planner, gpu: Device | None) -> None:
     name = planner.choices["attention"].function
     if name == "flash" and gpu and gpu.kind == "cuda" and not gpu.flash_attention:
         why = f"flash needs capability 8.0; {gpu.name} is below"
+        if gpu.architecture:
+            why = f"torch has no flash kernels for {gpu.architecture} ({gpu.name})"
         planner.refuse_or_replace("attention", why, "efficient", "flash is not there")
     elif name in ("efficient", "cudnn") and not gpu:
         planner.refuse_or_replace("attention", "has kernels for GPUs only", "auto", "no such kernel on a CPU")
@@ -792,10 +798,6 @@ RULES = (_precision, _optimizer, _workers, _pin_memory, _prefetch, _attention, _
 
 def _is_cuda(gpu: Device | None) -> bool:
     return gpu is not None and gpu.kind == "cuda"
-
-
-def _capability(gpu: Device) -> str:
-    return "capability {}.{}".format(*gpu.capability) if gpu.capability else "no capability"
 
 
 def _same_gpu(described: str, found: str) -> bool:

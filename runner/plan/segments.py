@@ -78,8 +78,8 @@ class Held:
     """The most bytes that were held at once.
 
     live       asked for
-    allocated  handed out: asked for and rounded (torch.cuda.max_memory_allocated)
-    reserved   taken from the driver (torch.cuda.max_memory_reserved)
+    allocated  handed out: asked for and rounded (torch's max_memory_allocated)
+    reserved   taken from the driver (torch's max_memory_reserved)
     retries    times that cached segments were given back to the driver to make room (num_alloc_retries)
     fits       False where the limit was too small even so
     """

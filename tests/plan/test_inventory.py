@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from runner.base.accelerator import TorchDevice
 from runner.base.errors import ConfigError
 from runner.observe.nvml import Gpu, Nvml
 from runner.plan.inventory import (
@@ -17,7 +18,6 @@ from runner.plan.inventory import (
     Cpu,
     Device,
     Inventory,
-    TorchDevice,
     TorchView,
     inventory_of_profile,
     match_devices,
@@ -190,7 +190,24 @@ def test_a_mig_instance_is_matched_and_its_gpu_not_listed_beside_it() -> None:
     assert device.uuid == "MIG-77aa"
 
 
-def test_rocm_capabilities_are_not_taken_for_nvidias() -> None:
+def test_an_amd_gpu_computes_natively_what_its_architecture_does() -> None:
+    """Its capability numbers look like NVIDIA's and mean something else; NVML is not missed."""
+    amd = [
+        TorchDevice("AMD Instinct MI210", "", 64 * GIB, None, "gfx90a", 60 * GIB),
+        TorchDevice("AMD Radeon RX 6800", "", 16 * GIB, None, "gfx1030", 15 * GIB),
+    ]
+    view = TorchView("2.13.0+rocm", rocm=True, devices=tuple(amd))
+    (new, old), notes = match_devices(OtherNvml([]), view, {})
+
+    assert new.usable
+    assert new.free_bytes == 60 * GIB
+    assert (new.native_bf16, new.fp16_tensor_cores, new.flash_attention, new.native_tf32) == (True, True, True, False)
+    assert new.generation == "gfx90a"
+    assert not old.native_bf16
+    assert not notes
+
+
+def test_an_amd_gpu_of_unknown_architecture_computes_in_float32() -> None:
     amd = TorchView("2.13.0+rocm", rocm=True, devices=(TorchDevice("AMD Instinct MI50", "", 16 * GIB, None),))
     (device,), notes = match_devices(OtherNvml([]), amd, {})
 

@@ -36,6 +36,8 @@ T4_TOO = gpu(1, "Tesla T4", 15, (7, 5))
 A100 = gpu(0, "NVIDIA A100-SXM4-80GB", 80, (8, 0))
 PAIR = (gpu(0, "NVIDIA GeForce RTX 2080 Ti", 11, (7, 5)), gpu(1, "NVIDIA GeForce RTX 3070", 8, (8, 6)))
 GTX = gpu(0, "NVIDIA GeForce GTX 1650", 4, (7, 5))
+MI210 = Device("cuda", 0, "AMD Instinct MI210", memory_bytes=64 * GIB, architecture="gfx90a")
+RX6800 = Device("cuda", 1, "AMD Radeon RX 6800", memory_bytes=16 * GIB, architecture="gfx1030")
 MPS = Device("mps", 0, "Apple GPU", memory_bytes=16 * GIB)
 BROKEN = gpu(0, "Tesla K80", 12, (3, 7), usable=False, why_not="no kernels for capability 3.7")
 
@@ -548,3 +550,12 @@ def test_an_optimizer_that_makes_the_loss_scale_wait_for_the_gpu_is_named(
 ) -> None:
     notes = [note for note in plan(*words, on=here).notes if suggested(note)[:1] == ["precision=fp16"]]
     assert bool(notes) == waits
+
+
+def test_an_amd_gpu_trains_in_the_format_that_its_architecture_computes() -> None:
+    assert plan("precision=auto", on=machine(MI210)).choices["precision"].function == "bf16"
+    assert plan("precision=auto", on=machine(RX6800)).choices["precision"].function == "fp32"
+    (problem,) = refused("precision=bf16", on=machine(RX6800))
+    assert "gfx1030" in str(problem)
+    both = plan("precision=auto", "parallelism=ddp", on=machine(MI210, RX6800))
+    assert both.choices["precision"].function == "fp32", "ranks share a format: the one that all compute"

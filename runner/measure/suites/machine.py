@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.base.accelerator import accelerator_of
 from runner.base.configuration import Configuration, Request, compose, facts_of_profiles, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.host import ROOT, affinity
@@ -328,10 +329,8 @@ def _of_gpu(device: Device) -> Iterator[Turn]:
 
 def cache_bytes(device: torch.device, root: Path = ROOT) -> int:
     """Return the size of the last caches before the memory, of all cores of ours together; 0 where nobody tells."""
-    import torch
-
     if device.type == "cuda":
-        return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+        return accelerator_of(device).l2_cache_bytes()
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     found: dict[tuple[int, str], int] = {}  # level, and the cores that share it -> bytes
     for core in affinity():

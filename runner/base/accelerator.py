@@ -1,0 +1,413 @@
+"""What accel-run asks of a device beyond tensors: memory, generators, streams, names, native formats.
+
+One class per vendor, and the only file that calls `torch.cuda` (tests/test_layers.py). What a device does not have does
+nothing; what it does not report is None, never 0. Importing this file does not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+# ---------------------------------------------------------------- what a device reports
+
+
+class FreeMemory(NamedTuple):
+    """Bytes of a device, as its driver counts them for all processes."""
+
+    free: int
+    total: int
+
+
+class Held(NamedTuple):
+    """Bytes that this process holds on a device.
+
+    allocated  in tensors
+    reserved   taken from the driver by torch's caching allocator; never less than `allocated`
+    """
+
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True)
+class TorchDevice:
+    """A GPU as torch numbers and describes it.
+
+    capability    NVIDIA compute capability; None for other vendors, whose numbers mean something else
+    architecture  AMD's name for it, such as gfx90a; empty for other vendors
+    free_bytes    free now, where torch had to be asked because NVML does not know the device; else None
+    """
+
+    name: str
+    uuid: str
+    memory_bytes: int
+    capability: tuple[int, int] | None
+    architecture: str = ""
+    free_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What the matrix units of a device compute natively; torch emulates the rest.
+
+    flash  torch's flash attention runs
+    """
+
+    bf16: bool = False
+    tf32: bool = False
+    fp16: bool = False
+    flash: bool = False
+
+
+def nvidia_formats(capability: tuple[int, int] | None, name: str = "") -> Formats:
+    """Return what tensor cores take. The GTX 16 series reports capability 7.5 and has none.
+
+    Source: NVIDIA CUDA C++ Programming Guide, Compute Capabilities; sdp_utils.cpp for flash attention.
+    `is_bf16_supported()` of torch is no source: it is True for a T4, which emulates.
+    """
+    if capability is None:
+        return Formats()
+    ampere = capability >= (8, 0)
+    has_cores = capability >= (7, 0) and not re.search(r"\bGTX 16\d\d\b", name)
+    return Formats(bf16=ampere, tf32=ampere, fp16=has_cores, flash=ampere)
+
+
+def amd_formats(architecture: str) -> Formats:
+    """Return what matrix cores (CDNA) and WMMA units (RDNA 3 and later) take, by the name of the architecture.
+
+    No TF32: hipBLASLt has it on gfx942 only, and only where an environment variable asks for it.
+    Source: AMD Instinct MI200 and MI300 and RDNA3 instruction set references; AOTriton's targets for flash attention.
+    """
+    if architecture == "gfx908":  # MI100: bfloat16 at half the rate of float16
+        return Formats(fp16=True)
+    if architecture in _CDNA:
+        return Formats(bf16=True, fp16=True, flash=True)
+    if architecture.startswith(("gfx11", "gfx12")):
+        return Formats(bf16=True, fp16=True)
+    return Formats()
+
+
+_CDNA = ("gfx90a", "gfx942", "gfx950")  # MI200, MI300, MI350
+
+
+# ---------------------------------------------------------------- devices
+
+
+class Accelerator:
+    """A device without memory, streams or generators of its own: a CPU, and the base class of all others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    # Memory
+
+    def free_memory(self) -> FreeMemory | None:
+        """Return what the driver has left of the device's memory."""
+        return None
+
+    def total_bytes(self) -> int | None:
+        """Return the memory that torch can allocate at most."""
+        return None
+
+    def held(self) -> Held | None:
+        """Return what this process holds now."""
+        return None
+
+    def peak(self) -> Held | None:
+        """Return the most that this process held since `reset_peak`."""
+        return None
+
+    def reset_peak(self) -> None:
+        """Start `peak` from what is held now."""
+
+    def statistics(self) -> Mapping[str, int]:
+        """Return the counters of torch's caching allocator, by the names of `memory_stats`."""
+        return {}
+
+    def memory_table(self) -> str:
+        """Return torch's table of these counters, for people."""
+        return ""
+
+    def empty_cache(self) -> None:
+        """Return memory that no tensor uses to the driver."""
+
+    def limit_memory(self, fraction: float) -> bool:
+        """Let this process allocate at most this fraction of the memory; return False where nothing can limit it."""
+        return False
+
+    # Random numbers
+
+    def generator_state(self) -> torch.Tensor | None:
+        """Return the state of the device's default generator, as a tensor on the host."""
+        return None
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        """Restore what `generator_state` returned."""
+
+    # Streams and contexts
+
+    def activate(self) -> None:
+        """Make it the current device of this thread. A thread begins on device 0, where CUDA would open a context."""
+
+    def index(self) -> int:
+        """Return the number of the current device."""
+        return 0
+
+    def current_stream(self) -> Any:
+        """Return the stream on which this thread queues work."""
+        return None
+
+    def page_lock(self, address: int, nbytes: int) -> bool:
+        """Page-lock memory of the host that exists already; return False where the system refuses."""
+        return False
+
+    # Names
+
+    def name(self) -> str:
+        """Return the name of the product, empty where torch knows none."""
+        return ""
+
+    def uuid(self) -> str:
+        """Return the UUID without its prefix, empty where there is none."""
+        return ""
+
+    def capability(self) -> tuple[int, int] | None:
+        """Return the NVIDIA compute capability."""
+        return None
+
+    def architecture(self) -> str:
+        """Return AMD's name of the architecture, such as gfx90a."""
+        return ""
+
+    def l2_cache_bytes(self) -> int:
+        """Return the size of the last cache before the memory, 0 where it is not known."""
+        return 0
+
+
+class Metal(Accelerator):
+    """An Apple GPU. Its memory is the host's, and torch counts no peaks of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        super().__init__(device)
+        self._torch = torch.mps
+
+    def empty_cache(self) -> None:
+        self._torch.empty_cache()
+
+    def generator_state(self) -> torch.Tensor | None:
+        return self._torch.get_rng_state()
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        self._torch.set_rng_state(state)
+
+
+class Cuda(Accelerator):
+    """An NVIDIA GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        super().__init__(device)
+        self._torch = torch.cuda
+
+    def free_memory(self) -> FreeMemory | None:
+        return FreeMemory(*map(int, self._torch.mem_get_info(self.device)))
+
+    def total_bytes(self) -> int | None:
+        return int(self._torch.get_device_properties(self.device).total_memory)
+
+    def held(self) -> Held | None:
+        return Held(self._torch.memory_allocated(self.device), self._torch.memory_reserved(self.device))
+
+    def peak(self) -> Held | None:
+        return Held(self._torch.max_memory_allocated(self.device), self._torch.max_memory_reserved(self.device))
+
+    def reset_peak(self) -> None:
+        self._torch.reset_peak_memory_stats(self.device)
+
+    def statistics(self) -> Mapping[str, int]:
+        return self._torch.memory_stats(self.device)
+
+    def memory_table(self) -> str:
+        return self._torch.memory_summary(self.device)
+
+    def empty_cache(self) -> None:
+        self._torch.empty_cache()
+
+    def limit_memory(self, fraction: float) -> bool:
+        self._torch.set_per_process_memory_fraction(fraction, self.device)
+        return True
+
+    def generator_state(self) -> torch.Tensor | None:
+        return self._torch.get_rng_state(self.device)
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        self._torch.set_rng_state(state, self.device)
+
+    def activate(self) -> None:
+        self._torch.set_device(self.device)
+
+    def index(self) -> int:
+        return self._torch.current_device()
+
+    def current_stream(self) -> Any:
+        return self._torch.current_stream(self.device)
+
+    def page_lock(self, address: int, nbytes: int) -> bool:
+        import torch
+
+        runtime = self._torch.cudart()  # type: ignore[no-untyped-call]
+        if runtime.cudaHostRegister(address, nbytes, 0) == runtime.cudaError.success:
+            return True
+        # A refusal (WSL, a limit on locked memory) stays this thread's last error, and its next kernel would raise it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+        return False
+
+    def name(self) -> str:
+        return self._torch.get_device_name(self.device)
+
+    def uuid(self) -> str:
+        return str(getattr(self._torch.get_device_properties(self.device), "uuid", ""))
+
+    def capability(self) -> tuple[int, int] | None:
+        return self._torch.get_device_capability(self.device)
+
+    def l2_cache_bytes(self) -> int:
+        return int(getattr(self._torch.get_device_properties(self.device), "L2_cache_size", 0))
+
+
+class Rocm(Cuda):
+    """An AMD GPU: torch's HIP build answers through the same functions, and also calls the device type `cuda`."""
+
+    def capability(self) -> tuple[int, int] | None:
+        return None
+
+    def architecture(self) -> str:
+        return _architecture(self._torch.get_device_properties(self.device))
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """Return the device as accel-run asks it; makes no context on it."""
+    if device.type == "cuda":
+        return Rocm(device) if _is_rocm() else Cuda(device)
+    return Metal(device) if device.type == "mps" else Accelerator(device)
+
+
+# ---------------------------------------------------------------- this process
+
+
+def cuda_is_initialized() -> bool:
+    """Return whether this process has started CUDA (or HIP) and must not be forked; never imports torch."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def cuda_is_available() -> bool:
+    """Return whether torch sees a GPU under the device type `cuda`."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def device_count() -> int:
+    """Return how many GPUs torch sees under the device type `cuda`."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def current_device() -> torch.device:
+    """Return the current GPU of this thread."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def default_generator(index: int) -> torch.Generator:
+    """Return the default random generator of a GPU."""
+    import torch
+
+    return torch.cuda.default_generators[index]
+
+
+def torch_devices() -> Iterator[TorchDevice]:
+    """Yield torch's GPUs in its order. Raises RuntimeError or AssertionError where the driver does not start."""
+    import torch
+
+    is_rocm = _is_rocm()
+    for index in range(torch.cuda.device_count() if cuda_is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        yield TorchDevice(
+            properties.name,
+            str(getattr(properties, "uuid", "")),
+            properties.total_memory,
+            None if is_rocm else (properties.major, properties.minor),
+            _architecture(properties) if is_rocm else "",
+            torch.cuda.mem_get_info(index)[0] if is_rocm else None,  # there is no NVML to ask
+        )
+
+
+def torch_uuids() -> list[str] | None:
+    """Return the UUIDs of torch's GPUs without prefix, cuda:0 first; None where CUDA has not started or has none."""
+    torch: Any = sys.modules.get("torch")
+    if not cuda_is_initialized():
+        return None
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    found = [str(getattr(each, "uuid", "")) for each in properties]
+    return found if all(found) else None
+
+
+def compiled_architectures() -> tuple[str, ...]:
+    """Return what torch's kernels were compiled for: sm_75, compute_120, gfx90a, ..."""
+    import torch
+
+    return tuple(torch.cuda.get_arch_list())
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of NCCL (RCCL on AMD) that torch brings."""
+    import torch
+
+    return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+
+
+def page_unlock(address: int) -> None:
+    """Undo `page_lock`."""
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def warning_of_waits() -> Iterator[None]:
+    """Let torch warn wherever the host waits for a GPU."""
+    import torch
+
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _is_rocm() -> bool:
+    import torch
+
+    return torch.version.hip is not None
+
+
+def _architecture(properties: Any) -> str:
+    """Return gfx90a of gfx90a:sramecc+:xnack-."""
+    return str(getattr(properties, "gcnArchName", "")).partition(":")[0]

@@ -1,0 +1,116 @@
+"""What each vendor's device answers: NVIDIA, AMD (torch's HIP build), Apple, and a CPU, which has none of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runner.axes.attention import why_not
+from runner.base.accelerator import (
+    Cuda,
+    Formats,
+    Held,
+    Metal,
+    Rocm,
+    accelerator_of,
+    amd_formats,
+    torch_devices,
+)
+from runner.base.generators import random_state, restore_random_state
+
+CPU, GPU, APPLE = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
+
+
+@pytest.fixture
+def instinct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI210 under the HIP build of torch."""
+    properties = SimpleNamespace(name="AMD Instinct MI210", total_memory=64 << 30, major=9, minor=0,
+                                 gcnArchName="gfx90a:sramecc+:xnack-", uuid="36363636")  # fmt: skip
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 64 << 30))
+
+
+def test_a_cpu_has_nothing_of_a_device_and_refuses_nothing() -> None:
+    cpu = accelerator_of(CPU)
+    cpu.reset_peak()
+    cpu.empty_cache()
+    cpu.activate()
+    assert cpu.free_memory() is cpu.total_bytes() is cpu.held() is cpu.peak() is cpu.generator_state() is None
+    assert not cpu.statistics()
+    assert not cpu.limit_memory(0.5)
+    assert not cpu.page_lock(0, 4096)
+    assert cpu.capability() is None
+    assert not cpu.architecture()
+
+
+def test_the_build_of_torch_decides_whose_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert type(accelerator_of(GPU)) is Cuda
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    assert type(accelerator_of(GPU)) is Rocm
+    assert type(accelerator_of(APPLE)) is Metal
+
+
+def test_memory_is_what_the_allocator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("memory_allocated", 1), ("memory_reserved", 2), ("max_memory_allocated", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4)
+    assert accelerator_of(GPU).held() == Held(allocated=1, reserved=2)
+    assert accelerator_of(GPU).peak() == Held(allocated=3, reserved=4)
+
+
+def test_an_amd_gpu_has_an_architecture_and_no_capability(instinct: None) -> None:
+    assert accelerator_of(GPU).architecture() == "gfx90a"
+    assert accelerator_of(GPU).capability() is None
+    (seen,) = torch_devices()
+    assert (seen.architecture, seen.capability, seen.free_bytes) == ("gfx90a", None, 60 << 30)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "formats"),
+    [
+        ("gfx900", Formats()), ("gfx906", Formats()), ("gfx1030", Formats()), ("", Formats()),
+        ("gfx908", Formats(fp16=True)),
+        ("gfx90a", Formats(bf16=True, fp16=True, flash=True)), ("gfx942", Formats(bf16=True, fp16=True, flash=True)),
+        ("gfx1100", Formats(bf16=True, fp16=True)), ("gfx1151", Formats(bf16=True, fp16=True)),
+        ("gfx1201", Formats(bf16=True, fp16=True)),
+    ],
+)  # fmt: skip
+def test_formats_of_an_amd_gpu_follow_from_its_architecture(architecture: str, formats: Formats) -> None:
+    assert amd_formats(architecture) == formats
+
+
+def test_attention_kernels_of_an_amd_gpu_are_not_judged_by_nvidias_rules(
+    instinct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = (1, 8, 128, 64)
+    assert not why_not("flash", shape, torch.bfloat16, GPU)
+    assert not why_not("efficient", shape, torch.float32, GPU)
+    assert why_not("flash", shape, torch.float32, GPU)
+    assert why_not("cudnn", shape, torch.bfloat16, GPU)
+    old = SimpleNamespace(gcnArchName="gfx1030")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: old)
+    assert "gfx1030" in why_not("flash", shape, torch.bfloat16, GPU)
+
+
+def test_the_generator_of_an_apple_gpu_is_saved_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.tensor([7], dtype=torch.uint8)]
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])
+    monkeypatch.setattr(torch.mps, "set_rng_state", states.append)
+    tensors, rest = random_state(APPLE)
+    states.append(torch.tensor([8], dtype=torch.uint8))
+    restore_random_state(tensors, rest, APPLE)
+    assert states[-1] == 7
+
+
+def test_the_file_imports_no_torch() -> None:
+    code = "import sys, runner.base.accelerator as a; assert not a.cuda_is_initialized() and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
