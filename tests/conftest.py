@@ -82,9 +82,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
     """accel-run in processes of its own, without importing torch each time."""
-    made = ForkServer()
-    yield made
-    made.close()
+    with ForkServer.started() as made:
+        yield made
 
 
 @pytest.fixture

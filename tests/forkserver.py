@@ -1,57 +1,102 @@
 """accel-run commands in forked processes: real processes, with real signals, that do not import torch again.
 
 The server is a process of its own that has torch and the runner loaded and has never started a thread; each command
-is a fork of it. Its standard input takes one request per line, its output gives the pid and then the exit code.
-IMPORT_FIRST in a command's environment names modules of tests that prepare the process before the command begins.
+is a fork of it, and so is each function that is called in a process of its own. Its standard input takes one request
+per line, its output gives the pid and then the exit code. IMPORT_FIRST in a command's environment names modules of
+tests that prepare the process before the command begins.
 """
 
 from __future__ import annotations
 
+import base64
+import importlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
-SERVER = """
-import importlib, json, os, sys, tempfile
-import runner.cli
-from tests.warm import warm
-warm()
-for line in sys.stdin:
-    request = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        code = 70
-        try:
-            os.setsid()
-            os.chdir(request["cwd"])
-            os.environ.update(request["env"])
-            tempfile.tempdir = None
-            for number, name in ((1, "out"), (2, "err")):
-                os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            sys.argv = ["accel-run", *request["words"]]
-            for module in request["env"].get("IMPORT_FIRST", "").split():
-                importlib.import_module(module)
-            exec(request["before"], {})
+ROOT = Path(__file__).parent.parent
+T = TypeVar("T")
+
+
+def serve() -> None:
+    """Be the server, until its standard input ends."""
+    from tests.warm import warm
+
+    warm()
+    _answer_all(sys.stdin, sys.stdout)
+
+
+def _answer_all(requests: TextIO, answers: TextIO) -> None:
+    import runner.cli
+    from tests.composed import composed
+
+    for line in requests:
+        request = json.loads(line)
+        composed().answer()
+        pid = os.fork()
+        if pid == 0:
+            code: Any = 70
             try:
-                code = runner.cli.main(request["words"])
+                if "twin" in request:
+                    _be_twin(*request["twin"])
+                _prepare(request)
+                code = _call(request) if "function" in request else runner.cli.main(request["words"])
             except BaseException:
-                import traceback
                 traceback.print_exc()
-            sys.stdout.flush(); sys.stderr.flush()
-        finally:
-            os._exit(code)
-    print(json.dumps({"pid": pid}), flush=True)
-    _, status = os.waitpid(pid, 0)
-    print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)
-"""
+            finally:
+                with suppress(BaseException):
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                os._exit(code)
+        print(json.dumps({"pid": pid}), file=answers, flush=True)
+        if "twin" not in request:
+            _, status = os.waitpid(pid, 0)
+            print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), file=answers, flush=True)
+
+
+def _be_twin(requests: str, answers: str) -> None:
+    """Be a server, too; this process does nothing else."""
+    with open(requests) as reading, open(answers, "w") as writing:  # noqa: PTH123 - each waits for the other side
+        for number in (0, 1):  # of the first server, whose end must be seen
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        _answer_all(reading, writing)
+    os._exit(0)
+
+
+def _prepare(request: Mapping[str, Any]) -> None:
+    os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.update(request["env"])
+    tempfile.tempdir = None
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv = ["accel-run", *request["words"]]
+    for module in request["env"].get("IMPORT_FIRST", "").split():
+        importlib.import_module(module)
+    exec(request["before"], {})  # noqa: S102 - what a test gives
+
+
+def _call(request: Mapping[str, Any]) -> int:
+    """Call a function, and leave what it returns or raises in a file."""
+    function, arguments = pickle.loads(base64.b64decode(request["function"]))
+    try:
+        ended = (function(*arguments), None)
+    except BaseException as error:
+        traceback.print_exc()
+        ended = (None, error)
+    Path(request["result"]).write_bytes(pickle.dumps(ended))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -66,33 +111,54 @@ class Ended:
 class ForkServer:
     """Runs accel-run commands one at a time."""
 
-    def __init__(self) -> None:
-        root = Path(__file__).parent.parent
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
+    def __init__(self, requests: TextIO, answers: TextIO) -> None:
+        self.requests, self.answers = requests, answers
+        self._running: int | None = None
+
+    @classmethod
+    @contextmanager
+    def started(cls) -> Iterator[ForkServer]:
+        """Import torch and the runner in a process of its own."""
+        with subprocess.Popen(
+            [sys.executable, "-c", "from tests.forkserver import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        )
-        self._running: int | None = None
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            made = cls(process.stdin, process.stdout)
+            try:
+                yield made
+            finally:
+                made.clear()
+                process.stdin.close()
+                process.wait(timeout=30)
+
+    @contextmanager
+    def twin(self) -> Iterator[ForkServer]:
+        """Another server, a fork of this one, so that two commands run at once."""
+        self.clear()
+        with tempfile.TemporaryDirectory() as name:
+            pipes = [str(Path(name) / way) for way in ("requests", "answers")]
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            self._send({"twin": pipes})
+            self._answer()
+            with open(pipes[0], "w") as requests, open(pipes[1]) as answers:  # noqa: PTH123 - as the twin opens them
+                made = ForkServer(requests, answers)
+                try:
+                    yield made
+                finally:
+                    made.clear()
 
     def start(self, words: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
         """Start a command and return its pid; `wait` must follow, else it is killed by the next start.
 
         before  Python that the new process runs first, to change what it finds: limits, mounts, its user
         """
-        self._clear()
-        self._files = (folder / ".out", folder / ".err")
-        request = {
-            "words": words, "cwd": str(folder), "env": dict(env or {}), "before": before,
-            "out": str(self._files[0]), "err": str(self._files[1]),
-        }  # fmt: skip
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        self._running = int(self._answer()["pid"])
-        return self._running
+        return self._start({"words": words, "env": dict(env or {}), "before": before}, folder)
 
     def wait(self) -> Ended:
         """Wait for the command that was started."""
@@ -108,24 +174,44 @@ class ForkServer:
         self.start(words.split() if isinstance(words, str) else words, folder, env, before)
         return self.wait()
 
-    def close(self) -> None:
-        self._clear()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=30)
-        self.process.stdout.close()
+    def call(self, function: Callable[..., T], *arguments: object) -> T:
+        """Return what `function`, which must be importable, returns in a process of its own; what it raises is raised.
 
-    def _clear(self) -> None:
+        The process has one thread, so that it may fork, have mounts of its own and change its user.
+        """
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            packed = base64.b64encode(pickle.dumps((function, arguments))).decode()
+            request = {"words": [], "env": {}, "before": "", "function": packed, "result": str(folder / "result")}
+            self._start(request, folder)
+            ended = self.wait()
+            assert ended.code == 0, f"{function.__name__} ended with {ended.code}: {ended.out}{ended.err}"
+            value, error = pickle.loads((folder / "result").read_bytes())
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    def clear(self) -> None:
         """Kill the command of a test that failed before it waited: others wait for this server, too."""
-        if self._running is not None and self.process.poll() is None:
+        if self._running is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._running, signal.SIGKILL)
-            self._answer()
+            with suppress(AssertionError):
+                self._answer()
         self._running = None
 
+    def _start(self, request: dict[str, Any], folder: Path) -> int:
+        self.clear()
+        self._files = (folder / ".out", folder / ".err")
+        self._send(request | {"cwd": str(folder), "out": str(self._files[0]), "err": str(self._files[1])})
+        self._running = int(self._answer()["pid"])
+        return self._running
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        self.requests.write(json.dumps(request) + "\n")
+        self.requests.flush()
+
     def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.answers.readline()
         assert line, "the fork server died"
         return json.loads(line)

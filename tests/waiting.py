@@ -16,11 +16,13 @@ def wait_until(condition: Callable[[], Found], what: str = "", timeout_s: float 
     The limit only ends a test that would hang: no test passes or fails by how long something took.
     Raises AssertionError, with `what` was waited for, after `timeout_s` seconds.
     """
-    until = time.monotonic() + timeout_s
+    began = time.monotonic()
     while not (found := condition()):
-        if time.monotonic() > until:
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
             raise AssertionError(f"not within {timeout_s:.0f} s: {what or condition}")
-        time.sleep(0.01)  # lint-tests: sleep: between two looks; nothing is ordered by it
+        # The longer it has lasted, the rarer the looks, which take time from what is waited for.
+        time.sleep(min(0.005 + waited_s / 20, 0.2))  # lint-tests: sleep: between two looks; nothing is ordered by it
     return found
 
 

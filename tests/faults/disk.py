@@ -80,7 +80,7 @@ class Disk:
 def powered(path: Path, num_bytes: int = 64 << 20) -> Iterator[Disk]:
     """Give a disk to be formatted and mounted at the folder `path`, seen by this process and its children alone.
 
-    The process stays in a mount namespace of its own, so this is for a process apart.
+    The process stays in a mount namespace of its own, so this is for a process of its own.
     Raises OSError where the system does not let us.
     """
     if shutil.which("mkfs.ext4") is None:
@@ -95,7 +95,7 @@ def powered(path: Path, num_bytes: int = 64 << 20) -> Iterator[Disk]:
 
 
 def reason_against() -> str:
-    """Return why no disk can be had here; empty where it can. For a process apart."""
+    """Return why no disk can be had here; empty where it can. For a fork of the fork server."""
     if os.geteuid() != 0:
         return "needs root for mount and loop devices"
     path = Path("/tmp") if Path("/tmp").is_dir() else Path("/")

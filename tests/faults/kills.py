@@ -1,4 +1,4 @@
-"""Kill saving processes and whole runs at random events, and ask the oracle after each. For a process apart.
+"""Kill saving processes and whole runs at random events, and ask the oracle after each. For a fork of the fork server.
 
 A process kills itself at its n-th operation on files, or another kills it when it has heard of the n-th: no clock.
 """
@@ -22,7 +22,6 @@ from runner.durable import files
 from runner.durable.system import System
 from tests.faults import saver, whole_runs
 from tests.faults.power_cuts import CarelessOfAll
-from tests.warm import warm
 
 
 @dataclass
@@ -86,7 +85,6 @@ def _kill_once(root: Path, update: int, generator: random.Random) -> tuple[saver
 
 def kill_runs(folder: Path, count: int, seed: int, words: tuple[str, ...] = ()) -> Campaign:
     """Kill whole runs until `count` kills were made; each goes on with the same command, to the same end."""
-    warm()
     campaign = Campaign()
     words = (*whole_runs.WORDS, *words)
     straight = folder / "straight"

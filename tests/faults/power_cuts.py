@@ -1,4 +1,4 @@
-"""Cut the power of a saving process again and again, and ask the oracle after each cut. For a process apart."""
+"""Cut the power of a saving process again and again; ask the oracle each time. For forks of the fork server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ import torch
 from runner.durable.system import System
 from tests.faults import saver, whole_runs
 from tests.faults.disk import Disk, powered
-from tests.warm import warm
 
 CUTS_PER_DISK = 20
 DISKS = [
@@ -157,7 +156,6 @@ def _cut_and_kill(disk: Disk, pid: int, listener: saver.Listener) -> None:
 
 def cut_runs(count: int, seed: int) -> Campaign:
     """Cut the power of whole runs until it was cut `count` times; the same command then goes on to the same end."""
-    warm()
     campaign = Campaign()
     with (
         tempfile.TemporaryDirectory() as name,

@@ -600,10 +600,9 @@ def test_a_terminal_that_goes_away_is_a_request_to_save(
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[ForkServer]:
-    made = ForkServer()
-    yield made
-    made.close()
+def other(server: ForkServer) -> Iterator[ForkServer]:
+    with server.twin() as made:
+        yield made
 
 
 TOGETHER = """
@@ -631,7 +630,7 @@ def test_of_two_starts_at_the_same_moment_one_runs(
             one.start(words, folder, {**env, "READY": str(folder / "ready")}, TOGETHER)
         wait_until(lambda: all((folder / "ready").exists() for folder in folders))  # noqa: B023 - called here
         (place / "go").write_bytes(b"12")
-        outputs = {one.process.stdout: one for one in (server, other)}
+        outputs = {one.answers: one for one in (server, other)}
         ready, _, _ = select.select(list(outputs), [], [])
         lost = outputs[ready[0]]  # the one that runs is held until the other has ended
         ended = lost.wait()
@@ -690,10 +689,13 @@ NO_WANDB = {
 }
 
 
-def tracked(server: ForkServer, folder: Path, env: dict[str, str]) -> Ended:
+SOON_ALONE = "from runner.observe import trackers; trackers.LOCAL_LINGER_S = 3.0"  # of 60: it does not end before
+
+
+def tracked(server: ForkServer, folder: Path, env: dict[str, str], before: str = "") -> Ended:
     """Return how a run with wandb ended."""
     mark = uuid.uuid4().hex
-    ended = server.run([*BASE, "tracker=wandb"], folder, {"HOME": str(folder), MARK: mark, **env})
+    ended = server.run([*BASE, "tracker=wandb"], folder, {"HOME": str(folder), MARK: mark, **env}, before)
     wait_until(lambda: not marked(mark), "the process behind the tracker ends by itself")
     return ended
 
@@ -706,7 +708,7 @@ def test_a_wandb_that_cannot_be_imported_costs_no_row(
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "__init__.py").write_text(NO_WANDB[how])
     stop = {"ACT": "hang-up", "AT": "23"} if how == "hangs" else {}
-    ended = tracked(server, tmp_path, {"PYTHONPATH": f"{tmp_path}:{ROOT}", **stop})
+    ended = tracked(server, tmp_path, {"PYTHONPATH": f"{tmp_path}:{ROOT}", **stop}, SOON_ALONE if stop else "")
     must_be_told(ended, 75 if stop else 0)
     if stop:
         assert server.run(BASE, tmp_path).code == 0

@@ -23,10 +23,9 @@ from runner.base.configuration import GROUPS, Request, compose
 from runner.base.errors import AccelRunError, Exit, SecurityRefusal
 from runner.base.guarded_yaml import ENVIRONMENT, MAX_BYTES, read_guarded
 from runner.base.schema import read_functions
-from tests import forkserver
 from tests.faults import enemy
 from tests.faults.tallies import IS_LONG, SEED, Tally
-from tests.forkserver import ForkServer
+from tests.forkserver import Ended, ForkServer
 
 # ruff: noqa: E501 - tables of attacks
 
@@ -453,42 +452,35 @@ def watch(folder, report):
 """
 
 
-class WatchedServer(ForkServer):
-    """The fork server, whose children report what they must not do, and may take 2 GiB more of memory than it has."""
+class Watched:
+    """The fork server, whose commands report what they must not do, and may take 2 GiB more of memory than it has."""
 
-    def __init__(self) -> None:
-        mark = 'exec(request["before"], {})'
-        assert mark in forkserver.SERVER
-        program = WATCH + forkserver.SERVER.replace(
-            mark, mark + '; watch(request["cwd"], request["env"]["WATCH_REPORT"])'
-        )
-        before, forkserver.SERVER = forkserver.SERVER, program
-        try:
-            super().__init__()
-        finally:
-            forkserver.SERVER = before
+    def __init__(self, server: ForkServer) -> None:
+        self.server = server
 
+    def start(self, words: list[str], folder: Path, report: Path) -> int:
+        """Start a command that may change what is in `folder` alone."""
+        before = f"{WATCH}\nwatch({str(folder)!r}, {str(report)!r})"
+        return self.server.start(words, folder, {"XDG_CACHE_HOME": str(folder / ".cache")}, before)
 
-def reporting(folder: Path, report: Path) -> dict[str, str]:
-    """Return the environment of a command that may change what is in `folder` alone."""
-    return {"WATCH_REPORT": str(report), "XDG_CACHE_HOME": str(folder / ".cache")}
+    def run(self, words: list[str], folder: Path, report: Path) -> Ended:
+        self.start(words, folder, report)
+        return self.server.wait()
 
 
 @pytest.fixture(scope="module")
-def watched() -> Iterator[WatchedServer]:
-    made = WatchedServer()
-    yield made
-    made.close()
+def watched(server: ForkServer) -> Watched:
+    return Watched(server)
 
 
 @pytest.fixture(scope="module")
-def trained(watched: WatchedServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 updates with two checkpoints, which attacks are made on copies of."""
     folder = tmp_path_factory.mktemp("trained")
-    ended = watched.run(["train", *WORDS, "updates=6", "run=enemy"], folder, reporting(folder, folder / "seen"))
+    ended = watched.run(["train", *WORDS, "updates=6", "run=enemy"], folder, folder / "seen")
     assert ended.code == 0, ended.err
     assert (folder / "seen").read_text() == "", "the hook reports what every run does"
-    assert watched.run(COMMANDS["export"], folder, reporting(folder, folder / "seen")).code == 0
+    assert watched.run(COMMANDS["export"], folder, folder / "seen").code == 0
     assert (folder / "seen").read_text() == "", "the hook reports what every export does"
     return folder / "outputs" / "enemy"
 
@@ -500,7 +492,7 @@ def snapshot_of(folder: Path) -> list[tuple[str, int, bytes]]:
     ]
 
 
-def test_the_watch_sees_what_it_is_for(watched: WatchedServer, tmp_path: Path) -> None:
+def test_the_watch_sees_what_it_is_for(watched: Watched, tmp_path: Path) -> None:
     evil = tmp_path / "inside"
     evil.mkdir()
     (evil / "evil.py").write_text(
@@ -510,14 +502,14 @@ def test_the_watch_sees_what_it_is_for(watched: WatchedServer, tmp_path: Path) -
         "from runner import Task\n\ndef build() -> Task: ...\n"
     )
     report = tmp_path / "seen"
-    watched.run(["train", "--task", "evil.py", "device=cpu", "updates=1"], evil, reporting(evil, report))
+    watched.run(["train", "--task", "evil.py", "device=cpu", "updates=1"], evil, report)
     seen = report.read_text()
     for event in ("open", "subprocess.Popen", "os.rename", "exec", "pickle.find_class"):
         assert f"\n{event} " in f"\n{seen}", (event, seen)
 
 
 def test_a_hostile_run_ends_every_command_in_words(
-    watched: WatchedServer, trained: Path, tmp_path: Path, amount: Callable[[int, int], int], seed: int, tally: Tally
+    watched: Watched, trained: Path, tmp_path: Path, amount: Callable[[int, int], int], seed: int, tally: Tally
 ) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -536,10 +528,10 @@ def test_a_hostile_run_ends_every_command_in_words(
             shutil.rmtree(folder)
             continue
         report = tmp_path / "seen"
-        pid = watched.start(COMMANDS[command], folder, reporting(folder, report))
+        pid = watched.start(COMMANDS[command], folder, report)
         alarm = threading.Timer(120.0, os.kill, (pid, 9))  # ends what waits for ever, and so with another code
         alarm.start()
-        ended = watched.wait()
+        ended = watched.server.wait()
         alarm.cancel()
         told = f"{command}, {name}: exit {ended.code}\n{ended.out[-500:]}\n{ended.err[-3000:]}"
         assert ended.code in DOCUMENTED, told

@@ -12,23 +12,27 @@ from pathlib import Path
 import pytest
 
 from tests.faults import kills
-from tests.faults.apart import apart
 from tests.faults.tallies import Tally
+from tests.forkserver import ForkServer
 
 Amount = Callable[[int, int], int]
 
 
-def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, amount: Amount, seed: int, tally: Tally) -> None:
+def test_what_was_acknowledged_survives_a_kill(
+    server: ForkServer, tmp_path: Path, amount: Amount, seed: int, tally: Tally
+) -> None:
     count = amount(40, 10_000)
-    campaign = apart(kills.kill_saves, tmp_path, count, seed)
+    campaign = server.call(kills.kill_saves, tmp_path, count, seed)
     tally.tried += campaign.kills
     tally.notes |= {"inside a save": campaign.inside, "saves": campaign.saves}
     assert campaign.kills == count
     assert not campaign.bad, "\n".join(campaign.bad)
 
 
-def test_torch_save_does_not_survive_a_kill(tmp_path: Path, amount: Amount, seed: int, tally: Tally) -> None:
-    campaign = apart(kills.kill_in_place, tmp_path, amount(3, 20), seed)
+def test_torch_save_does_not_survive_a_kill(
+    server: ForkServer, tmp_path: Path, amount: Amount, seed: int, tally: Tally
+) -> None:
+    campaign = server.call(kills.kill_in_place, tmp_path, amount(3, 20), seed)
     tally.tried += campaign.kills
     tally.notes["caught"] = len(campaign.bad)
     assert len(campaign.bad) == campaign.kills, f"only {campaign.bad}"
@@ -40,10 +44,10 @@ def test_torch_save_does_not_survive_a_kill(tmp_path: Path, amount: Amount, seed
     ids=["alone", "workers"],
 )
 def test_a_run_that_is_killed_again_and_again_ends_bit_identical(
-    words: tuple[str, ...], share: float, tmp_path: Path, amount: Amount, seed: int, tally: Tally
+    words: tuple[str, ...], share: float, server: ForkServer, tmp_path: Path, amount: Amount, seed: int, tally: Tally
 ) -> None:
     count = round(share * amount(4, 1000))
-    campaign = apart(kills.kill_runs, tmp_path, count, seed, words)
+    campaign = server.call(kills.kill_runs, tmp_path, count, seed, words)
     tally.tried += campaign.kills
     tally.notes |= {"runs": campaign.runs, **{f"by {kind}": number for kind, number in campaign.moments.items()}}
     assert campaign.kills >= count

@@ -11,16 +11,16 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults import power_cuts
-from tests.faults.apart import apart
 from tests.faults.disk import reason_against
 from tests.faults.tallies import Tally
+from tests.forkserver import ForkServer
 
 Amount = Callable[[int, int], int]
 
 
 @pytest.fixture(scope="module")
-def why_not() -> str:
-    return apart(reason_against)
+def why_not(server: ForkServer) -> str:
+    return server.call(reason_against)
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def count(amount: Amount, tally: Tally, why_not: str) -> int:
     return wanted
 
 
-def test_what_was_acknowledged_survives_a_power_cut(count: int, seed: int, tally: Tally) -> None:
-    campaign = apart(power_cuts.cut_saves, count, seed)
+def test_what_was_acknowledged_survives_a_power_cut(count: int, server: ForkServer, seed: int, tally: Tally) -> None:
+    campaign = server.call(power_cuts.cut_saves, count, seed)
     tally.tried += campaign.cuts
     tally.notes |= {
         "inside a save": campaign.inside, "saves": campaign.saves,
@@ -44,12 +44,14 @@ def test_what_was_acknowledged_survives_a_power_cut(count: int, seed: int, tally
     assert not campaign.lost, "\n".join(campaign.lost)
 
 
-def test_a_run_that_loses_power_ends_bit_identical(amount: Amount, seed: int, tally: Tally, why_not: str) -> None:
+def test_a_run_that_loses_power_ends_bit_identical(
+    server: ForkServer, amount: Amount, seed: int, tally: Tally, why_not: str
+) -> None:
     count = amount(1, 300)
     if why_not:
         tally.skip(why_not, count)
         pytest.skip(why_not)
-    campaign = apart(power_cuts.cut_runs, count, seed)
+    campaign = server.call(power_cuts.cut_runs, count, seed)
     tally.tried += campaign.cuts
     tally.notes["at an operation"] = campaign.inside
     assert not campaign.lost, "\n".join(campaign.lost)
@@ -57,12 +59,12 @@ def test_a_run_that_loses_power_ends_bit_identical(amount: Amount, seed: int, ta
 
 @pytest.mark.parametrize("careless", [name for name in power_cuts.SYSTEMS if name != "real"])
 def test_a_save_that_does_not_wait_for_the_disk_is_caught(
-    careless: str, amount: Amount, seed: int, tally: Tally, why_not: str
+    careless: str, server: ForkServer, amount: Amount, seed: int, tally: Tally, why_not: str
 ) -> None:
     if why_not:
         pytest.skip(why_not)
     num_lost = amount(1, 5)
-    campaign = apart(power_cuts.cut_saves, 40, seed, careless, num_lost)
+    campaign = server.call(power_cuts.cut_saves, 40, seed, careless, num_lost)
     tally.tried += campaign.cuts
     tally.notes["caught"] = len(campaign.lost)
     assert len(campaign.lost) == num_lost, f"{careless}: only {campaign.lost}"
@@ -70,11 +72,11 @@ def test_a_save_that_does_not_wait_for_the_disk_is_caught(
 
 @pytest.mark.parametrize("write", [power_cuts.in_place, power_cuts.renamed], ids=["in place", "renamed"])
 def test_torch_save_is_caught(
-    write: Callable[..., None], amount: Amount, seed: int, tally: Tally, why_not: str
+    write: Callable[..., None], server: ForkServer, amount: Amount, seed: int, tally: Tally, why_not: str
 ) -> None:
     if why_not:
         pytest.skip(why_not)
-    campaign = apart(power_cuts.cut_saves_in_place, amount(3, 20), seed, write)
+    campaign = server.call(power_cuts.cut_saves_in_place, amount(3, 20), seed, write)
     tally.tried += campaign.cuts
     tally.notes["caught"] = len(campaign.lost)
     assert campaign.lost, "nothing was lost"

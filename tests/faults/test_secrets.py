@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -108,16 +108,6 @@ def canaries(variables: dict[str, str], texts: dict[str, list[str]]) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def open_handed() -> Iterator[ForkServer]:
-    """Commands of a person whose umask keeps nobody out."""
-    before = os.umask(0)
-    made = ForkServer()
-    os.umask(before)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, canaries: dict[str, str]) -> Path:
     folder = tmp_path_factory.mktemp("home")
     (folder / ".netrc").write_text(f"machine api.wandb.ai login user password {canaries['netrc']}\n")
@@ -170,9 +160,9 @@ SLOW = (1, 7, 8)  # one of them by the seed in the short form
 
 @pytest.fixture(scope="module")
 def told(
-    open_handed: ForkServer, folder: Path, home: Path, variables: dict[str, str]
+    server: ForkServer, folder: Path, home: Path, variables: dict[str, str]
 ) -> tuple[list[tuple[str, Ended]], dict[int, tuple[str, str]]]:
-    """All commands were run: what each said, and what was started on the way."""
+    """All commands were run by a person whose umask keeps nobody out: what each said, and what it started."""
     env = {**variables, "HOME": str(home), "NETRC": str(home / ".netrc")}
     found, seen = [], {}
     left_out = () if IS_LONG else random.Random(f"{SEED} commands").sample(SLOW, len(SLOW) - 1)
@@ -180,11 +170,11 @@ def told(
     failing = "train --task mine.py run=c updates=4 tracker=none dataloader.num_workers=1"
     for words, more in [*((words, {}) for words in chosen), (failing, {"FAIL": "1"}), ("status c", {})]:
         on_cpu = ["device=cpu", "monitor=off"] if words.startswith(("train", "inference")) else []
-        pid = open_handed.start([*words.split(), *on_cpu], folder, {**env, **more})
+        pid = server.start([*words.split(), *on_cpu], folder, {**env, **more}, "import os; os.umask(0)")
         ended = threading.Event()
         watch = threading.Thread(target=families, args=(pid, seen, ended))
         watch.start()
-        said = open_handed.wait()
+        said = server.wait()
         ended.set()
         watch.join()
         assert said.code == (70 if more else 0), (words, said)
@@ -296,10 +286,10 @@ TYPED = (
     ],
 )
 def test_a_secret_that_is_typed_is_refused_and_not_repeated(
-    open_handed: ForkServer, tmp_path: Path, command: str, tally: Tally
+    server: ForkServer, tmp_path: Path, command: str, tally: Tally
 ) -> None:
     for typed in TYPED if command in ("train", "") else TYPED[:3]:
-        ended = open_handed.run(f"{command} {typed}", tmp_path)
+        ended = server.run(f"{command} {typed}", tmp_path)
         assert ended.code == 78, (typed, ended)
         assert SECRET not in ended.out + ended.err, (typed, ended)
         if not typed.startswith("{"):
@@ -310,21 +300,21 @@ def test_a_secret_that_is_typed_is_refused_and_not_repeated(
 
 
 def test_a_secret_is_refused_in_the_words_to_type(
-    open_handed: ForkServer, tmp_path: Path, screen: Callable[..., None]
+    server: ForkServer, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
-    ended = open_handed.run(f"train +tracker.api_key={SECRET}", tmp_path)
+    ended = server.run(f"train +tracker.api_key={SECRET}", tmp_path)
     assert ended.code == 78
     screen(ended.err)
 
 
-def test_a_secret_in_the_settings_of_a_task_is_refused(open_handed: ForkServer, tmp_path: Path) -> None:
+def test_a_secret_in_the_settings_of_a_task_is_refused(server: ForkServer, tmp_path: Path) -> None:
     source = (
         TASK.read_text()
         .replace('"optimizer.lr": 0.01', f'"task.api_key": "{SECRET}"')
         .replace("hidden: int = 8", "hidden: int = 8, api_key: str = ''")
     )
     (tmp_path / "mine.py").write_text(source)
-    ended = open_handed.run("plan --task mine.py", tmp_path)
+    ended = server.run("plan --task mine.py", tmp_path)
     assert ended.code == 78
     assert SECRET not in ended.out + ended.err
     assert "task.api_key" in ended.err
@@ -339,25 +329,25 @@ def test_a_secret_in_the_settings_of_a_task_is_refused(open_handed: ForkServer, 
      "monitor key=X", "status pwd=X", "runs pwd=X", "doctor pwd=X", "tune pwd=X", "search seed=1,2 pwd=X"],
 )  # fmt: skip
 def test_the_value_of_an_unknown_key_that_may_be_a_secret_is_not_repeated(
-    words: str, value: str, open_handed: ForkServer, tmp_path: Path
+    words: str, value: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    ended = open_handed.run(words.replace("X", value), tmp_path)
+    ended = server.run(words.replace("X", value), tmp_path)
     assert ended.code == 78, ended
     assert not re.search(rf"(?<!\w){value}(?!\w)", ended.out + ended.err), ended
 
 
-def test_a_random_value_of_an_unknown_key_is_not_repeated(open_handed: ForkServer, tmp_path: Path) -> None:
+def test_a_random_value_of_an_unknown_key_is_not_repeated(server: ForkServer, tmp_path: Path) -> None:
     value = "0123456789abcdef0123456789abcdef01234567"
     for key in ("task.seed_of_all", "nothing", "optimizer.foo"):
-        ended = open_handed.run(f"plan {key}={value}", tmp_path)
+        ended = server.run(f"plan {key}={value}", tmp_path)
         assert ended.code == 78
         assert key in ended.err
         assert value not in ended.err
 
 
-def test_an_unknown_key_of_a_task_is_answered_with_its_keys(open_handed: ForkServer, tmp_path: Path) -> None:
+def test_an_unknown_key_of_a_task_is_answered_with_its_keys(server: ForkServer, tmp_path: Path) -> None:
     for key in ("task.pwd", "task.hiden"):
-        ended = open_handed.run(f"plan --task {TASK} {key}=x", tmp_path)
+        ended = server.run(f"plan --task {TASK} {key}=x", tmp_path)
         assert ended.code == 78
         assert "task.hidden" in ended.err
         assert "environment" in ended.err or key == "task.hiden"
@@ -434,13 +424,13 @@ def test_messages_neither_show_secrets_nor_steer_the_terminal(monkeypatch: pytes
     }
 
 
-def test_a_configuration_does_not_steer_the_terminal(open_handed: ForkServer, tmp_path: Path) -> None:
+def test_a_configuration_does_not_steer_the_terminal(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     (tmp_path / "conf" / "hardware" / "mine.yaml").write_text(
         '# @package _global_\ndata: {path: "\\e[2Jgone"}\nhardware: {title: "\\e]0;evil\\a", devices: []}\n'
     )
     for words in ("plan", "explain data.path", "train data.train_samples=-1"):
-        ended = open_handed.run(f"{words} --config-dir conf hardware=mine", tmp_path)
+        ended = server.run(f"{words} --config-dir conf hardware=mine", tmp_path)
         assert "\x1b" not in ended.out + ended.err, words
         assert "\x07" not in ended.out + ended.err, words
 
@@ -481,27 +471,27 @@ def test_what_has_the_shape_of_a_secret_is_hidden_in_messages(text: str) -> None
 @pytest.mark.parametrize(
     "where", ["def build(*, api_key: str = SECRET, ", "def predict(self, model, generator, *, hf_token: str = SECRET, "]
 )
-def test_a_secret_that_is_a_default_of_a_task_is_refused(open_handed: ForkServer, tmp_path: Path, where: str) -> None:
+def test_a_secret_that_is_a_default_of_a_task_is_refused(server: ForkServer, tmp_path: Path, where: str) -> None:
     lead = where.partition("*,")[0] + "*, "
     assert lead in TASK.read_text()
     (tmp_path / "mine.py").write_text(TASK.read_text().replace(lead, where.replace("SECRET", repr(SECRET))))
     for command in ("plan", "train"):
-        ended = open_handed.run(f"{command} --task mine.py device=cpu updates=1 run=a", tmp_path)
+        ended = server.run(f"{command} --task mine.py device=cpu updates=1 run=a", tmp_path)
         assert ended.code == 78, ended
         assert "is a secret" in ended.err
         assert SECRET not in ended.out + ended.err
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_secret_that_comes_by_reference_is_refused(open_handed: ForkServer, tmp_path: Path) -> None:
+def test_a_secret_that_comes_by_reference_is_refused(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     text = "# @package _global_\ndata: {path: '${oc.env:DATA}'}\nhardware: {title: x, devices: []}\n"
     (tmp_path / "conf" / "hardware" / "mine.yaml").write_text(text)
     words = f"plan --task {TASK} --config-dir conf hardware=mine"
-    ended = open_handed.run(words, tmp_path, {"DATA": f"https://me:{SECRET}@host/x"})
+    ended = server.run(words, tmp_path, {"DATA": f"https://me:{SECRET}@host/x"})
     assert (ended.code, "data.path: " in ended.err) == (78, True), ended
     assert SECRET not in ended.out + ended.err
-    assert open_handed.run(words, tmp_path, {"DATA": "/data"}).code == 0
+    assert server.run(words, tmp_path, {"DATA": "/data"}).code == 0
 
 
 def test_what_is_known_as_a_secret_is_what_is_replaced() -> None:
@@ -620,7 +610,7 @@ def test_what_is_no_word_is_refused_where_it_is_typed(value: str, monkeypatch: p
     assert value not in redacted(f"task.model={value}")
 
 
-def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(open_handed: ForkServer, tmp_path: Path) -> None:
+def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(server: ForkServer, tmp_path: Path) -> None:
     """Also where its run is resumed; another value of the same kind is still refused."""
     option, choice = "rtx3050ti_4gb", "vit_base_patch16_224"
     source = (
@@ -637,15 +627,15 @@ def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(open_handed: 
         "inference a",
         "status a",
     ):
-        ended = open_handed.run(words, tmp_path, env)
+        ended = server.run(words, tmp_path, env)
         assert ended.code == 0, ended.err
         assert choice not in ended.out + ended.err
     told = json.loads((tmp_path / "outputs" / "a" / "run.json").read_text())
     assert f"task.model={choice}" in told["overrides"]
     other = {"DB_PASSWORD": "vit_large_patch16_224"}
     words = f"plan --task mine.py task.model={choice}"
-    assert open_handed.run(words, tmp_path, other).code == 0
-    ended = open_handed.run("plan --task mine.py data.path=vit_large_patch16_224", tmp_path, other)
+    assert server.run(words, tmp_path, other).code == 0
+    ended = server.run("plan --task mine.py data.path=vit_large_patch16_224", tmp_path, other)
     assert ended.code == 78
     assert "is a secret" in ended.err
 
@@ -732,9 +722,7 @@ def test_a_text_file_of_a_run_holds_no_secret_whoever_writes_it(
         assert json.loads(kept)["update"] == 1
 
 
-def test_a_run_keeps_compiled_code_where_nobody_else_can_put_some_first(
-    open_handed: ForkServer, tmp_path: Path
-) -> None:
+def test_a_run_keeps_compiled_code_where_nobody_else_can_put_some_first(server: ForkServer, tmp_path: Path) -> None:
     source = TASK.read_text().replace("def build(", "import os\n\n\ndef build(", 1)
     shown = 'print("kept in", os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"])'
     (tmp_path / "mine.py").write_text(
@@ -742,7 +730,7 @@ def test_a_run_keeps_compiled_code_where_nobody_else_can_put_some_first(
     )
     (tmp_path / "cache").mkdir(mode=0o700)
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": ""}
-    ended = open_handed.run("train --task mine.py updates=1 device=cpu monitor=off run=a", tmp_path, environment)
+    ended = server.run("train --task mine.py updates=1 device=cpu monitor=off run=a", tmp_path, environment)
     assert ended.code == 0, ended
     places = [line.split()[2:] for line in ended.out.splitlines() if line.startswith("kept in")]
     assert [len(line) for line in places] == [2]

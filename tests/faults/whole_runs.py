@@ -1,6 +1,6 @@
 """Whole runs of accel-run in forked processes, ended at random, and what must hold when they are through.
 
-For a process apart, which is warm.
+For a fork of the fork server.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 from runner.durable import checkpoint, files
 from runner.durable.system import System
+from tests.composed import composed
 from tests.faults import saver
 from tests.waiting import wait_until
 
@@ -115,6 +116,7 @@ def run(
         (output.with_suffix(".operations")).write_text(str(system.count))
         os._exit(code)
 
+    composed().answer()
     pid, listener = saver.start(work, System(), before)
     pids = (pid,)
     if end.heard is not None:
