@@ -132,7 +132,7 @@ class PipelineParallel(nn.Module):
         self.bytes_per_parameter = bytes_per_parameter
         if balance == "time" and split is None and example is None:
             what = "must be the inputs of one call, by which layers are timed for balance='time', but is None"
-            raise ConfigError(Problem(what, "example", "say example=(x,) with a whole batch, or balance='memory'"))
+            raise ConfigError(Problem(what, "example", "use example=(x,) with a whole batch, or balance='memory'"))
         parts = _layers(model, layers)
         if parts is None:
             raise ConfigError(_without_layers(model))
@@ -232,7 +232,7 @@ class PipelineParallel(nn.Module):
             what = f"must be given at least num_microbatches ({self.num_microbatches}) samples, but has {size}"
             if len(set(sizes)) > 1:
                 what = f"must be given tensors of one number of samples, but they have {', '.join(map(str, sizes))}"
-            fix = f"say num_microbatches={size}" if size else "give it a batch"
+            fix = f"use num_microbatches={size}" if size else "give it a batch"
             raise ConfigError(Problem(what, "PipelineParallel", fix))
         stops = [size * number // self.num_microbatches for number in range(self.num_microbatches + 1)]
         return [_part(slice(start, stop), inputs, named) for start, stop in pairwise(stops)]
@@ -424,7 +424,7 @@ def _needed_bytes(model: nn.Module, example: Sequence[Any] | None, bytes_per_par
 def _replicated(model: nn.Module, place: torch.device, need: int, limit: int) -> Chosen:
     if need > limit:
         what = f"the model needs {_size(need)}, but {place} has room for {_size(limit)}"
-        raise ConfigError(Problem(what, "", "say accel-run train parallelism=pipeline, or parallelism=fsdp"))
+        raise ConfigError(Problem(what, "", "use accel-run train parallelism=pipeline, or parallelism=fsdp"))
     wrapped = nn.parallel.DistributedDataParallel(model.to(place))
     reason = (
         f"{dist.get_world_size()} processes; the model needs {_size(need)}, and {place} has room for {_size(limit)}"
@@ -474,7 +474,7 @@ def _without_layers(model: nn.Module) -> Problem:
     return Problem(
         f"the layers of a {type(model).__name__} are not known, only those of an nn.Sequential",
         "layers",
-        "say layers=[...], modules whose composition is the model",
+        "use layers=[...], modules whose composition is the model",
     )
 
 

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         parsed = _parser().parse_args(given[: given.index("--")] if "--" in given else given)
         if words and not parsed.commits:
-            raise UsageError("settings are of a training, and runs are trained already", fix="say --commits A B")
+            raise UsageError("settings are of a training, and runs are trained already", fix="use --commits A B")
         one, other = parsed.one, parsed.other
         if not parsed.commits:
             return _shown(read(RunDirectory.find(OUTPUTS, one)), read(RunDirectory.find(OUTPUTS, other)))

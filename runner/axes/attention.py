@@ -184,7 +184,7 @@ def _prefer(name: str, kernel: SDPBackend, device: torch.device, strict: bool) -
     if reason and strict:
         raise ConfigError(
             Problem(
-                f"{name} cannot run: {reason}", f"attention={name}", "say attention=auto, or attention.strict=false"
+                f"{name} cannot run: {reason}", f"attention={name}", "use attention=auto, or attention.strict=false"
             )
         )
     if reason:

@@ -147,23 +147,23 @@ def _check_compiler(device: torch.device, backend: str) -> None:
         problem = Problem(
             f"compiling for the CPU needs the C++ compiler {_cpp_compiler()}, but it is not installed",
             "compile",
-            "apt install g++, set CXX, or say compile=off",
+            "apt install g++, set CXX, or use compile=off",
         )
     elif device.type == "cuda" and find_spec("triton") is None:
-        problem = Problem("compiling for CUDA needs Triton", "compile", "pip install triton, or say compile=off")
+        problem = Problem("compiling for CUDA needs Triton", "compile", "pip install triton, or use compile=off")
     elif device.type == "cuda" and not (_c_compiler() and _python_header().is_file()):
         missing = "a C compiler (gcc or clang)" if not _c_compiler() else f"the header {_python_header()}"
         problem = Problem(
             f"compiling for CUDA needs {missing}: Triton builds a launcher for each kernel",
             "compile",
-            "apt install gcc python3-dev, or say compile=off",
+            "apt install gcc python3-dev, or use compile=off",
         )
     elif (capability := accelerator_of(device).capability()) is not None and capability < (7, 0):
         major, minor = capability
         problem = Problem(
             f"compiling for CUDA needs compute capability 7.0, but {device} has {major}.{minor}",
             "compile",
-            "say compile=off",
+            "use compile=off",
         )
     else:
         return

@@ -387,7 +387,7 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
                 raise _changing("they are made with random numbers", where)
     if any(part.bad for part in parts):
         bad = [index for part in parts for index, _ in part.bad]
-        fix = "say dataloader.cache=none, or take them out of the data set"
+        fix = "use dataloader.cache=none, or take them out of the data set"
         raise DataError(f"bad samples cannot be kept: {bad}", where=f"dataloader.cache={where}", fix=fix)
     try:
         whole = _join([part.batch for part in parts])
@@ -395,7 +395,7 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
         raise DataError(
             f"the samples have no common shape: {error}",
             where=f"dataloader.cache={where}",
-            fix="say dataloader.cache=none",
+            fix="use dataloader.cache=none",
         ) from error
     kept = _Kept(map_tensors(lambda tensor: tensor.to(device), whole) if where == "device" else whole, len(fetcher))
     of_kept = Fetcher(kept, _as_it_is, bad_samples="stop")

@@ -140,7 +140,7 @@ def budget(
     unknown = [number for number in recompute if not 0 <= number < len(blocks)] if recompute != "auto" else []
     if unknown:
         what = f"names block {unknown[0]}, but the task has {len(blocks)}, counted from 0"
-        raise ConfigError(Problem(what, "memory.recompute", "say memory.recompute=auto"))
+        raise ConfigError(Problem(what, "memory.recompute", "use memory.recompute=auto"))
     chosen = list(blocks) if recompute == "auto" else [blocks[number] for number in recompute]
     for block in chosen:
         _checkpoint_forward(block)

@@ -152,7 +152,7 @@ def adamw8bit(
         Problem(
             f"no library for 8-bit states can be used ({'; '.join(refusals)})",
             "optimizer=adamw8bit",
-            f"pip install {chosen[0]}, or say optimizer=adamw",
+            f"pip install {chosen[0]}, or use optimizer=adamw",
         )
     )
 
@@ -268,7 +268,7 @@ def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapp
         raise IncompatibleResume(
             f"the checkpoint's optimizer is {rest['optimizer']}, but this run's is {_kind(optimizer)}",
             where="optimizer",
-            fix="resume with the optimizer it was saved with, or say resume=fresh",
+            fix="resume with the optimizer it was saved with, or use resume=fresh",
         )
     numbers: Mapping[str, float] = rest["numbers"]
     unused = {*tensors, *numbers}
@@ -294,7 +294,7 @@ def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapp
         raise IncompatibleResume(
             f"the checkpoint's optimizer state does not fit: {shortened(problems, 3, '; ')}",
             where="optimizer",
-            fix="resume with the model and optimizer it was saved with, or say resume=fresh",
+            fix="resume with the model and optimizer it was saved with, or use resume=fresh",
         )
     optimizer.state.clear()
     optimizer.state.update(restored)
@@ -361,7 +361,7 @@ def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = T
     obstacle = _fused_obstacle(parameters, takes_shards=takes_shards)
     if kernel == "fused" and obstacle:
         raise ConfigError(
-            Problem(f"the fused kernel cannot work: {obstacle}", "optimizer.kernel", "say optimizer.kernel=auto")
+            Problem(f"the fused kernel cannot work: {obstacle}", "optimizer.kernel", "use optimizer.kernel=auto")
         )
     if kernel == "auto":
         kernel = "foreach" if obstacle else "fused"
@@ -398,7 +398,7 @@ def _bitsandbytes(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
         # bitsandbytes does this at its first step, after it has laid out the state for the old strides
         warnings.warn(
             f"bitsandbytes keeps parameters contiguous: channels_last is undone for {len(strided)} of them; "
-            "say memory.channels_last=false",
+            "use memory.channels_last=false",
             stacklevel=3,
         )
         for parameter in strided:

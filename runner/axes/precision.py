@@ -185,7 +185,7 @@ class ScaledHalf(Precision):
                     f"{self._in_a_row} updates in a row were skipped for float16 overflowed, the loss scale is"
                     f" {self.scaler.get_scale():g}, and the gradients are not finite",
                     late=True,
-                    fix="say precision=fp32 or bf16, or lower optimizer.lr; how many may be: precision.max_skips",
+                    fix="use precision=fp32 or bf16, or lower optimizer.lr; how many may be: precision.max_skips",
                 )
         return self._skipped
 
@@ -196,7 +196,7 @@ class ScaledHalf(Precision):
             raise NumericError(
                 f"{low}: gradients overflow at every scale",
                 where="precision=fp16",
-                fix="say precision=fp32 or bf16, or lower optimizer.lr",
+                fix="use precision=fp32 or bf16, or lower optimizer.lr",
             )
         return {"precision/loss_scale": scale, "precision/skipped_updates": float(self.num_skipped())}
 

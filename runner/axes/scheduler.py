@@ -42,7 +42,7 @@ class Schedule:
             raise IncompatibleResume(
                 f"the state of this run's schedule is {wanted}, but the checkpoint has {kept}",
                 where="scheduler",
-                fix="resume with the scheduler it was saved with, or say resume=fresh",
+                fix="resume with the scheduler it was saved with, or use resume=fresh",
             )
 
 

@@ -280,7 +280,7 @@ def word_of(key: str, text: str) -> str:
 def _require_paths(request: Request) -> None:
     if request.task_file and not request.task_file.is_file():
         file = request.task_file.with_suffix(".py")
-        fix = f"say --task {file}" if file.is_file() else f"make it: accel-run new {file}"
+        fix = f"use --task {file}" if file.is_file() else f"make it: accel-run new {file}"
         raise InputMissing(f"{request.task_file} does not exist", where="--task", fix=fix)
     if request.config_dir and not request.config_dir.is_dir():
         raise InputMissing(
@@ -310,7 +310,7 @@ def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], li
         except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of 5,000 digits
             if _HALF_A_LIST.search(word):
                 what = "has nothing where a value of its list should be"
-                problems.append(Problem(what, word, "say key=1,2, or choice(1,2)"))
+                problems.append(Problem(what, word, "use key=1,2, or choice(1,2)"))
                 continue
             near = _nearly(word, request.own_keys) if len(problems) < MAX_HINTS else ""
             problems.append(Problem(f"cannot be read: {_why_unread(word, error)}", word, near or _readable_word(word)))
@@ -342,10 +342,10 @@ def _no_sweep(word: str, own_keys: tuple[str, ...]) -> str:
     if name not in GROUPS and name not in _all_keys():
         return _meant(name, value, own_keys)
     if re.fullmatch(r"\d{1,3}(,\d{3})+", value) or name == "device":  # 1,000
-        said = fix_of_value(name, value) or f"say {_accepted(name, value)}"
+        said = fix_of_value(name, value) or f"use {_accepted(name, value)}"
         return said if "," not in said or name == "device" else ""
     is_list = name in _all_keys() and _is_accepted(f"{name}=[{value}]")
-    return f"say {name}=[{value}]" if is_list else ""
+    return f"use {name}=[{value}]" if is_list else ""
 
 
 def _why_unread(word: str, error: BaseException) -> str:
@@ -392,19 +392,19 @@ _HALF_A_LIST = re.compile(r"=\s*,|,\s*,|,\s*$|=\s*(choice|range|interval|glob)\(
 def _readable_word(word: str) -> str:
     """Return what to say instead of a word that cannot be read."""
     if items := re.fullmatch(r"([\w.]+)=\(([\w.,+-]*)\)", word):  # a tuple of Python
-        return f"say {items[1]}=[{items[2]}]"
+        return f"use {items[1]}=[{items[2]}]"
     key, _, value = word.partition("=")
     if key in _all_keys():
         listed = f"{key}=[{value.strip('[](){} ')}]"
         if _is_accepted(listed):
-            return f"say {listed}"
+            return f"use {listed}"
     if between := re.fullmatch(r"[+]{0,2}([\w.]+)=(\w*log\w*|uniform)\((.*)\)", word):
         kind = "interval" if between[2] == "uniform" else "log"
         return f"accel-run search '{between[1]}={kind}({between[3]})' finds the best between two numbers"
     if _may_be_quoted(word):
         return f"quote it: '{_quoted(word)}'"
     text = value.strip("\"'")
-    return f"say {_accepted(key, text)}"
+    return f"use {_accepted(key, text)}"
 
 
 def _may_be_quoted(word: str) -> bool:
@@ -480,37 +480,37 @@ def proper_word(key: str, value: str, own_keys: tuple[str, ...] = ()) -> str:
     """Return what to type instead of what was typed; what it suggests is accepted."""
     name, value = readable(key, MAX_SHOWN).replace("-", "_"), readable(value, MAX_SHOWN)
     if name == "resume":
-        return fix_of_key("resume_from", value) if "." in value else f"say accel-run resume {value}".rstrip()
+        return fix_of_key("resume_from", value) if "." in value else f"use accel-run resume {value}".rstrip()
     if said := _meant(name, value, own_keys):
         return said
     if name == "checkpoint" and value:  # a folder or a file, as --checkpoint of other tools is given
-        return fix_of_option("checkpoint", value) or acceptable(f"say checkpoint={value}")
+        return fix_of_option("checkpoint", value) or acceptable(f"use checkpoint={value}")
     if name in GROUPS and value.lower() in ("", "true"):  # a switch elsewhere
-        return fix_of_option(name, "true") or f"say {name}=NAME, one of {', '.join(options_of(name))}"
+        return fix_of_option(name, "true") or f"use {name}=NAME, one of {', '.join(options_of(name))}"
     near = name if name in GROUPS else nearest(name, [*GROUPS, *own_keys, *_plain_keys()], cutoff=0.7)
     is_meant = near == name or near in GROUPS or near in own_keys or _is_accepted(f"{near}={value or 'true'}")
     if near is None or not (is_meant or near.rpartition(".")[2] == name.rpartition(".")[2]):
         return SHOWN_BY  # a value that does not fit shows that something else was meant
-    return acceptable(f"say {near}={value or '...'}", own_keys)
+    return acceptable(f"use {near}={value or '...'}", own_keys)
 
 
 def _meant(name: str, value: str, own_keys: tuple[str, ...]) -> str:
     """Return what to say instead of a key of another tool, or of one of ours in a group of another tool."""
     if name.lower() in own_keys:
-        return f"say {name.lower()}={value or '...'}" if name not in own_keys else ""
+        return f"use {name.lower()}={value or '...'}" if name not in own_keys else ""
     is_batch, of_prediction = _NAMES_A_BATCH.search(name), [own for own in own_keys if own.startswith("inference.")]
     if (own := f"inference.{'batch_size' if is_batch else name.lower()}") in of_prediction:
-        return f"say {own}={value or '...'}"
+        return f"use {own}={value or '...'}"
     if is_batch and of_prediction:
         return f"the task's prediction has no batch size; it has {', '.join(of_prediction)}"
     if said := fix_of_key(name, value):
         parts = name.lower().split("_")
         if len(parts) == 2 and (own := next((each for each in own_keys if each in parts), "")):
-            return f"say {own}={value or '...'}"  # batch_size in benchmark, which has batch
+            return f"use {own}={value or '...'}"  # batch_size in benchmark, which has batch
         return acceptable(said, own_keys)
     for own in own_names(name):
         if own != name and (own in GROUPS or own in _all_keys()):
-            return acceptable(f"say {own}={value or '...'}", own_keys)
+            return acceptable(f"use {own}={value or '...'}", own_keys)
     return ""
 
 
@@ -552,7 +552,7 @@ def _accepted(key: str, value: str) -> str:
         name = _option_name(key, None if is_absent else value, known)
         if name in known:
             return f"{key}={name if is_absent else value}"
-        said = fix_of_option(key, value).removeprefix("say ")
+        said = fix_of_option(key, value).removeprefix("use ")
         near = nearest(value, known) if not said else None
         return said or (f"{key}={near}" if near else f"{key}=NAME, one of {', '.join(known)}")
     for word in (f"{key}={value}", *other_ways(key, value)):
@@ -643,7 +643,7 @@ def _split(
         elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
             problems.append(Problem("Hydra only composes here; it starts and writes nothing", word, "leave it out"))
         elif override.package is not None:
-            fix = f"say {key}={readable(text_of_value(override.value()), MAX_SHOWN)}"
+            fix = f"use {key}={readable(text_of_value(override.value()), MAX_SHOWN)}"
             problems.append(Problem("packages (@) have no meaning here", word, fix))
         elif key in GROUPS:
             known = options_of(key, request.config_dir)
@@ -655,7 +655,7 @@ def _split(
             elif option not in known:
                 near = fix_of_option(key, option) or did_you_mean(option, known)
                 if key == "task" and option.endswith(".py"):
-                    near = f"say --task {readable(option, MAX_SHOWN)}"
+                    near = f"use --task {readable(option, MAX_SHOWN)}"
                 listed = "one of " + ", ".join(known)
                 problems.append(Problem(f"unknown {key}; must be {listed}", word, near))
             else:
@@ -670,8 +670,8 @@ def _instead_of_deleting(key: str) -> str:
     if key in GROUPS:
         known = options_of(key)
         absent = _option_name(key, None, known)
-        return f"say {key}={absent if absent in known else shipped_options().get(key, known[0])}"
-    return f"leave it out, or say {_accepted(key, 'null')}" if key in _all_keys() else "leave it out"
+        return f"use {key}={absent if absent in known else shipped_options().get(key, known[0])}"
+    return f"leave it out, or use {_accepted(key, 'null')}" if key in _all_keys() else "leave it out"
 
 
 def _option_name(group: str, value: Any, known: Iterable[str]) -> str:
@@ -1010,7 +1010,7 @@ def _options_of_task(
             continue
         known = options_of(group, request.config_dir)
         if group not in PHASE_GROUPS:
-            fix = f"say {group}={text_of_value(option)} on the command line"
+            fix = f"use {group}={text_of_value(option)} on the command line"
             what = f"a task chooses options of {' and '.join(PHASE_GROUPS)} only"
             problems.append(Problem(what, f"SETTINGS[{group!r}]", fix))
         elif option not in known:
@@ -1059,7 +1059,7 @@ def _function_behind(group: str, option: str, content: Mapping[str, Any], config
     known = [name for name in options_of(group) if name == "auto" or function_of(group, name)]
     if function in known:
         return function
-    what = f"must say which option it is a variant of, such as `option: {known[-1]}`"
+    what = f"must name the option it is a variant of, such as `option: {known[-1]}`"
     return Problem(what, where, did_you_mean(function, known))
 
 
@@ -1117,12 +1117,12 @@ def _read_task(
         problems.append(Problem("must be nested less deeply: Python cannot read it", str(source)))
         return _TaskFile(source)
     except (UnicodeDecodeError, ValueError) as error:
-        problems.append(Problem(f"is not a Python file: {error}", str(source), "say --task FILE.py"))
+        problems.append(Problem(f"is not a Python file: {error}", str(source), "use --task FILE.py"))
         return _TaskFile(source)
     except OSError as error:  # an option of the user's folder for which there is no task
         name, known = composed["hydra_choices"].get("task"), [folder.name for folder in _shipped_tasks()]
         what = f"there is no task of that name; must be one of {', '.join(known)} ({source}: {error.strerror})"
-        problems.append(Problem(what, f"task={name}", "say --task FILE for a task of your own"))
+        problems.append(Problem(what, f"task={name}", "use --task FILE for a task of your own"))
         return _TaskFile(source)
     if "build" not in functions:
         what, fix = "must define build(*, ...) -> Task, and does not", "an example: accel-run new my_task.py"
@@ -1304,7 +1304,7 @@ def _check(tree: Mapping[str, Any], schema: _Schema, already: set[str]) -> list[
     problems = []
     for name, key in schema.keys.items():
         if name not in tree:
-            problems.append(Problem("must be given", name, f"say {name}=..."))
+            problems.append(Problem("must be given", name, f"use {name}=..."))
             continue
         if isinstance(tree[name], Expression):
             continue  # said when the task was read
@@ -1326,24 +1326,24 @@ def _phases_meant(text: str, schema: _Schema) -> str:
     """Return what to say instead of phases=NAME, with names that the task has."""
     known = [*(phase.declared.name for phase in schema.phases), INFERENCE] if schema.phases else ["train", INFERENCE]
     names = [name if name in known else nearest(name, known) for name in re.split(r"[\s,+]+", text.strip("()[] "))]
-    return f"say phases=[{','.join(name for name in names if name)}]" if all(names) else f"say phases=[{known[0]}]"
+    return f"use phases=[{','.join(name for name in names if name)}]" if all(names) else f"use phases=[{known[0]}]"
 
 
 def _example_of(name: str, key: Key, value: Any) -> str:
     """Return a word that fits in the place of one that does not: what was meant, else the default."""
     if isinstance(value, float) and value.is_integer() and not fault(key.type, int(value)):
-        return f"say {name}={int(value)}"
+        return f"use {name}={int(value)}"
     if said := fix_of_value(name, value):
         return said
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not fault(key.type, str(value)):
-        return f"say '{name}=\"{value}\"', for a text"
+        return f"use '{name}=\"{value}\"', for a text"
     written = f"[{','.join(map(text_of_value, value))}]" if isinstance(value, list) else text_of_value(value)
     if word := next(
         (word for word in other_ways(name, written) if word != f"{name}={written}" and _fits_key(word, name, key)), ""
     ):
-        return f"say {word}"
+        return f"use {word}"
     known = () if key.default in (None, REQUIRED) or fault(key.type, key.default) else (key.default,)
-    return next((f"say {name}={text_of_value(default)}, the default" for default in known), "")
+    return next((f"use {name}={text_of_value(default)}, the default" for default in known), "")
 
 
 def _fits_key(word: str, name: str, key: Key) -> bool:
@@ -1377,7 +1377,7 @@ def _contradictions(tree: Mapping[str, Any], schema: _Schema, *, is_alone: bool)
         updates, epochs = tree.get(f"{lead}updates"), tree.get(f"{lead}epochs")
         if updates is None and epochs is None:
             problems.append(
-                Problem("updates or epochs must be given", f"{lead}updates=null", f"say {lead}updates=1000")
+                Problem("updates or epochs must be given", f"{lead}updates=null", f"use {lead}updates=1000")
             )
         if updates is not None and epochs is not None:
             where = f"{lead}updates={updates} {lead}epochs={epochs}"
@@ -1393,7 +1393,7 @@ def _phase_contradictions(tree: Mapping[str, Any], schema: _Schema) -> list[Prob
     if wanted is not None and not (isinstance(wanted, list) and all(isinstance(name, str) for name in wanted)):
         return []  # said with its type
     if wanted == []:
-        fix = f"say phases=[{known[0]}], or phases=null for all"
+        fix = f"use phases=[{known[0]}], or phases=null for all"
         return [Problem("names no phase", "phases=[]", fix)]
     problems = [
         Problem(
@@ -1411,7 +1411,7 @@ def _phase_contradictions(tree: Mapping[str, Any], schema: _Schema) -> list[Prob
         if name == INFERENCE or kinds.get(name) == "fit" or tree.get(own.get(name, "epochs")) != 0
     ]
     if not problems and not left:
-        fix = "say epochs=1, or updates=100"
+        fix = "use epochs=1, or updates=100"
         problems.append(Problem("leaves nothing to do: no phase of kind fit is selected", "epochs=0", fix))
     return problems
 

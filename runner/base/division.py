@@ -79,7 +79,7 @@ def _too_large(total: int, micro: int, shares: tuple[int, ...]) -> Problem:
     return Problem(
         f"must be at most {limit}, but is {micro}",
         f"micro_batch_size={micro}",
-        f"say micro_batch_size={max(shares)}, or global_batch_size={micro * len(shares)}",
+        f"use micro_batch_size={max(shares)}, or global_batch_size={micro * len(shares)}",
     )
 
 

@@ -330,33 +330,33 @@ def _by_value(key: str, value: str) -> str:
     if key not in _BY_VALUE:
         return ""
     if _BY_VALUE[key] == "trainer" and text in ("ddp", "fsdp", "ddp_sim", "deepspeed"):
-        return f"say parallelism={'ddp' if text.startswith('ddp') else 'fsdp'}"
+        return f"use parallelism={'ddp' if text.startswith('ddp') else 'fsdp'}"
     if _BY_VALUE[key] == "weights":  # of nanoGPT
-        known = {"resume": f"say {_RESUME}", "scratch": "leave it out: training starts from new weights"}
+        known = {"resume": f"use {_RESUME}", "scratch": "leave it out: training starts from new weights"}
         return known.get(text, "")
     if _BY_VALUE[key] == "batches" and text in ("1.0", "null", "none"):
         return "leave it out: all samples are used by default"
     if _BY_VALUE[key] == "batches":
         samples = int(text) * 32 if text.isdigit() and int(text) else 1000
         lead = "evaluate.samples" if "val" in key or "eval" in key else "data.train_samples"
-        return f"say {lead}={samples} (samples, not batches)"
+        return f"use {lead}={samples} (samples, not batches)"
     if _BY_VALUE[key] == "updates" and text in ("false", "no", "off", "0"):
         return "leave it out: a run is as long as updates or epochs say"
     if _BY_VALUE[key] == "updates":
-        return f"say updates={text if text.isdigit() and int(text) > 1 else 2}"
+        return f"use updates={text if text.isdigit() and int(text) > 1 else 2}"
     if re.fullmatch(r"\d+(,\d+)+", text):
-        return f"say CUDA_VISIBLE_DEVICES={text} accel-run train parallelism=ddp"
+        return f"use CUDA_VISIBLE_DEVICES={text} accel-run train parallelism=ddp"
     if _BY_VALUE[key] == "number" and value.startswith("[") and text.isdigit():
-        return f"say device=cuda:{text}"  # a list of devices, of one
+        return f"use device=cuda:{text}"  # a list of devices, of one
     if _BY_VALUE[key] == "number":
         if text in ("auto", "-1", "all", ""):
-            return "say parallelism=ddp, which takes all GPUs"
-        return "say device=cuda" if text == "1" else ""
+            return "use parallelism=ddp, which takes all GPUs"
+        return "use device=cuda" if text == "1" else ""
     if text in ("tpu", "hpu", "ipu", "xla"):
         return "there is no such setting: devices are cpu, cuda and mps"
     index = re.fullmatch(r"(?:cuda|gpu)?:?(\d+)", text)
     return (
-        f"say device=cuda:{index[1]}" if index else f"say device={text if text in ('cpu', 'mps', 'auto') else 'cuda'}"
+        f"use device=cuda:{index[1]}" if index else f"use device={text if text in ('cpu', 'mps', 'auto') else 'cuda'}"
     )
 
 
@@ -387,29 +387,29 @@ _SWITCHES = _names(
 def fix_of_option(group: str, option: str) -> str:
     """Return what to say instead of an option as another tool calls it; nothing where it is unknown."""
     if group == "dataloader" and option.isdigit():
-        return f"say dataloader.num_workers={option}"
+        return f"use dataloader.num_workers={option}"
     if group == "parallelism" and option.isdigit():
-        return f"say {_RANKS.replace('{}', option)}"
+        return f"use {_RANKS.replace('{}', option)}"
     if group == "checkpoint" and (re.search(r"[./]", option) or option in ("last", "latest", "best")):
         if option.endswith((".pt", ".pth", ".ckpt", ".bin")):
             return (
-                f"say accel-run import {option}, then weights=FILE.safetensors; to resume a run: accel-run resume NAME"
+                f"use accel-run import {option}, then weights=FILE.safetensors; to resume a run: accel-run resume NAME"
             )
         named = f" {option}" if "/" in option else ""
         return (
-            f"say accel-run resume{named}; a new run that begins with the weights of a file: weights=FILE.safetensors"
+            f"use accel-run resume{named}; a new run that begins with the weights of a file: weights=FILE.safetensors"
         )
     if group == "backend" and option in ("nccl", "gloo", "mpi"):
         return f"there is no such setting: {_OF_RANKS}"
     if group == "benchmark" and option in ("true", "on"):
-        return "say backend=fast, cuDNN's search; times of blocks of updates: benchmark=blocks"
+        return "use backend=fast, cuDNN's search; times of blocks of updates: benchmark=blocks"
     if group == "monitor" and "/" in option:
-        return f"say checkpoint.best={option}"
+        return f"use checkpoint.best={option}"
     if "," in option:
         return ""
     for name, others in FOREIGN_OPTIONS.get(group, {}).items():
         if option.lower() in others.split():
-            return f"say {group}={name}"
+            return f"use {group}={name}"
     return ""
 
 
@@ -418,18 +418,18 @@ def fix_of_value(key: str, value: object) -> str:
     text = str(value).lower().replace(" ", "")
     if key == "device":
         if re.fullmatch(r"\[?(?:cuda:)?\d+(?:,(?:cuda:)?\d+)+\]?", text):
-            return f"say CUDA_VISIBLE_DEVICES={','.join(re.findall('[0-9]+', text))} accel-run train parallelism=ddp"
+            return f"use CUDA_VISIBLE_DEVICES={','.join(re.findall('[0-9]+', text))} accel-run train parallelism=ddp"
         if gpu := re.fullmatch(r"(?:gpu|cuda|nvidia)?:?(\d*)", text):
-            return f"say device=cuda{':' if gpu[1] else ''}{gpu[1]}"
+            return f"use device=cuda{':' if gpu[1] else ''}{gpu[1]}"
     if key == "phases" and text in ("all", "every", "both", "*"):
         return "leave it out: all phases run"
     if key == "checkpoint.best" and text in ("true", "yes", "on"):
-        return "say checkpoint.best=val/loss"
+        return "use checkpoint.best=val/loss"
     if key == "weights" and text in ("true", "yes", "on"):
-        return "say weights=FILE"
+        return "use weights=FILE"
     if key == "resume" and text in ("false", "no", "never", "none", "off"):
-        return "say resume=fresh"
-    return f"say {_RESUME}" if key == "resume" and text in ("last", "latest", "newest", "true", "yes", "best") else ""
+        return "use resume=fresh"
+    return f"use {_RESUME}" if key == "resume" and text in ("last", "latest", "newest", "true", "yes", "best") else ""
 
 
 def other_ways(key: str, value: object) -> Iterator[str]:
@@ -470,14 +470,14 @@ def fix_of_word(word: str, groups: Mapping[str, Collection[str]]) -> str:
     groups  name -> its options
     """
     if word.endswith(".py"):
-        return f"say --task {word}"
+        return f"use --task {word}"
     if word.endswith((".yaml", ".yml")):
-        return "say --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it"
+        return "use --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it"
     if word.startswith(("cuda", "cpu", "mps")):
-        return f"say device={word}"
+        return f"use device={word}"
     for group in ("task", "hardware", "precision", "parallelism", "optimizer", "scheduler", "tracker"):
         if word.lower() in groups[group]:
-            return f"say {'+' if group == 'hardware' else ''}{group}={word.lower()}"
+            return f"use {'+' if group == 'hardware' else ''}{group}={word.lower()}"
     return fix_of_key(word) if "{}" not in FOREIGN_KEYS.get(word, "{}") else ""
 
 
@@ -486,21 +486,21 @@ def fix_of_command(
 ) -> str:
     """Return what to type instead of a line that begins with no command; nothing where nothing is known.
 
-    proper  (key, value) -> "say key=value" for an option with dashes
+    proper  (key, value) -> "use key=value" for an option with dashes
     """
     first, *rest = words
     if first in FOREIGN_COMMANDS:
         return _say(FOREIGN_COMMANDS[first])
     if first in ("python", "python3", "torchrun", "accelerate", "accel-run", "runner") or words[:2] == ["-m", "runner"]:
         left = [word for word in rest if word not in ("-m", "runner", "runner.cli", "accel-run", "launch", "run")]
-        return f"say accel-run {' '.join(left[:1]) or 'train'}; several devices: parallelism=ddp"
+        return f"use accel-run {' '.join(left[:1]) or 'train'}; several devices: parallelism=ddp"
     if first in ("-m", "--multirun"):
         return f"a command comes first: accel-run train -m {' '.join(rest)}".rstrip()
     line, notes, is_known = _translated(words, proper, groups)
     if not is_known:
         return ""
     if line.startswith("accel-run ") and line.count("accel-run") == 1:
-        return f"say {line}"
+        return f"use {line}"
     variables, has_command, after = line.rpartition("accel-run train")
     line = f"{variables}accel-run train {after.strip()}" if has_command else f"accel-run train {line}"
     return f"a command comes first: {line.strip()}{notes}"
@@ -529,11 +529,11 @@ def _translated(
                 value = rest.pop(0)
             said = proper(key, value)
         elif "=" in word:
-            said = f"say {word}"
+            said = f"use {word}"
         else:
             said = fix_of_word(word, groups)
-        if said.startswith("say "):
-            line, note = _line_of(said.removeprefix("say "))
+        if said.startswith("use "):
+            line, note = _line_of(said.removeprefix("use "))
             found[:0] = [line] if line.startswith(("--task", "CUDA_", "ACCEL_", "OMP_")) else []
             found += [] if line in found[:1] else [line]
             is_known = True
@@ -547,4 +547,4 @@ def _line_of(said: str) -> tuple[str, str]:
 
 
 def _say(words: str) -> str:
-    return words if words.startswith(("leave", "press", "there is")) else f"say {words}"
+    return words if words.startswith(("leave", "press", "there is")) else f"use {words}"

@@ -134,7 +134,7 @@ def given(
         return Problem(f"must have one size for each of the {len(devices)} stages, but has {len(sizes)}: {text}", where)
     if min(sizes) < 1 or sum(sizes) != layers.count:
         what = f"must be numbers of layers from 1 on that add up to the model's {layers.count}, but is {text}"
-        return Problem(what, where, f"say {where}=null to have it chosen")
+        return Problem(what, where, f"use {where}=null to have it chosen")
     return described([sum(sizes[: stage + 1]) for stage in range(len(sizes))], layers)
 
 

@@ -68,7 +68,7 @@ def fixed(shares: Sequence[int], world_size: int, total: int) -> Shares | Proble
     if world_size > total:
         what = f"must be at least the number of ranks ({world_size}), but is {total}"
         return Problem(
-            what, f"global_batch_size={total}", f"say parallelism.world_size={total}, or global_batch_size={world_size}"
+            what, f"global_batch_size={total}", f"use parallelism.world_size={total}, or global_batch_size={world_size}"
         )
     if len(shares) != world_size:
         what = f"must have one number per rank ({world_size}), but has {len(shares)}"
@@ -189,11 +189,11 @@ def _quotas(total: int, weights: dict[int, Fraction], least: int, most: dict[int
 def _does_not_fit(total: int, caps: Sequence[int]) -> Problem:
     capacity = sum(caps)
     what = f"must be at most what the ranks hold together ({summed(caps)}: {capacity}), but is {total}"
-    return Problem(what, f"global_batch_size={total}", f"say global_batch_size={capacity}, or add ranks")
+    return Problem(what, f"global_batch_size={total}", f"use global_batch_size={capacity}, or add ranks")
 
 
 def _one_per_rank(shares: Sequence[int], world_size: int) -> str:
-    wanted = f"say parallelism.world_size={len(shares)}, or " if shares else "say "
+    wanted = f"use parallelism.world_size={len(shares)}, or " if shares else "use "
     example = (*shares[:world_size], *(1,) * (world_size - len(shares)))
     return f"{wanted}{world_size} numbers, as in parallelism.shares={written(example)}"
 
@@ -201,9 +201,9 @@ def _one_per_rank(shares: Sequence[int], world_size: int) -> str:
 def _without(shares: Sequence[int]) -> str:
     kept = [share for share in shares if share > 0]
     if len(kept) == len(shares) or not kept:
-        return f"say parallelism.shares={written([max(1, share) for share in shares])}"
+        return f"use parallelism.shares={written([max(1, share) for share in shares])}"
     again = f" parallelism.shares={written(kept)}" if len(kept) > 1 else ""
-    return f"say parallelism.world_size={len(kept)}{again}"
+    return f"use parallelism.world_size={len(kept)}{again}"
 
 
 def _term(run: Sequence[Row]) -> str:

@@ -95,7 +95,7 @@ def read_space(request: Request) -> tuple[Request, tuple[Axis, ...]]:
             found = _axis(override, fixed, problems)
             axes += [found] if found else []
     if not axes and not problems:
-        fix = "say for example: accel-run search 'optimizer.lr=log(1e-4,1e-2)'"
+        fix = "for example: accel-run search 'optimizer.lr=log(1e-4,1e-2)'"
         problems.append(Problem("nothing to search: no key has a range or several values", "search", fix))
     if problems:
         raise ConfigError(problems)
@@ -131,7 +131,7 @@ def _misplaced(parsed: Sequence[Override]) -> list[Problem]:
         if not override.is_sweep_override():
             continue
         if key in _OF_ALL:
-            problems.append(Problem("names the sweep, so it has one value", key, f"say {key}=NAME"))
+            problems.append(Problem("names the sweep, so it has one value", key, f"use {key}=NAME"))
         elif count[key] > 1:
             others = [_text(other) for other in parsed if other.key_or_group == key and other is not override]
             problems.append(Problem(f"{key} is given twice, here and by {others[0]}", word, "give one of them"))
@@ -153,7 +153,7 @@ def _listed(override: Override, request: Request, problems: list[Problem]) -> li
         return [f"{key}={name}" for name in names]
     if kind in ("GLOB_CHOICE_SWEEP", "INTERVAL_SWEEP"):
         between = "; accel-run search finds the best between two numbers" if kind == "INTERVAL_SWEEP" else ""
-        problems.append(Problem("does not say which values", word, f"list them, or say range(a,b){between}"))
+        problems.append(Problem("does not say which values", word, f"list them, or use range(a,b){between}"))
         return []
     wrong = _wrong_range(value) if kind == "RANGE_SWEEP" else _wrong_list(value.list)
     if wrong:
@@ -171,11 +171,11 @@ def _axis(override: Override, fixed: Request, problems: list[Problem]) -> Axis |
     if kind == "INTERVAL_SWEEP":
         low, high, is_log = float(value.start), float(value.end), "log" in tags
         if not (math.isfinite(low) and math.isfinite(high)):
-            problems.append(Problem("has no end", word, "say between which numbers"))
+            problems.append(Problem("has no end", word, "give both limits, for example interval(0,1)"))
         elif low >= high:
-            problems.append(Problem("must begin below its end", word, f"say interval({high:g},{low:g})"))
+            problems.append(Problem("must begin below its end", word, f"use interval({high:g},{low:g})"))
         elif is_log and low <= 0:
-            problems.append(Problem("a log scale begins above 0", word, f"say log({high / 1000:g},{high:g})"))
+            problems.append(Problem("a log scale begins above 0", word, f"use log({high / 1000:g},{high:g})"))
         else:
             is_whole = isinstance(value.start, int) or not _takes_fractions(override, low, high, fixed)
             return Axis(key, (), low, high, is_log=is_log, is_whole=is_whole)
@@ -215,13 +215,13 @@ def _with(request: Request, words: Sequence[str]) -> Request:
 def _wrong_range(value: Any) -> tuple[str, str] | None:
     """Return what is wrong with a range, and what to do; None where it is right."""
     if value.start is None or value.stop is None or not value.step or not math.isfinite(value.stop - value.start):
-        return "has no end" + (": its step is 0" if value.step == 0 else ""), "say range(1,5), or range(1,9,2)"
+        return "has no end" + (": its step is 0" if value.step == 0 else ""), "use range(1,5), or range(1,9,2)"
     count = math.ceil((value.stop - value.start) / value.step)
     if count < 1:
         turned = f"range({value.stop:g},{value.start:g})" if value.start > value.stop else f"range({value.start + 1:g})"
-        return "has no value", f"say {turned}: the second number is the first one left out"
+        return "has no value", f"use {turned}: the second number is the first one left out"
     if count > MAX_TRIALS:
-        return f"has {count:,} values; a sweep has at most {MAX_TRIALS:,}", "say a larger step: range(a,b,step)"
+        return f"has {count:,} values; a sweep has at most {MAX_TRIALS:,}", "use a larger step: range(a,b,step)"
     return None
 
 

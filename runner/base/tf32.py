@@ -41,7 +41,7 @@ def _read() -> tuple[str, bool]:
         raise TaskFault(
             "torch's float32 switches must be left to the runner, but fp32_precision was set: "
             + str(error).split("\n", 1)[0],
-            fix="remove torch.backends.*.fp32_precision from the task and say precision=fp32 or precision=tf32",
+            fix="remove torch.backends.*.fp32_precision from the task and use precision=fp32 or precision=tf32",
         ) from error
 
 

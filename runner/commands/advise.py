@@ -102,7 +102,7 @@ def _wish(words: list[str]) -> _Wish:
     except ConfigError as error:
         problems += error.problems
     if own["apply"].lower() not in ("true", "false"):
-        problems.append(Problem("must be true or false", f"apply={own['apply']}", "say apply=true"))
+        problems.append(Problem("must be true or false", f"apply={own['apply']}", "use apply=true"))
     if problems:
         raise ConfigError(problems)
     given = read_of_a_run(rest, own)

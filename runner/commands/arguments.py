@@ -39,7 +39,7 @@ def read(words: list[str], *, positional: int = 0, multirun: bool = False, own: 
         if flag in ("--task", "--config-dir"):
             if not has_value:
                 if not rest or "=" in rest[0] or rest[0].startswith("-"):
-                    raise ConfigError(Problem("needs a path", flag, f"say {flag} ./{_EXAMPLES[flag]}"))
+                    raise ConfigError(Problem("needs a path", flag, f"use {flag} ./{_EXAMPLES[flag]}"))
                 value = rest.pop(0)
             paths[flag] = Path(value).expanduser()
         elif word in ("-m", "--multirun") and multirun:
@@ -91,7 +91,7 @@ def own_words(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str,
         if key in own and has_value:
             own[key] = value
         elif key in own:
-            problems.append(Problem("needs a value", key, f"say {key}={_EXAMPLES.get(key, usual[key]) or 'NAME'}"))
+            problems.append(Problem("needs a value", key, f"use {key}={_EXAMPLES.get(key, usual[key]) or 'NAME'}"))
         elif word != "--json":
             rest.append(word)
     if problems:
@@ -115,7 +115,7 @@ def budget(given: str, usual: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ConfigError(Problem("must be a number of seconds above 0", f"budget_s={given}", f"say budget_s={usual}"))
+        raise ConfigError(Problem("must be a number of seconds above 0", f"budget_s={given}", f"use budget_s={usual}"))
     return seconds
 
 

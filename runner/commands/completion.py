@@ -74,9 +74,9 @@ def run(words: list[str]) -> int:
     from runner.base.schema import did_you_mean
 
     if len(words) != 1:
-        raise ConfigError(Problem("which shell?", "completion", "say accel-run completion bash, zsh or fish"))
+        raise ConfigError(Problem("which shell?", "completion", "use accel-run completion bash, zsh or fish"))
     if words[0] not in SCRIPTS:
-        fix = did_you_mean(words[0], SCRIPTS) or "say accel-run completion bash, zsh or fish"
+        fix = did_you_mean(words[0], SCRIPTS) or "use accel-run completion bash, zsh or fish"
         raise ConfigError(Problem("unknown shell", words[0], fix))
     print(SCRIPTS[words[0]], end="")
     return 0

@@ -95,7 +95,7 @@ def _meant(word: str) -> str:
     from runner.doctor.checks import CHECKS
 
     if word in CHECKS:
-        return f"say checks=[{word}]"
+        return f"use checks=[{word}]"
     close = difflib.get_close_matches(word, [*_FLAGS, *KEYS], n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else "accel-run doctor --help shows what there is"
 

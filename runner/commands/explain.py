@@ -32,7 +32,7 @@ def run(words: list[str]) -> int:
 
     arguments = read(words, positional=1)
     if not arguments.positional:
-        raise ConfigError(Problem("which key?", "explain", "say accel-run explain optimizer.lr"))
+        raise ConfigError(Problem("which key?", "explain", "use accel-run explain optimizer.lr"))
     key, request = arguments.positional[0], arguments.request
     configuration = compose(request)
     if key not in configuration.flat():

@@ -38,9 +38,9 @@ def run(words: list[str]) -> int:
         raise InputMissing("there is no such file", where=arguments.positional[0] or "import", fix=_EXAMPLE)
     target = Path(arguments.positional[1]).expanduser() if arguments.positional[1:] else source.with_suffix(_ENDING)
     if source.suffix == _ENDING:
-        raise ConfigError(Problem("needs no import", str(source), f"say accel-run train weights={source}"))
+        raise ConfigError(Problem("needs no import", str(source), f"use accel-run train weights={source}"))
     if target.suffix != _ENDING:
-        raise ConfigError(Problem("must end with .safetensors", str(target), f"say {target.with_suffix(_ENDING)}"))
+        raise ConfigError(Problem("must end with .safetensors", str(target), f"use {target.with_suffix(_ENDING)}"))
     from concurrent.futures.process import BrokenProcessPool
 
     from runner.base.errors import DataError
@@ -69,5 +69,5 @@ def run(words: list[str]) -> int:
     return 0
 
 
-_EXAMPLE = "say accel-run import model.pt"
+_EXAMPLE = "use accel-run import model.pt"
 _ENDING = ".safetensors"

@@ -430,7 +430,7 @@ def _write_into(folder: Path, lead: str, name: str, content: bytes) -> None:
 def _judge(faults: Sequence[str], folder: Path) -> None:
     """Raise StorageError where something could not be written."""
     if faults:
-        fix = "have room there, or say log_dir=DIR; what is missing does not come back, the figures above are whole"
+        fix = "have room there, or use log_dir=DIR; what is missing does not come back, the figures above are whole"
         raise StorageError("; ".join(faults), where=str(folder), fix=fix)
 
 
@@ -502,7 +502,7 @@ def read_words(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
             problems += [Problem(wrong, word)] if wrong else []
             values[key] = value
             if word == "run=":
-                problems.append(Problem("names no run", word, "say run=last, or the name of a run"))
+                problems.append(Problem("names no run", word, "use run=last, or the name of a run"))
         else:
             problems.append(Problem(*_slip(word, keys)))
     with_run = [word for word in ("seconds", "interval_s") if word in values] + (
@@ -526,7 +526,7 @@ def _slip(word: str, keys: Mapping[str, Any]) -> tuple[str, str, str]:
     key, has_value, value = word.partition("=")
     if word.startswith("-"):
         plain = key.lstrip("-").replace("-", "_")
-        near = f"say {plain}={value or '...'}" if plain in keys else did_you_mean(word, FLAGS)
+        near = f"use {plain}={value or '...'}" if plain in keys else did_you_mean(word, FLAGS)
         return "unknown option", word, near or f"there are {', '.join(FLAGS)}, and settings written key=value"
     if has_value:
         return "unknown key", word, did_you_mean(key, keys) or f"known: {', '.join(keys)}"
@@ -535,7 +535,7 @@ def _slip(word: str, keys: Mapping[str, Any]) -> tuple[str, str, str]:
         meant = f"{word}={_EXAMPLES[word]}"
     elif meant is None:
         meant = f"{'run' if isinstance(_typed(word), str) else 'seconds'}={word}"
-    return "is not a setting; settings are written key=value", word, f"say {meant}"
+    return "is not a setting; settings are written key=value", word, f"use {meant}"
 
 
 def _typed(text: str) -> Any:

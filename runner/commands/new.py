@@ -62,12 +62,12 @@ def run(words: list[str]) -> int:
 
     arguments = read(words, positional=1)
     if not arguments.positional or arguments.request.overrides:
-        raise ConfigError(Problem("needs the name of one file", "new", "say accel-run new my_task.py"))
+        raise ConfigError(Problem("needs the name of one file", "new", "use accel-run new my_task.py"))
     path = Path(arguments.positional[0])
     if path.suffix != ".py" or not path.stem.isidentifier() or keyword.iskeyword(path.stem):
-        raise ConfigError(Problem("must be a Python file with a plain name", str(path), "say accel-run new my_task.py"))
+        raise ConfigError(Problem("must be a Python file with a plain name", str(path), "use accel-run new my_task.py"))
     if path.stem in sys.stdlib_module_names or _is_taken(path):
-        fix = f"say accel-run new my_{path.name}"
+        fix = f"use accel-run new my_{path.name}"
         raise ConfigError(
             Problem("has the name of a Python module, which it would hide or be hidden by", str(path), fix)
         )

@@ -49,7 +49,7 @@ def run(words: list[str]) -> int:
     rest = [word for word in words if word != PROBE]
     slips = [word for word in rest if _means_probe(word)]
     if slips:
-        raise ConfigError([Problem("unknown option", word, f"say {PROBE}") for word in slips])
+        raise ConfigError([Problem("unknown option", word, f"use {PROBE}") for word in slips])
     configuration = compose(read(rest).request)
     if probes:
         from runner.measure.real_updates import probe

@@ -98,7 +98,7 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     for word in words:
         key, has_value, _ = word.partition("=")
         if word.startswith("-"):
-            problems.append(Problem("unknown option", word, "say accel-run report --help"))
+            problems.append(Problem("unknown option", word, "use accel-run report --help"))
         elif has_value and key not in OWN and not Path(word).is_dir():
             problems.append(Problem("unknown key", word, did_you_mean(key, OWN) or f"known: {', '.join(OWN)}"))
     if own["run"] and rest:
@@ -106,7 +106,7 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     if own["benchmarks"] and len(rest) > 1:
         problems.append(Problem("is for the page of one run", f"benchmarks={own['benchmarks']}", "leave it out"))
     if own["out"] and not own["out"].endswith(".html"):
-        problems.append(Problem("must end with .html", f"out={own['out']}", f"say out={own['out'] or 'report'}.html"))
+        problems.append(Problem("must end with .html", f"out={own['out']}", f"use out={own['out'] or 'report'}.html"))
     if problems:
         raise ConfigError(problems)
     return own, rest or ([own["run"]] if own["run"] else [])
@@ -154,6 +154,6 @@ def _written(html: str, out: Path, directory: RunDirectory) -> Path:
         else:
             files.atomic_write(out.absolute(), html)
     except StorageError as error:  # such as a run that is not ours to write to
-        fix = error.problems[0].fix or "say out=FILE.html, in a folder that you may write to"
+        fix = error.problems[0].fix or "use out=FILE.html, in a folder that you may write to"
         raise StorageError(error.problems[0].what, where=str(out), fix=fix) from error
     return directory.shown / "report.html" if is_of_the_run else out

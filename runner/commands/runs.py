@@ -204,4 +204,4 @@ def _as_json(row: Row) -> dict[str, Any]:
     return {**asdict(row), "written": written}
 
 
-_FIX = "say accel-run runs, output_root=DIR or --json"
+_FIX = "use accel-run runs, output_root=DIR or --json"

@@ -41,7 +41,7 @@ def run(words: list[str]) -> int:
     wish, trials, given = wish_of(own), own["trials"], own["budget_s"]
     if not trials.isdecimal() or not int(trials):
         what = "must be a whole number of at least 1: how many trials there will be"
-        raise ConfigError(Problem(what, f"trials={trials}", f"say trials={OWN['trials']}"))
+        raise ConfigError(Problem(what, f"trials={trials}", f"use trials={OWN['trials']}"))
     from runner.launch.search import search
 
     request = read(rest, own=OWN).request

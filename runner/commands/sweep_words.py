@@ -26,11 +26,11 @@ def wish_of(own: Mapping[str, str]) -> Wish:
     together, goal, retry = own["together"], _GOALS.get(own["goal"], own["goal"]), own.get("retry", "false")
     if together != "auto" and not (together.isdecimal() and int(together)):
         what = "must be a whole number of at least 1, or auto"
-        problems.append(Problem(what, f"together={together}", "say together=2, or together=auto"))
+        problems.append(Problem(what, f"together={together}", "use together=2, or together=auto"))
     if goal not in ("", "min", "max"):
-        problems.append(Problem("must be min or max", f"goal={goal}", "say goal=min where less is better"))
+        problems.append(Problem("must be min or max", f"goal={goal}", "use goal=min where less is better"))
     if retry not in ("true", "false"):
-        problems.append(Problem("must be true or false", f"retry={retry}", "say retry=true"))
+        problems.append(Problem("must be true or false", f"retry={retry}", "use retry=true"))
     if problems:
         raise ConfigError(problems)
     return Wish(

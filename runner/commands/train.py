@@ -37,7 +37,7 @@ def run(words: list[str]) -> int:
     request = read(words).request
     meant = [word for word in request.overrides if word.partition("=")[0] in GRID]
     if meant:
-        raise ConfigError(Problem("is for a sweep over several values", word, "say -m with it") for word in meant)
+        raise ConfigError(Problem("is for a sweep over several values", word, "use -m with it") for word in meant)
     return train_and_point(request)
 
 

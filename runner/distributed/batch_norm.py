@@ -54,9 +54,7 @@ def _must_be_known(model: nn.Module) -> None:
     if others:
         named = shortened([f"{name or 'the model'} ({kind})" for name, kind in others.items()], _NUM_NAMED)
         what = f"must be per_rank where batch norms are not torch's own BatchNorm1d, 2d or 3d, but is sync: {named}"
-        fix = (
-            "say parallelism.batch_norm=per_rank, or use nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d in the model"
-        )
+        fix = "use parallelism.batch_norm=per_rank, or nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d in the model"
         raise ConfigError(Problem(what, "parallelism.batch_norm", fix))
 
 
@@ -181,7 +179,7 @@ def _of_all_ranks(x: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
         raise TaskFault(
             f"a batch norm needs more than one value per channel over all ranks, but has {int(total)}",
             where="parallelism.batch_norm=sync",
-            fix="say a larger micro_batch_size",
+            fix="use a larger micro_batch_size",
         )
     mean = (means * num).sum(0) / total
     variance = ((variances + (means - mean).square()) * num).sum(0) / total

@@ -323,7 +323,7 @@ class Pipelined(Parallel):
         found: list[nn.Module] = []
         failure = caught(lambda: found.extend(layers()))
         if isinstance(failure, NotImplementedError):
-            failure = TaskFault(str(failure), where=WHERE, fix="say parallelism=fsdp, or define layers() in the task")
+            failure = TaskFault(str(failure), where=WHERE, fix="use parallelism=fsdp, or define layers() in the task")
         failure = failure or caught(lambda: check_layers(model, found))
         raise_of_any(failure, self.world, WHERE)
         return found

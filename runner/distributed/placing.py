@@ -170,7 +170,7 @@ def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         )
     if getattr(model, "_compiled_call_impl", None) is not None:
         what = "the whole model cannot be compiled in a pipeline, which calls its layers"
-        raise ConfigError(Problem(what, "compile=default", "say compile=regional or compile=off"))
+        raise ConfigError(Problem(what, "compile=default", "use compile=regional or compile=off"))
 
 
 def free(model: nn.Module, kept: set[nn.Module], mine: set[nn.Parameter], of_layers: set[nn.Module]) -> None:

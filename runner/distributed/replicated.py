@@ -237,7 +237,7 @@ def _too_late(weight: Tensor) -> TaskFault:
     return TaskFault(
         "a gradient came in several parts, after the first of them had left for the other ranks",
         where=f"a parameter of shape {tuple(weight.shape)}",
-        fix="say use_reentrant=False where torch.utils.checkpoint is called, and call no backward inside of loss",
+        fix="use use_reentrant=False where torch.utils.checkpoint is called, and call no backward inside of loss",
     )
 
 

@@ -370,7 +370,7 @@ def _explained(passes: Passes, batch: Any) -> Sum:
         raise TaskFault(
             "the loss uses a part of the model past model(...), and parameters are there only while it computes",
             where="parallelism=fsdp",
-            fix="call model(...) in the loss, or name that part in blocks(), or say parallelism=ddp",
+            fix="call model(...) in the loss, or name that part in blocks(), or use parallelism=ddp",
         ) from error
 
 
@@ -384,7 +384,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
             Problem(
                 f"parameters must lie in row-major order to be sharded, but {shortened(strided)} do not",
                 "parallelism=fsdp",
-                "say memory.channels_last=false",
+                "use memory.channels_last=false",
             )
         )
     groups = _groups(model, units)
@@ -396,7 +396,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
                     f"parameters that travel together must have one format, but those of {where} have "
                     + " and ".join(sorted(formats)),
                     "parallelism=fsdp",
-                    "give them one dtype in the task, or say parallelism=ddp",
+                    "give them one dtype in the task, or use parallelism=ddp",
                 )
             )
     shared = _shared(model, units)
@@ -405,7 +405,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
             Problem(
                 f"a parameter must belong to one block, but {shortened(shared)} is in several, or outside of them too",
                 "parallelism=fsdp",
-                "leave the block out of blocks(), or say parallelism=ddp",
+                "leave the block out of blocks(), or use parallelism=ddp",
             )
         )
     if communicate != "float32" and any(

@@ -82,7 +82,7 @@ def _read(directory: RunDirectory) -> Origin:
                 f"run {directory.name} does not tell how it was made: run.json is damaged, and overrides.yaml or "
                 "plan.json too",
                 where=str(directory.shown),
-                fix="say the settings it was trained with: accel-run train run=NAME ..., or accel-run advise task=NAME",
+                fix="repeat its settings: accel-run train run=NAME ..., or accel-run advise task=NAME",
             )
     task_file, config_dir, folder = (Path(path) if path else None for path in named)
     return Origin(tuple(words), task_file, config_dir, folder)
@@ -99,7 +99,7 @@ def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> Non
     raise SecurityRefusal(
         f"this run says that its task is {task_file}; a folder from elsewhere does not decide what code is run",
         where=str(directory.path),
-        fix=f"read that file, and where you trust it say --task {task_file}",
+        fix=f"read that file, and where you trust it use --task {task_file}",
     )
 
 

@@ -95,7 +95,7 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
                         remove(file)
                     what = f"cannot be made: {str(error).splitlines()[0]}"
                     refused.append(
-                        Problem(what, f"format={name}", "say format=safetensors, which holds the weights alone")
+                        Problem(what, f"format={name}", "use format=safetensors, which holds the weights alone")
                     )
     for problem in refused:
         console.warning(str(problem))

@@ -67,12 +67,12 @@ def _of_memory(shortage: Shortage | None, what: str, micro_batch_size: int) -> A
         return DeviceMemoryError(
             f"the GPU's memory is used up: {shortage.text}",
             where=what,
-            fix=f"say {smaller} (the update stays the same), or memory=checkpoint, or precision=auto",
+            fix=f"use {smaller} (the update stays the same), or memory=checkpoint, or precision=auto",
         )
     return HostMemoryError(
         f"the machine's memory is used up: {shortage.text}",
         where=what,
-        fix=f"say {smaller}, or fewer dataloader.num_workers",
+        fix=f"use {smaller}, or fewer dataloader.num_workers",
     )
 
 
@@ -101,7 +101,7 @@ def _of_the_machine(error: Exception, told: Raised, what: str) -> AccelRunError 
         return SystemLimit(
             "the shared memory through which data workers hand over batches is full",
             where=what,
-            fix="make /dev/shm larger (docker: --shm-size=8g), or say dataloader.num_workers=0",
+            fix="make /dev/shm larger (docker: --shm-size=8g), or use dataloader.num_workers=0",
         )
     if "can't start new thread" in lower or ("temporarily unavailable" in lower and _is_of_processes(told)):
         return SystemLimit(

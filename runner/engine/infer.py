@@ -311,7 +311,7 @@ def _in_smaller_batches(plan: Plan, error: AccelRunError, console: Console) -> P
         raise error
     console.warning(
         f"{error.problems[0].what.rstrip('.')}. The predictions are made again with batch_size={less} instead of"
-        f" {size}; say inference.batch_size={less} to begin so"
+        f" {size}; use inference.batch_size={less} to begin so"
     )
     return dataclasses.replace(plan, inference={**plan.inference, "batch_size": less})
 

@@ -156,7 +156,7 @@ class Gradients(Work):
                 f"every update of phase {self.position.phase} was skipped: gradients overflowed float16,"
                 " nothing was learned",
                 where="precision=fp16",
-                fix="say precision.init_scale=1024, or precision=bf16 or fp32",
+                fix="use precision.init_scale=1024, or precision=bf16 or fp32",
             )
         return {}
 

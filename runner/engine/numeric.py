@@ -457,12 +457,12 @@ def _described(call: _Call) -> str:
 
 
 _FIXES = {  # the most telling first
-    "samples": "mend these samples, or let the data set raise for them and say dataloader.bad_samples=skip",
+    "samples": "mend these samples, or let the data set raise for them and use dataloader.bad_samples=skip",
     "drawn": "mend what the data set draws at random, as augmentation: now and then it makes what is not finite",
     "module": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits; or mend it",
     "loss": "mend the loss, or lower optimizer.lr, as resume_allow permits",
     "parameters": "lower optimizer.lr, as resume_allow permits",
-    "applied": "say optimizer.kernel=fused, which is told in time: the same update then ends with the module named",
+    "applied": "use optimizer.kernel=fused, which is told in time: the same update then ends with the module named",
     "overflow": "make the loss smaller: gradients of this size leave no room for their squares",
     "unknown": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits",
 }

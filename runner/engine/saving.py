@@ -100,8 +100,8 @@ class SavePolicy:
     def advice(self) -> str:
         """Return what to do where saves come faster than the disk writes."""
         if not self.is_auto:
-            return "say checkpoint.every=auto, or save less often"
-        return "say output_root=DIR with a faster disk"
+            return "use checkpoint.every=auto, or save less often"
+        return "use output_root=DIR with a faster disk"
 
     def __str__(self) -> str:
         if self.is_auto:

@@ -52,7 +52,7 @@ def _not_ours(start: Loaded, reason: str) -> DataError:
     return DataError(
         f"its state cannot be put back: {reason}",
         where=str(start.path),
-        fix="it is whole but not what this program writes; take another checkpoint, or say resume=fresh",
+        fix="it is whole but not what this program writes; take another checkpoint, or use resume=fresh",
     )
 
 

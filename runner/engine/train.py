@@ -383,7 +383,7 @@ class Phase:
             raise DataError(
                 f"{len(fetcher)} training samples make no whole update of {planned.batch.global_batch_size}",
                 where="dataloader.drop_last=true",
-                fix="say dataloader.drop_last=false, or a smaller global_batch_size",
+                fix="use dataloader.drop_last=false, or a smaller global_batch_size",
             )
         if planned.batch.global_batch_size > len(fetcher):
             run.observers.screen.warn(
@@ -1313,7 +1313,7 @@ def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) ->
             raise IncompatibleResume(
                 f"phase {current} is not finished: {made} of {total} updates",
                 where="phases",
-                fix=f"say phases=[{current}]",
+                fix=f"use phases=[{current}]",
             )
         is_named_anew = _is_named_anew(plan, start, directory)
         coming = [phase for phase in selected if is_named_anew or phase.name not in finished]
@@ -1336,7 +1336,7 @@ def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) ->
             raise InputMissing(
                 f"phase {phase.name} needs {', '.join(missing)}, which run {directory.name} has not finished",
                 where="phases",
-                fix=f"say phases=[{first}], or resume=RUN that has finished it",
+                fix=f"use phases=[{first}], or resume=RUN that has finished it",
             )
         there.add(phase.name)
     return selected

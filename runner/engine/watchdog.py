@@ -129,7 +129,7 @@ def watched(
     except RuntimeError as error:
         raise SystemLimit(
             f"the thread that watches for hangs cannot be started: {error}",
-            fix="raise the limit on processes (ulimit -u), or say watchdog=off",
+            fix="raise the limit on processes (ulimit -u), or use watchdog=off",
         ) from error
     try:
         yield pulse

@@ -252,7 +252,7 @@ def _descended(content: Any, key: str | None, source: Path) -> tuple[Mapping[Any
 def _offer(content: Any, wanted: str) -> str:
     known = [str(name) for name in content] if isinstance(content, Mapping) else []
     near = did_you_mean(wanted, known) if wanted else ""
-    return near or (f"say which entry with key=NAME; there are {', '.join(known[:_NUM_SHOWN])}" if known else "")
+    return near or (f"choose an entry with key=NAME; available: {', '.join(known[:_NUM_SHOWN])}" if known else "")
 
 
 def named_as(tensors: dict[str, Tensor], wanted: Collection[str]) -> tuple[dict[str, Tensor], str]:

@@ -66,7 +66,7 @@ def packed(configurations: Sequence[Configuration], together: int | Literal["aut
     if together == 1:
         return Packing()
     if together == "auto" and len({each.settings.device for each in configurations}) > 1:
-        return Packing(why="together=auto: one at a time, for the trials are on different devices; say together=N")
+        return Packing(why="together=auto: one at a time, for the trials are on different devices; use together=N")
     try:
         seen = in_subprocess(_foresee, distinct(configurations), together == "auto")
     except BrokenProcessPool:
@@ -75,7 +75,7 @@ def packed(configurations: Sequence[Configuration], together: int | Literal["aut
         return Packing(why=f"together=auto: one at a time, for parallelism={seen.several} takes all devices")
     if seen.several:
         what = f"must be 1 where each trial takes several devices, as with parallelism={seen.several}"
-        raise ConfigError(Problem(what, f"together={together}", "say together=1, or parallelism=single"))
+        raise ConfigError(Problem(what, f"together={together}", "use together=1, or parallelism=single"))
     return packing_of(seen, together, len(configurations))
 
 
@@ -145,7 +145,7 @@ def _foresee(configurations: Sequence[Configuration], traces: bool) -> Foreseen:
     if not traces:
         return bare
     if len(configurations) > MOST_TRACED:
-        return Foreseen(cores=cores, why_not=f"more than {MOST_TRACED} models to trace; say together=N")
+        return Foreseen(cores=cores, why_not=f"more than {MOST_TRACED} models to trace; use together=N")
     largest: Prediction | None = None
     for configuration in configurations:
         try:

@@ -196,7 +196,7 @@ def _no_metric(result: Result, goal: Goal) -> ConfigError:
     known = list(result.metrics)
     what = f"{result.trial.name} has no such metric; it has {shortened(known, 8) or 'none'}"
     near = did_you_mean(goal.metric, known)
-    fix = f"{near} The same command with another metric= goes on" if near else "say metric=NAME with one of them"
+    fix = f"{near} The same command with another metric= goes on" if near else "use metric=NAME with one of them"
     return ConfigError(Problem(what, f"metric={goal.metric}", fix))
 
 

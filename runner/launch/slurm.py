@@ -73,7 +73,7 @@ class Slurm:
         """Return why the job could not work on any cluster."""
         problems = []
         if self.num_tasks > 1 and configuration.choices["parallelism"].function == "single":
-            fix = "say parallelism=ddp, or launcher.nodes=1 launcher.tasks_per_node=1"
+            fix = "use parallelism=ddp, or launcher.nodes=1 launcher.tasks_per_node=1"
             what = f"must use all {self.num_tasks} ranks of the job, but is single"
             problems.append(Problem(what, "parallelism", fix))
         if self.signal_s >= self.time_min * 60:
@@ -182,11 +182,11 @@ def _not_here() -> list[Problem]:
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if missing:
         what = f"needs {' and '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not on this machine"
-        fix = "submit from a login node of the cluster, or say launcher=local"
+        fix = "submit from a login node of the cluster, or use launcher=local"
         problems.append(Problem(what, "launcher=slurm", fix))
     if member_of(os.environ) is not None:
         what = "must be local in a rank that torchrun or srun has started"
-        problems.append(Problem(what, "launcher=slurm", "submit from a shell, or say launcher=local"))
+        problems.append(Problem(what, "launcher=slurm", "submit from a shell, or use launcher=local"))
     return problems
 
 

@@ -66,7 +66,7 @@ def _train(request: Request, member: Member | None, *, then_infer: bool) -> tupl
     launcher = configuration.choices["launcher"].name
     if predicts and launcher != "local":
         what = "trains only, and the prediction would not wait for the job"
-        raise ConfigError(Problem(what, f"launcher={launcher}", "say accel-run train, and when it is done: inference"))
+        raise ConfigError(Problem(what, f"launcher={launcher}", "use accel-run train, and when it is done: inference"))
     code = launched(configuration)
     if code is not None:  # handed to a scheduler
         return Exit(code), None

@@ -466,7 +466,7 @@ def _measured_verdict(facts: Facts, tried: Sequence[Tried], inventory: Inventory
         return f"{NOT_MEASURED}: there is no GPU here"
     other = next((each for each in tried if each.rule == "device" and each.ratio), None)
     if other is None or other.ratio is None:
-        return f"{NOT_MEASURED}: nothing suggested to try the other device; say device=cpu to compare"
+        return f"{NOT_MEASURED}: nothing suggested to try the other device; use device=cpu to compare"
     here, there = ("CPU", "GPU") if facts.on_cpu() else ("GPU", "CPU")
     if other.ratio.verdict == "no clear change":
         return f"either: {there} against {here} {other.ratio}"

@@ -35,7 +35,7 @@ def whole_numbers(options: Mapping[str, str], key: str, least: int = 1) -> tuple
     words = [word.strip() for word in text.strip("[]").split(",")]
     if not all(word.isascii() and word.isdigit() and int(word) >= least for word in words):
         what = f"must be whole numbers from {least} on, with commas between them"
-        raise ConfigError(Problem(what, f"{key}={text}", f"say {key}={least},{2 * max(least, 1)}"))
+        raise ConfigError(Problem(what, f"{key}={text}", f"use {key}={least},{2 * max(least, 1)}"))
     return tuple(dict.fromkeys(map(int, words)))
 
 
@@ -45,7 +45,7 @@ def some_of(options: Mapping[str, str], key: str, known: Sequence[str]) -> tuple
     wrong = [word for word in words if word not in known]
     if wrong:
         what = f"must be some of {', '.join(known)}, but {wrong[0] or 'nothing'} is none of them"
-        raise ConfigError(Problem(what, f"{key}={options[key]}", f"say {key}={','.join(known)}"), of_known_keys=True)
+        raise ConfigError(Problem(what, f"{key}={options[key]}", f"use {key}={','.join(known)}"), of_known_keys=True)
     return tuple(dict.fromkeys(words))
 
 
@@ -75,7 +75,7 @@ class Place:
             if phase.kind == "train":
                 return phase
         name = f"task={self.plan.choices['task'].name}"
-        raise ConfigError(Problem("has no phase that trains, so no updates", name, "say another task="))
+        raise ConfigError(Problem("has no phase that trains, so no updates", name, "use another task="))
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def _must_have_effect(request: Request, profile: Profile, file: Path) -> None:
         key, _, value = word.partition("=")
         if str(found.get(key)).lower() != str(_literal(value)).lower():
             what = f"would be {found.get(key)} all the same: something else sets it"
-            raise ConfigError(Problem(what, f"{file}: {key}", f"say {word} on the command line"))
+            raise ConfigError(Problem(what, f"{file}: {key}", f"use {word} on the command line"))
 
 
 def _command(request: Request, folder: Path) -> str:

@@ -48,7 +48,7 @@ class Results:
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         if (folder / f"{prefix}{STEP}").name != f"{prefix}{STEP}":
-            problem = Problem("must be the beginning of a file's name", f"prefix={prefix}", "say the folder in folder=")
+            problem = Problem("must be the beginning of a file's name", f"prefix={prefix}", "use the folder in folder=")
             raise ConfigError(problem)
         self.folder, self.prefix = folder, prefix
         self.csv, self.json = self.file("results.csv"), self.file("results.json")

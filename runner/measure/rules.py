@@ -194,7 +194,7 @@ def saves_too_often(facts: Facts) -> Finding | None:
         auto_s = max(SHORTEST_S, min(each_s / COST, AT_RISK_S - each_s))
         if auto_s < LONGER_APART * apart_s:  # it risks no more than ten minutes of work, however long a save takes
             return None
-        what = f"say checkpoint.every=auto: it would save every {auto_s:.0f} s or so, and not every {apart_s:.0f} s"
+        what = f"use checkpoint.every=auto: it would save every {auto_s:.0f} s or so, and not every {apart_s:.0f} s"
         return Finding(
             "checkpoints too often", evidence, by_hand=what, at_most=1 / ((1 - share) * (1 + each_s / auto_s))
         )
@@ -225,7 +225,7 @@ def evaluates_too_often(facts: Facts) -> Finding | None:
     return Finding(
         "evaluates too often",
         f"{share:.0%} of the time was spent on {every} evaluations, one in {apart} updates",
-        by_hand=f"say evaluate.every={5 * apart}; it decides which checkpoints the best one is chosen from",
+        by_hand=f"use evaluate.every={5 * apart}; it decides which checkpoints the best one is chosen from",
         at_most=_without(share * 0.8),
     )
 

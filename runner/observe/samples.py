@@ -95,7 +95,7 @@ def read_samples(path: Path) -> Samples:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             return _samples(path, csv.reader(_without_nul(file)))
     except FileNotFoundError:
-        raise InputMissing("there is no such file", where=str(path), fix="say monitor=on to have it written") from None
+        raise InputMissing("there is no such file", where=str(path), fix="use monitor=on to have it written") from None
     except csv.Error as error:
         raise DataError(f"is damaged: {error}", where=str(path), fix=MEND) from None
     except OSError as error:

@@ -356,7 +356,7 @@ def wandb_mode(environ: Mapping[str, str]) -> tuple[str, str]:
 def must_be_installed(tracker: str) -> None:
     """Raise MissingPackage for a tracker whose package is not here; wandb goes on without."""
     if tracker == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        fix = 'pip install tensorboard, which "accel-run[tensorboard]" brings; or say tracker=none'
+        fix = 'pip install tensorboard, which "accel-run[tensorboard]" brings; or use tracker=none'
         raise MissingPackage("tensorboard must be installed, but is not", where="tracker=tensorboard", fix=fix)
 
 

@@ -364,7 +364,7 @@ class _Planner:
         raise DeviceMissing(
             f"{wanted} is not here; this machine has {known}{self._unusable('')}",
             where=f"device={wanted}",
-            fix="say device=auto to take what is here",
+            fix="use device=auto to take what is here",
         )
 
     def choose_strategy(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> None:
@@ -395,12 +395,12 @@ class _Planner:
         parallelism = self.choices["parallelism"]
         if ranks is not None and len(ranks) > 1 and parallelism.function == "single":
             what = f"cannot be one of {len(ranks)} ranks that were started"
-            self.problems.append(Problem(what, "parallelism=single", "say parallelism=ddp, or start one process"))
+            self.problems.append(Problem(what, "parallelism=single", "use parallelism=ddp, or start one process"))
         if ranks is not None or parallelism.function == "single":
             self.ranks = self._corrected(ranks or [RankDevice.of(chosen, self.inventory)])
             there = len(_devices_here(chosen, self.inventory))
             if ranks is None and there > 1 and not self.configuration.asked_by_name("parallelism"):
-                self.notes.append(f"1 of {there} GPUs is used: say parallelism=auto to share updates among all of them")
+                self.notes.append(f"1 of {there} GPUs is used: use parallelism=auto to share updates among all of them")
             return chosen
         wanted = parallelism.options.get("world_size", "auto")
         gpus, why = gpus_of_ranks(chosen, wanted, self.inventory)
@@ -501,7 +501,7 @@ class _Planner:
         name = self.choices[group].name
         if self.configuration.asked_by_name(group):
             others = dict.fromkeys((instead, "auto"))
-            fix = "say " + ", or ".join(f"{group}={other}" for other in others)
+            fix = "use " + ", or ".join(f"{group}={other}" for other in others)
             self.problems.append(Problem(why, f"{group}={name}", fix))
         else:
             self.notes.append(f"{group}={name}: {why}; using {instead}")
@@ -730,7 +730,7 @@ def _workers(planner: _Planner, gpu: Device | None) -> None:
         planner.set("dataloader", "num_workers", workers, why)
     elif workers and options["cache"] == "device":
         what = "worker processes cannot read from the device"
-        planner.problems.append(Problem(what, "dataloader.cache=device", "say dataloader.num_workers=0"))
+        planner.problems.append(Problem(what, "dataloader.cache=device", "use dataloader.num_workers=0"))
     elif workers > cores:
         planner.notes.append(f"dataloader.num_workers={workers} is more than the {cores} cores of this machine")
 
@@ -777,20 +777,20 @@ def _parallelism(planner: _Planner, gpu: Device | None) -> None:
     choice, compiled = planner.choices["parallelism"], planner.choices["compile"]
     if choice.function == "pipeline" and compiled.function not in ("off", "regional"):
         what = "compiles the model as a whole, of which a rank of a pipeline has only some layers"
-        planner.problems.append(Problem(what, f"compile={compiled.name}", "say compile=regional, or compile=off"))
+        planner.problems.append(Problem(what, f"compile={compiled.name}", "use compile=regional, or compile=off"))
     if choice.function != "fsdp":
         return
     travels = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))
     precision = planner.choices["precision"].name
     if travels and travels != precision:
         what = f"parameters can travel in the format of precision only, which is {precision}"
-        fix = f"say precision={travels}, or parallelism.communicate=float32"
+        fix = f"use precision={travels}, or parallelism.communicate=float32"
         planner.problems.append(Problem(what, f"parallelism.communicate={choice.options['communicate']}", fix))
     if planner.choices["memory"].options.get("channels_last") == "auto":
         planner.set("memory", "channels_last", False, "fsdp cuts parameters as they lie in memory, row by row")
     if planner.choices["optimizer"].function == "sgd" and planner.choices["optimizer"].options["kernel"] == "fused":
         what = "torch has no fused SGD for sharded parameters"
-        planner.problems.append(Problem(what, "optimizer.kernel=fused", "say optimizer.kernel=foreach"))
+        planner.problems.append(Problem(what, "optimizer.kernel=fused", "use optimizer.kernel=foreach"))
 
 
 RULES = (_precision, _optimizer, _workers, _pin_memory, _prefetch, _attention, _compile, _parallelism)

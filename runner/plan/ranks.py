@@ -77,7 +77,7 @@ def gpus_of_ranks(first: Device | None, wanted: int | str, inventory: Inventory)
         raise DeviceMissing(
             f"{wanted} ranks need as many GPUs, but {len(here)} can be used: {', '.join(gpu.name for gpu in here)}",
             where=f"parallelism.world_size={wanted}",
-            fix=f"say parallelism.world_size={len(here)}, or device=cpu to try it without GPUs",
+            fix=f"use parallelism.world_size={len(here)}, or device=cpu to try it without GPUs",
         )
     return [*here[: int(wanted)]], ""
 

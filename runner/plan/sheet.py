@@ -67,7 +67,7 @@ def sheet(
         lines += _time(plan, phase, demand, peaks)
     if changes:
         lines += ["", "what would fit, by the estimated time of an update; peaks are predicted:"]
-        lines += [f"{'peak':>9}  {'time':>7}  say", *map(str, changes)]
+        lines += [f"{'peak':>9}  {'time':>7}  overrides", *map(str, changes)]
     elif not all(each.prediction.fits for each in plan.memory):
         lines += ["", *_wrapped("advice", "nothing that was tried would fit: take a smaller model or more memory")]
     if untried:

@@ -215,7 +215,7 @@ class Detection(AnomalyTask):
         super().begin_phase(phase)
         if phase == "train" and not self.splits["train"].has_masks:
             what = "head=rx learns from masks, but the training cubes have none"
-            raise InputMissing(what, where="data.path", fix=f"say epochs=0 for RX alone, or task.head=svdd; {FORMATS}")
+            raise InputMissing(what, where="data.path", fix=f"use epochs=0 for RX alone, or task.head=svdd; {FORMATS}")
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Sum:
         """Return the weighted cross-entropy summed over known pixels, and the penalties once per pixel.

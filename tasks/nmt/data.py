@@ -435,7 +435,7 @@ def refuse_path(data_path: Path | None) -> None:
     """Raise ConfigError where a path was given that will not be read."""
     if data_path is not None:
         what = f"task.data=random makes its pairs, so {data_path} would not be read"
-        raise ConfigError(Problem(what, "data.path", "leave it out, or say task.data=pairs"))
+        raise ConfigError(Problem(what, "data.path", "leave it out, or use task.data=pairs"))
 
 
 FORMAT_VERSION = 3  # of the prepared files; a change of their content makes it one higher

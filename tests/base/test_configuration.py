@@ -607,7 +607,7 @@ def test_foreign_options_are_none_of_ours_and_answered_with_one(group: str) -> N
     for said, others in FOREIGN_OPTIONS[group].items():
         assert said.split()[0] in options_of(group)
         for other in others.split():
-            assert fix_of_option(group, other.upper()) == f"say {group}={said}"
+            assert fix_of_option(group, other.upper()) == f"use {group}={said}"
 
 
 # ---------------------------------------------------------------- words upon words

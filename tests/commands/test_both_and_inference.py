@@ -203,7 +203,7 @@ def test_a_key_of_training_is_answered_with_that_of_prediction(
 ) -> None:
     ended = server.run(f"inference {typed}", folder)
     assert ended.code == 78
-    assert ended.err.splitlines()[-1].split() == ["say", meant]
+    assert ended.err.splitlines()[-1].split() == ["use", meant]
     assert server.run(f"inference {meant}", folder).code == 0
 
 
@@ -221,7 +221,7 @@ def test_a_batch_size_is_answered_with_that_of_prediction(typed: str, server: Fo
     """Of the default task, where there is no run."""
     ended = server.run(f"inference {typed}", tmp_path)
     assert ended.code == 78
-    assert ended.err.splitlines()[-1].split() == ["say", "inference.batch_size=4"]
+    assert ended.err.splitlines()[-1].split() == ["use", "inference.batch_size=4"]
     assert "global_batch_size=4" in server.run(f"both {typed}", tmp_path).err or "eval" in typed
 
 

@@ -126,7 +126,7 @@ optimizer.nesterov = false
 }
 
 REFUSED = {
-    "": "explain: which key?\n           say accel-run explain optimizer.lr",
+    "": "explain: which key?\n           use accel-run explain optimizer.lr",
     "optimizer.momentum": (
         "optimizer.momentum: unknown key\n"
         "           it belongs to optimizer=sgd: accel-run explain optimizer.momentum optimizer=sgd"

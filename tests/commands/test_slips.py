@@ -54,7 +54,7 @@ accel-run: --task: unknown command
 """,
     "python -m runner plan": """\
 accel-run: python: unknown command
-           say accel-run plan; several devices: parallelism=ddp
+           use accel-run plan; several devices: parallelism=ddp
 """,
     "TRAIN": """\
 accel-run: TRAIN: unknown command
@@ -62,11 +62,11 @@ accel-run: TRAIN: unknown command
 """,
     "predict": """\
 accel-run: predict: unknown command
-           say accel-run inference
+           use accel-run inference
 """,
     "list": """\
 accel-run: list: unknown command
-           say accel-run runs
+           use accel-run runs
 """,
     "stop": """\
 accel-run: stop: unknown command
@@ -74,105 +74,105 @@ accel-run: stop: unknown command
 """,
     "version": """\
 accel-run: version: unknown command
-           say accel-run --version
+           use accel-run --version
 """,
     "train help": """\
 accel-run: help: is not a setting; settings are written key=value
-           say accel-run train --help
+           use accel-run train --help
 """,
     "train t4": """\
 accel-run: t4: is not a setting; settings are written key=value
-           say +hardware=t4
+           use +hardware=t4
 """,
     "train cuda": """\
 accel-run: cuda: is not a setting; settings are written key=value
-           say device=cuda
+           use device=cuda
 """,
     "train my.yaml": """\
 accel-run: my.yaml: is not a setting; settings are written key=value
-           say --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it
+           use --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it
 """,
     "train model=resnet50": """\
 accel-run: model=resnet50: unknown key
-           say task=NAME for one of ours; a file of yours holds the model: accel-run new my_task.py, then --task ./my_task.py
+           use task=NAME for one of ours; a file of yours holds the model: accel-run new my_task.py, then --task ./my_task.py
 """,
     "train task=./my_task.py": """\
 accel-run: task=./my_task.py: unknown task; must be one of cape, dynamo, gpt, hyperspectral, nmt, tractodiff
-           say --task ./my_task.py
+           use --task ./my_task.py
 """,
     "train train.py --batch-size 32": """\
 accel-run: 2 problems
   1. train.py: is not a setting; settings are written key=value
-     say --task train.py
+     use --task train.py
   2. --batch-size 32: unknown option; settings are written key=value
-     say global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per pass)
+     use global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per pass)
 """,
     "train --epochs=3": """\
 accel-run: --epochs=3: unknown option; settings are written key=value
-           say epochs=3
+           use epochs=3
 """,
     "train lr: 0.1": """\
 accel-run: lr: 0.1: has a colon in the place of =
-           say optimizer.lr=0.1
+           use optimizer.lr=0.1
 """,
     "train amp=true": """\
 accel-run: amp=true: unknown key
-           say precision=bf16, or precision=fp16 where the GPU has no bfloat16
+           use precision=bf16, or precision=fp16 where the GPU has no bfloat16
 """,
     "train fp16=true": """\
 accel-run: fp16=true: unknown key
-           say precision=fp16
+           use precision=fp16
 """,
     "train num_workers=4": """\
 accel-run: num_workers=4: unknown key
-           say dataloader.num_workers=4
+           use dataloader.num_workers=4
 """,
     "train dataloader=4": """\
 accel-run: dataloader=4: unknown dataloader; must be one of default, thread
-           say dataloader.num_workers=4
+           use dataloader.num_workers=4
 """,
     "train accelerator=gpu devices=2": """\
 accel-run: 2 problems
   1. accelerator=gpu: unknown key
-     say device=cuda
+     use device=cuda
   2. devices=2: unknown key
-     say parallelism=ddp parallelism.world_size=2, or device=cuda:0 for one of them
+     use parallelism=ddp parallelism.world_size=2, or device=cuda:0 for one of them
 """,
     "train device=gpu:0": """\
 accel-run: device=gpu:0: must be auto, cpu, cuda, cuda:N or mps, but is "gpu:0"
-           say device=cuda:0
+           use device=cuda:0
 """,
     "train resume=last": """\
 accel-run: resume=last: names no run to start from
-           say accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME
+           use accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME
 """,
     "train resume=true": """\
 accel-run: resume=true: must be text, but is true
-           say accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME
+           use accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME
 """,
     "train --resume": """\
 accel-run: --resume: unknown option; settings are written key=value
-           say accel-run resume
+           use accel-run resume
 """,
     "train updates=1e3": """\
 accel-run: updates=1000.0: must be a whole number of at least 1 or null, but is 1000.0
-           say updates=1000
+           use updates=1000
 """,
     "train scheduler=CosineAnnealingLR": """\
 accel-run: scheduler=CosineAnnealingLR: unknown scheduler; must be one of constant, cosine, linear, multistep, one_cycle, plateau, step, warm_restarts
-           say scheduler=cosine
+           use scheduler=cosine
 """,
     "train compile=true": """\
 accel-run: compile=true: unknown compile; must be one of default, max-autotune, off, reduce-overhead, regional
-           say compile=default
+           use compile=default
 """,
     "train +hardware=rtx4090": """\
 accel-run: +hardware=rtx4090: unknown hardware; must be one of a100, auto, cpu, h100, h200, pair_11gb_8gb, rtx3050ti_4gb, rtx_entry, rtx_high, rtx_mid, t4
-           say hardware=rtx_high
+           use hardware=rtx_high
 """,
     "train optimizer.betas=(0.9,0.95)": """\
 accel-run: optimizer.betas=(0.9,0.95): cannot be read: lists are written with [ and ]
-           say optimizer.betas=[0.9,0.95]
+           use optimizer.betas=[0.9,0.95]
 """,
     "optimizer.lr=3": """\
 accel-run: optimizer.lr=3: unknown command
@@ -184,27 +184,27 @@ accel-run: lrr=3: unknown key
 """,
     "train lr=abc": """\
 accel-run: lr=abc: unknown key
-           say optimizer.lr=0.0003
+           use optimizer.lr=0.0003
 """,
     "train optimizer.lr=abc": """\
 accel-run: optimizer.lr=abc: must be a number above 0, but is "abc"
-           say optimizer.lr=0.0003, the default
+           use optimizer.lr=0.0003, the default
 """,
     "train --lr 0.1": """\
 accel-run: --lr 0.1: unknown option; settings are written key=value
-           say optimizer.lr=0.1
+           use optimizer.lr=0.1
 """,
     "train --global-batch-size=64": """\
 accel-run: --global-batch-size=64: unknown option; settings are written key=value
-           say global_batch_size=64
+           use global_batch_size=64
 """,
     "train lr = 3": """\
 accel-run: lr = 3: has spaces around =
-           say optimizer.lr=3
+           use optimizer.lr=3
 """,
     "train seed= 3": """\
 accel-run: seed= 3: has a space after =
-           say seed=3
+           use seed=3
 """,
     "train fast": """\
 accel-run: fast: is not a setting; settings are written key=value
@@ -212,23 +212,23 @@ accel-run: fast: is not a setting; settings are written key=value
 """,
     "plan --prob": """\
 accel-run: --prob: unknown option
-           say --probe
+           use --probe
 """,
     "plan probe": """\
 accel-run: probe: unknown option
-           say --probe
+           use --probe
 """,
     "monitor once": """\
 accel-run: once: is not a setting; settings are written key=value
-           say --once
+           use --once
 """,
     "monitor run": """\
 accel-run: run: is not a setting; settings are written key=value
-           say run=last
+           use run=last
 """,
     "monitor first": """\
 accel-run: first: is not a setting; settings are written key=value
-           say run=first
+           use run=first
 """,
     "benchmark bf15": """\
 accel-run: bf15: must be a technique, one of baseline, tf32, bf16, fp16, channels_last, compile, flash, fused, 8bit
@@ -236,7 +236,7 @@ accel-run: bf15: must be a technique, one of baseline, tf32, bf16, fp16, channel
 """,
     "benchmark steps=0": """\
 accel-run: steps=0: must be a whole number above 0
-           say steps=50
+           use steps=50
 """,
     "benchmark suite=laddr": """\
 accel-run: suite=laddr: must be one of ladder, machine, batch, loader, before_after, parallelism, devices
@@ -244,15 +244,15 @@ accel-run: suite=laddr: must be one of ladder, machine, batch, loader, before_af
 """,
     "benchmark suite=batch micro=x": """\
 accel-run: micro=x: must be whole numbers from 1 on, with commas between them
-           say micro=1,2
+           use micro=1,2
 """,
     "benchmark suite=loader cache=disk": """\
 accel-run: cache=disk: must be some of none, memory, device, but disk is none of them
-           say cache=none,memory,device
+           use cache=none,memory,device
 """,
     "benchmark suite=parallelism forms=ddp": """\
 accel-run: forms=ddp: must be some of single, equal, shares, pipeline, but ddp is none of them
-           say forms=single,equal,shares,pipeline
+           use forms=single,equal,shares,pipeline
 """,
     "tune budgets=3": """\
 accel-run: budgets=3: unknown key
@@ -260,7 +260,7 @@ accel-run: budgets=3: unknown key
 """,
     "tune --budget 5": """\
 accel-run: --budget 5: unknown option; settings are written key=value
-           say budget_s=5
+           use budget_s=5
 """,
     "train x=[1,2": """\
 accel-run: x=[1,2: cannot be read: a [ has no partner
@@ -292,11 +292,11 @@ accel-run: global_batch_size=64: must be a multiple of micro_batch_size (12), bu
 """,
     "train micro_batch_size=64": """\
 accel-run: micro_batch_size=64: must be at most global_batch_size (16), but is 64
-           say micro_batch_size=16, or global_batch_size=64
+           use micro_batch_size=16, or global_batch_size=64
 """,
     "plan precision=bf16 +hardware=t4": """\
 accel-run: precision=bf16: needs a GPU of capability 8.0 or above; Tesla T4 has capability 7.5 and only emulates bfloat16
-           say precision=fp16, or precision=auto
+           use precision=fp16, or precision=auto
 """,
     "train precision=bf17": """\
 accel-run: precision=bf17: unknown precision; must be one of auto, bf16, fp16, fp32, tf32
@@ -320,23 +320,23 @@ accel-run: run={"a" * 201}: a run name must have at most 200 letters, but has 20
 """,
     "train batch_size=32": """\
 accel-run: batch_size=32: unknown key
-           say global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per pass)
+           use global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per pass)
 """,
     "train accumulate_grad_batches=4": """\
 accel-run: accumulate_grad_batches=4: unknown key
-           say global_batch_size=64 micro_batch_size=16; accumulation follows: 64 = 16 x 4
+           use global_batch_size=64 micro_batch_size=16; accumulation follows: 64 = 16 x 4
 """,
     "train clip_max_norm=0.1": """\
 accel-run: clip_max_norm=0.1: unknown key
-           say max_grad_norm=0.1
+           use max_grad_norm=0.1
 """,
     "train checkpoint.every=5days": """\
 accel-run: checkpoint.every=5days: must be a whole number of at least 1 or 200updates, 2epochs, 10min, auto, but is "5days"
-           say checkpoint.every=7200min
+           use checkpoint.every=7200min
 """,
     "train device=gpu": """\
 accel-run: device=gpu: must be auto, cpu, cuda, cuda:N or mps, but is "gpu"
-           say device=cuda
+           use device=cuda
 """,
     "train updates=10 epochs=2": """\
 accel-run: updates=10 epochs=2: both are given
@@ -348,7 +348,7 @@ accel-run: optimizer.lr=0.1,0.2: is a sweep over several values
 """,
     "train ~tracker": """\
 accel-run: ~tracker: nothing is deleted here
-           say tracker=none
+           use tracker=none
 """,
     "train hydra.run.dir=x": """\
 accel-run: hydra.run.dir=x: Hydra only composes here; it starts and writes nothing
@@ -356,7 +356,7 @@ accel-run: hydra.run.dir=x: Hydra only composes here; it starts and writes nothi
 """,
     "train --task": """\
 accel-run: --task: needs a path
-           say --task ./my_task.py
+           use --task ./my_task.py
 """,
     "train --task ./without_build.py": """\
 accel-run: FOLDER/without_build.py: must define build(*, ...) -> Task, and does not
@@ -372,7 +372,7 @@ accel-run: optimizer.lrr: unknown key
 """,
     "explain": """\
 accel-run: explain: which key?
-           say accel-run explain optimizer.lr
+           use accel-run explain optimizer.lr
 """,
     "train updates=0 seed=-1 optimizer.lr=-1 precsion=fp32": """\
 accel-run: 4 problems
@@ -380,9 +380,9 @@ accel-run: 4 problems
      did you mean precision?
   2. updates=0: must be a whole number of at least 1 or null, but is 0
   3. seed=-1: must be a whole number from 0 to 2**64 - 1, but is -1
-     say seed=0, the default
+     use seed=0, the default
   4. optimizer.lr=-1: must be a number above 0, but is -1
-     say optimizer.lr=0.0003, the default
+     use optimizer.lr=0.0003, the default
 """,
 }
 

@@ -26,7 +26,7 @@ from tests.commands.test_slips import SLIPS
 ROOT = Path(__file__).parent.parent.parent
 TABLE = {**ARGPARSE, **LIGHTNING, **HUGGING_FACE, **LAUNCHERS, **HYDRA, **VALUES}
 PLACEHOLDER = re.compile(r"\.\.\.|\[?[A-Z]+(\.\w+)?\]?")  # to be filled in by who reads it
-GUESS = re.compile(r"did you mean|(?<!off unless )\bsay ")
+GUESS = re.compile(r"did you mean|(?<!off unless )\buse ")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,7 +54,7 @@ def problems_of(line: str) -> list[tuple[str, str]]:
 def suggestions(fix: str) -> Iterator[str]:
     """Yield the lines that a message says to type, as they stand behind `accel-run train`."""
     for part in re.split(r"\n|; |, or |, in | \(|\) or |: (?=accel-run)|, then ", fix):
-        text = part.removeprefix("say ").removeprefix("quote it: ").removeprefix("a command comes first: ").strip(" ,)")
+        text = part.removeprefix("use ").removeprefix("quote it: ").removeprefix("a command comes first: ").strip(" ,)")
         text = re.sub(r"(?<!\.)\.$", "", text)
         text = re.sub(r"^did you mean (.*)\?$", r"\1", text)
         text = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", text)
@@ -120,7 +120,7 @@ def test_a_line_without_a_command_is_answered_with_the_whole_line(
 def test_what_a_slip_is_answered_with_is_accepted(words: str) -> None:
     _, *rest = SLIPS[words].split("\n")
     for line in rest:
-        for suggestion in suggestions(line.strip()) if "say " in line or "did you mean" in line else ():
+        for suggestion in suggestions(line.strip()) if "use " in line or "did you mean" in line else ():
             assert refusals(suggestion) == [], suggestion
 
 
@@ -182,7 +182,7 @@ def test_every_setting_that_a_message_of_the_code_suggests_is_one() -> None:
     owners = (GRID, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN)
     known = {*keys, *GROUPS, *OF_COMMANDS, *settings_keys(monitor.Options), *(key for owner in owners for key in owner)}
     for where, text in said_in_code():
-        for command in re.findall(r"(?:say |or |then |: )accel-run ([a-z]+)\b", text):
+        for command in re.findall(r"(?:use |or |then |: )accel-run ([a-z]+)\b", text):
             assert command in COMMANDS, f"{where}: no command {command}: {text}"
         for key, value in re.findall(r"(?<![\w.{}\[/?&'\"-])([a-z][\w.]*)=([^\s;,)'\"]+)", text):
             if "{" in key or key.startswith(("task.", "inference.", "phase.")):
@@ -228,17 +228,17 @@ def test_an_own_key_of_a_command_comes_before_a_key_of_another_tool(command: str
     own = {"benchmark": "steps", "tune": "budget_s", "search": "trials"}[command]
     with pytest.raises(ConfigError) as refused:
         compose(Request((f"{own.upper()}=50",), own_keys=(own,)))
-    assert refused.value.problems[0].fix == f"say {own}=50"
+    assert refused.value.problems[0].fix == f"use {own}=50"
 
 
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("benchmark BATCH_SIZE=256", "say batch=256"),
-        ("benchmark num_steps=50", "say steps=50"),
-        ("resume --epochs 3", "say epochs=3"),
-        ("resume first --lr 0.1", "say optimizer.lr=0.1"),
-        ("inference --seed 3", "say inference.seed=3"),
+        ("benchmark BATCH_SIZE=256", "use batch=256"),
+        ("benchmark num_steps=50", "use steps=50"),
+        ("resume --epochs 3", "use epochs=3"),
+        ("resume first --lr 0.1", "use optimizer.lr=0.1"),
+        ("inference --seed 3", "use inference.seed=3"),
     ],
 )
 def test_a_habit_behind_another_command_is_answered_for_that_command(

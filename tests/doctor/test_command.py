@@ -170,7 +170,7 @@ def test_a_device_that_is_not_here_fails(server: ForkServer, tmp_path: Path) -> 
 
 SLIPS = {
     "doctor --jsn": "accel-run: --jsn: is not known to doctor\n           did you mean --json?\n",
-    "doctor disk": "accel-run: disk: is not known to doctor\n           say checks=[disk]\n",
+    "doctor disk": "accel-run: disk: is not known to doctor\n           use checks=[disk]\n",
     "doctor check=disk": "accel-run: check=disk: is not known to doctor\n           did you mean checks?\n",
     "doctor checks=[matmull]": "accel-run: checks: there is no check matmull\n           did you mean matmul?\n",
     "doctor device=gpu": "accel-run: device: must be auto, cpu, cuda, cuda:N or mps, but is gpu\n",

@@ -39,7 +39,7 @@ STEPS_OF_A_WORD, STEPS_OF_A_LETTER = (
     10,
 )  # lines of Python that an answer takes at most, over those of a short word
 MAX_SHOWN = 3000  # characters of one problem: a page of a terminal
-HELPS = ("must", "did you mean", "say ", "choose ", "those that are", "here it is", "give ", "leave it out",
+HELPS = ("must", "did you mean", "use ", "run ", "choose ", "those that are", "here it is", "give ", "leave it out",
          "run them", "quote it", "known:", "accel-run plan", "nothing is deleted", "take ", "nearest", "belongs to",
          "phases:", "mend the file", "write the plain", "write the value", "what there is",
          "accel-run search")  # fmt: skip

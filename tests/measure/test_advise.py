@@ -336,7 +336,7 @@ def test_a_profile_that_would_have_no_effect_is_not_left_behind(
         ("budget_s=0", 78, "must be a number of seconds above 0"),
         ("budget_s=soon", 78, "must be a number of seconds above 0"),
         ("apply=perhaps", 78, "must be true or false"),
-        ("apply", 78, "say apply=true"),
+        ("apply", 78, "use apply=true"),
         ("task=gpt apply=true profile=../x", 78, "profile=../x"),
         ("task=gpt apply=true profile=mine --config-dir /dev/null", 78, "no folder in which you may write"),
         ("run=nowhere", 66, "there is no run 'nowhere'"),

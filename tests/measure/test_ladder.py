@@ -96,7 +96,7 @@ def test_a_key_without_a_value_is_a_clear_error(word: str, fix: str) -> None:
     with pytest.raises(ConfigError, match="needs a value") as raised:
         benchmark([word, "task=gpt"])
 
-    assert raised.value.problems == (Problem("needs a value", word, f"say {fix}"),)
+    assert raised.value.problems == (Problem("needs a value", word, f"use {fix}"),)
 
 
 def test_what_cannot_be_measured_is_listed_with_the_reason(measured: tuple[Report, Path]) -> None:

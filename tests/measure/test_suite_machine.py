@@ -396,7 +396,7 @@ def test_the_suite_is_in_the_table() -> None:
     [
         (("matmull",), {}, "did you mean matmul"),
         ((), {"rounds": "0"}, "must be a whole number above 0"),
-        ((), {"disk_mib": "much"}, "say disk_mib=64"),
+        ((), {"disk_mib": "much"}, "use disk_mib=64"),
     ],
 )
 def test_slips_are_said_before_anything_is_measured(

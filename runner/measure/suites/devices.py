@@ -57,7 +57,7 @@ def run(wanted: Wanted) -> Report:
     other = [word for word in request.overrides if word.startswith("task=") and word != f"task={TASK}"]
     if request.task_file or other:
         what = f"is not measured by this suite: its phases are those of {TASK}"
-        raise ConfigError(Problem(what, other[0] if other else "--task", f"say task={TASK}"))
+        raise ConfigError(Problem(what, other[0] if other else "--task", f"use task={TASK}"))
     own = merge_overrides((f"task={TASK}", "task.data=synthetic"), request.overrides)
     wanted = dataclasses.replace(wanted, request=dataclasses.replace(request, overrides=own))
     with place_of(wanted) as place:
@@ -105,13 +105,13 @@ def devices_of(text: str, inventory: Inventory) -> dict[str, Overrides]:
     if text == "auto":
         if not gpus and cores < 2:
             what = "there is one device here with one core: nothing to compare"
-            raise ConfigError(Problem(what, "devices=auto", "say devices=cpu:1,cpu:2"))
+            raise ConfigError(Problem(what, "devices=auto", "use devices=cpu:1,cpu:2"))
         names = ["cpu", gpus[0]] if gpus else ["cpu:1", f"cpu:{cores}"]
     else:
         first = next((gpu for gpu in gpus if gpu.startswith("cuda")), "cuda")
         names = [first if word.strip() == "cuda" else word.strip() for word in text.strip("[]").split(",")]
     if len(set(names)) != 2 or len(names) != 2:
-        raise ConfigError(Problem("must be two different devices", f"devices={text}", "say devices=cpu:1,cpu:2"))
+        raise ConfigError(Problem("must be two different devices", f"devices={text}", "use devices=cpu:1,cpu:2"))
     return {name: _words_of(name, gpus, text) for name in names}
 
 
@@ -124,7 +124,7 @@ def _words_of(name: str, gpus: Sequence[str], text: str) -> Overrides:
         return (f"device={name}",)
     here = ", ".join(["cpu", f"cpu:THREADS (at most {MOST_THREADS})", *gpus])
     what = f"{name or 'nothing'} is no device of this machine, which has {here}"
-    fix = did_you_mean(name, ["cpu", "cuda", *gpus]) or "say devices=cpu:1,cpu:2"
+    fix = did_you_mean(name, ["cpu", "cuda", *gpus]) or "use devices=cpu:1,cpu:2"
     raise ConfigError(Problem(what, f"devices={text}", fix))
 
 

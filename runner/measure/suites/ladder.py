@@ -114,7 +114,7 @@ def run(wanted: Wanted) -> Report:
             others = list(wanted.words)
             others.remove(actions[0])
             what = f"must stand alone, but stands with {' '.join(others)}"
-            raise ConfigError(Problem(what, actions[0], "say one after the other"))
+            raise ConfigError(Problem(what, actions[0], "run one after the other"))
         action = ACTIONS[actions[0]]
         return action(results, wanted)
     asked, kept = requested(wanted), _columns_of(results)  # both may be wrong, and then nothing is measured
@@ -162,7 +162,7 @@ class Ladder:
         members = tuple(technique for technique in self.asked.members if technique.name not in self.skipped)
         if not members and self.asked.members:
             why = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
-            raise ConfigError(Problem(f"nothing of it can be measured here: {why}", "techniques", "say techniques=all"))
+            raise ConfigError(Problem(f"nothing of it can be measured here: {why}", "techniques", "use techniques=all"))
         wanted = dataclasses.replace(self.wanted, request=self.asked.request, words=())  # its own are understood
         with place_of(wanted) as place:
             self.arena, self.is_on_cpu = place.arena, place.plan.device.startswith("cpu")
@@ -434,7 +434,7 @@ def requested(wanted: Wanted) -> Asked:
             continue
         numbers[key] = int(text) if text.isdecimal() and len(text) < 10 else 0
         if numbers[key] < 1:
-            fix = f"say {key}={OPTIONS[key] or 64}"
+            fix = f"use {key}={OPTIONS[key] or 64}"
             problems.append(Problem("must be a whole number above 0", f"{key}={text}", fix))
     words = [word for word in wanted.words if word != "all"]
     if problems:
@@ -443,7 +443,7 @@ def requested(wanted: Wanted) -> Asked:
     modes = options["modes"] or ("isolated" if words else "all")
     if words and options["techniques"] != OPTIONS["techniques"]:
         what = f"stands beside {' '.join(words)}, which name techniques too"
-        raise ConfigError(Problem(what, f"techniques={options['techniques']}", "say one of them"))
+        raise ConfigError(Problem(what, f"techniques={options['techniques']}", "use one of them"))
     names = words or (list(known) if options["techniques"] == "all" else _listed(options["techniques"]))
     members = chosen(names, known)
     if not members and BASELINE not in names:
@@ -612,7 +612,7 @@ def _must_be_of(task: str, results: Results, kept: Mapping[str, Sequence[float]]
     others = {str(each["task"]) for each in told.values() if each.get("task")} - {task}
     if others:
         what = f"holds what was measured of task {', '.join(sorted(others))}, and this is task {task}"
-        fix = f"say prefix={task}-, or another folder=, or clear it first: accel-run benchmark clean"
+        fix = f"use prefix={task}-, or another folder=, or clear it first: accel-run benchmark clean"
         raise ConfigError(Problem(what, str(results.csv), fix))
 
 

@@ -75,7 +75,7 @@ def _workers(options: Mapping[str, str]) -> tuple[int | str, ...]:
     words = [word.strip() for word in options["workers"].strip("[]").split(",")]
     if not all(word == THREAD or (word.isascii() and word.isdigit()) for word in words):
         what = f"must be whole numbers from 0 on, or {THREAD}, with commas between them"
-        raise ConfigError(Problem(what, f"workers={options['workers']}", f"say workers=0,2,{THREAD}"))
+        raise ConfigError(Problem(what, f"workers={options['workers']}", f"use workers=0,2,{THREAD}"))
     return tuple(dict.fromkeys(word if word == THREAD else int(word) for word in words))
 
 

@@ -352,7 +352,7 @@ def disk(asked: Asked, seconds: float) -> Found:
     free = shutil.disk_usage(folder).free
     if asked.disk_bytes > free / 2:  # others write there too
         much = f"a file of {asked.disk_bytes // MIB:,} MiB would take more than half of the {free // MIB:,} MiB"
-        return Found(skipped={"disk": f"{much} that are free in {folder}; say disk_mib={OPTIONS['disk_mib']}"})
+        return Found(skipped={"disk": f"{much} that are free in {folder}; use disk_mib={OPTIONS['disk_mib']}"})
     with _trial_folder(folder) as trial:
         file, data = trial / "data", [os.urandom(MIB)] * (asked.disk_bytes // MIB)  # no file system makes it smaller
         block = bytearray(MIB)
@@ -603,7 +603,7 @@ def _parts(words: Sequence[str]) -> list[str]:
 def _number(options: Mapping[str, str], key: str) -> int:
     text = options[key]
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(Problem("must be a whole number above 0", f"{key}={text}", f"say {key}={OPTIONS[key]}"))
+        raise ConfigError(Problem("must be a whole number above 0", f"{key}={text}", f"use {key}={OPTIONS[key]}"))
     return int(text)
 
 

@@ -84,7 +84,7 @@ def _factor(text: str) -> float:
         factor = 0.0
     if not 1 <= factor <= MOST_SLOW:
         what = f"must be a number from 1 to {MOST_SLOW}: how many times as long a sample takes on the slow rank"
-        raise ConfigError(Problem(what, f"slow={text}", "say slow=2"))
+        raise ConfigError(Problem(what, f"slow={text}", "use slow=2"))
     return factor
 
 
