@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import fcntl
 import hashlib
 import os
@@ -66,19 +65,12 @@ def _compile(folder: Path) -> None:
         f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}", f"-I{sysconfig.get_paths()['include']}"
     ]  # fmt: skip
     _call(["g++", *flags, "-shared", str(SOURCES / "accelerator.cpp"), "-o", str(folder / PRELOADED), "-ldl"])
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)  # the longest first
-    sources = [path for path in sources if path.name != "accelerator.cpp"]
-    objects = [folder / f"{path.stem}.o" for path in sources]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        lines = [
-            ["g++", *flags, *includes, "-c", str(path), "-o", str(to)]
-            for path, to in zip(sources, objects, strict=True)
-        ]
-        list(pool.map(_call, lines))
+    # One translation unit: most of the time goes to torch's headers, which are read once then.
+    sources = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name != "accelerator.cpp"]
+    whole = folder / "whole.cpp"
+    whole.write_text("".join(f'#include "{path}"\n' for path in sources))
     libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch_python", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
-    _call(["g++", "-shared", *map(str, objects), "-o", str(folder / MODULE), *libraries])
-    for path in objects:
-        path.unlink()
+    _call(["g++", *flags, *includes, "-shared", str(whole), "-o", str(folder / MODULE), *libraries])
 
 
 def _call(line: list[str]) -> None:

@@ -37,18 +37,18 @@ using c10d::Work;
 using Tensors = std::vector<Tensor>;
 using milliseconds = std::chrono::milliseconds;
 
-Tensor cpu_alias(const Tensor& tensor) {
+Tensor alias_on_cpu(const Tensor& tensor) {
   static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("stand_in::cpu_alias", "").typed<Tensor(const Tensor&)>();
   return tensor.device().is_cuda() ? op.call(tensor.detach()) : tensor;
 }
-Tensors cpu_aliases(const Tensors& tensors) {
+Tensors aliases_on_cpu(const Tensors& tensors) {
   Tensors all;
-  for (auto& tensor : tensors) all.push_back(cpu_alias(tensor));
+  for (auto& tensor : tensors) all.push_back(alias_on_cpu(tensor));
   return all;
 }
-std::vector<Tensors> cpu_aliases(const std::vector<Tensors>& lists) {
+std::vector<Tensors> aliases_on_cpu(const std::vector<Tensors>& lists) {
   std::vector<Tensors> all;
-  for (auto& list : lists) all.push_back(cpu_aliases(list));
+  for (auto& list : lists) all.push_back(aliases_on_cpu(list));
   return all;
 }
 
@@ -148,84 +148,84 @@ class ProcessGroupNCCL final : public Backend {
 
   c10::intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return launch(c10d::OpType::BROADCAST, tensors, tensors, [=, this] {
-      auto aliases = cpu_aliases(tensors);
+      auto aliases = aliases_on_cpu(tensors);
       return gloo_->broadcast(aliases, options);
     });
   }
   c10::intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return launch(c10d::OpType::ALLREDUCE, tensors, tensors, [=, this] {
-      auto aliases = cpu_aliases(tensors);
+      auto aliases = aliases_on_cpu(tensors);
       return gloo_->allreduce(aliases, options);
     });
   }
   c10::intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     return launch(c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, [=, this] {
-      auto aliases = cpu_aliases(tensors);
+      auto aliases = aliases_on_cpu(tensors);
       return gloo_->allreduce_coalesced(aliases, options);
     });
   }
   c10::intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     return launch(c10d::OpType::REDUCE, tensors, tensors, [=, this] {
-      auto aliases = cpu_aliases(tensors);
+      auto aliases = aliases_on_cpu(tensors);
       return gloo_->reduce(aliases, options);
     });
   }
   c10::intrusive_ptr<Work> allgather(
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     return launch(c10d::OpType::ALLGATHER, flat(outputs), inputs, [=, this] {
-      auto to = cpu_aliases(outputs);
-      auto from = cpu_aliases(inputs);
+      auto to = aliases_on_cpu(outputs);
+      auto from = aliases_on_cpu(inputs);
       return gloo_->allgather(to, from, options);
     });
   }
   c10::intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
     return launch(c10d::OpType::_ALLGATHER_BASE, {output}, {input}, [=, this] {
-      auto to = cpu_alias(output), from = cpu_alias(input);
+      auto to = alias_on_cpu(output), from = alias_on_cpu(input);
       return gloo_->_allgather_base(to, from, options);
     });
   }
   c10::intrusive_ptr<Work> allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     return launch(c10d::OpType::COALESCED, outputs, inputs, [=, this] {
-      auto to = cpu_aliases(outputs), from = cpu_aliases(inputs);
+      auto to = aliases_on_cpu(outputs), from = aliases_on_cpu(inputs);
       return gloo_->allgather_into_tensor_coalesced(to, from, options);
     });
   }
   c10::intrusive_ptr<Work> gather(
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     return launch(c10d::OpType::GATHER, flat(outputs), inputs, [=, this] {
-      auto to = cpu_aliases(outputs);
-      auto from = cpu_aliases(inputs);
+      auto to = aliases_on_cpu(outputs);
+      auto from = aliases_on_cpu(inputs);
       return gloo_->gather(to, from, options);
     });
   }
   c10::intrusive_ptr<Work> scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
     return launch(c10d::OpType::SCATTER, outputs, flat(inputs), [=, this] {
-      auto to = cpu_aliases(outputs);
-      auto from = cpu_aliases(inputs);
+      auto to = aliases_on_cpu(outputs);
+      auto from = aliases_on_cpu(inputs);
       return gloo_->scatter(to, from, options);
     });
   }
   c10::intrusive_ptr<Work> reduce_scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
     return launch(c10d::OpType::REDUCE_SCATTER, outputs, flat(inputs), [=, this] {
-      auto to = cpu_aliases(outputs);
-      auto from = cpu_aliases(inputs);
+      auto to = aliases_on_cpu(outputs);
+      auto from = aliases_on_cpu(inputs);
       return gloo_->reduce_scatter(to, from, options);
     });
   }
   c10::intrusive_ptr<Work> _reduce_scatter_base(
       Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     return launch(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, {input}, [=, this] {
-      auto to = cpu_alias(output), from = cpu_alias(input);
+      auto to = alias_on_cpu(output), from = alias_on_cpu(input);
       return gloo_->_reduce_scatter_base(to, from, options);
     });
   }
   c10::intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
     return launch(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, inputs, [=, this] {
-      auto to = cpu_aliases(outputs), from = cpu_aliases(inputs);
+      auto to = aliases_on_cpu(outputs), from = aliases_on_cpu(inputs);
       return gloo_->reduce_scatter_tensor_coalesced(to, from, options);
     });
   }
@@ -233,19 +233,19 @@ class ProcessGroupNCCL final : public Backend {
       Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {
     return launch(c10d::OpType::ALLTOALL_BASE, {output}, {input}, [=, this]() mutable {
-      auto to = cpu_alias(output), from = cpu_alias(input);
+      auto to = alias_on_cpu(output), from = alias_on_cpu(input);
       return gloo_->alltoall_base(to, from, output_sizes, input_sizes, options);
     });
   }
   c10::intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
     return launch(c10d::OpType::SEND, {}, tensors, [=, this] {
-      auto aliases = cpu_aliases(tensors);
+      auto aliases = aliases_on_cpu(tensors);
       return gloo_->send(aliases, to, tag);
     });
   }
   c10::intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
     return launch(c10d::OpType::RECV, tensors, {}, [=, this] {
-      auto aliases = cpu_aliases(tensors);
+      auto aliases = aliases_on_cpu(tensors);
       return gloo_->recv(aliases, from, tag);
     });
   }
