@@ -117,14 +117,14 @@ class ForkServer:
 
     @classmethod
     @contextmanager
-    def started(cls) -> Iterator[ForkServer]:
-        """Import torch and the runner in a process of its own."""
+    def started(cls, env: Mapping[str, str] | None = None) -> Iterator[ForkServer]:
+        """Import torch and the runner in a process of its own; `env` is added to its environment."""
         with subprocess.Popen(
             [sys.executable, "-c", "from tests.forkserver import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
         ) as process:
             assert process.stdin is not None
             assert process.stdout is not None

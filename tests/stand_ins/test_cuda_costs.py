@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.stand_ins.cuda.build import why_not
-from tests.stand_ins.cuda.devices import MACHINES
-from tests.stand_ins.cuda.environment import ROOT, environment
+from tests.stand_ins.forked import StandIn, read
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
 
@@ -22,33 +18,29 @@ UPDATES = 8  # of the short run; the other one has twice as many
 BYTES_OF_A_BATCH = 16 * (6 * 4 + 8)  # float32 inputs (16, 6) and int64 targets (16,)
 
 
-def counted(words: list[str], folder: Path) -> dict[str, Any]:
-    """Run Python with these arguments on an A100 of the stand-in; return what was counted."""
-    folder.mkdir()
-    (folder / "counted").mkdir()
-    env = environment(MACHINES["a100"], folder / "counted")
-    env["PYTHONPATH"] = f"{env['PYTHONPATH']}:{ROOT}"
-    line = [sys.executable, *words]
-    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = [json.loads(path.read_text()) for path in (folder / "counted").iterdir()]
+Counted = dict[str, Any]
+
+
+def only(folder: Path, out: str) -> Counted:
+    """Return what the one process that computed has counted, and the lines of progress that it has drawn."""
+    (found,) = read(folder)
     assert not found["misuses"]
-    return {**found, "drawn": sum(line.startswith("update=") for line in done.stdout.splitlines())}
+    return {**found, "drawn": sum(line.startswith("update=") for line in out.splitlines())}
 
 
-def of_updates(short: dict[str, Any], long: dict[str, Any], key: str) -> Counter[str]:
+def of_updates(short: Counted, long: Counted, key: str) -> Counter[str]:
     """Return what the additional updates of the longer run have cost."""
     return Counter(long[key]) - Counter(short[key])
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("plain")
-    short, long = (
-        counted(["-m", "tests.stand_ins.plain_loop", str(number)], folder / str(number))
-        for number in (UPDATES, 2 * UPDATES)
-    )
-    return short, long
+def plain(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> tuple[Counted, Counted]:
+    def counted(number: int) -> Counted:
+        folder = tmp_path_factory.mktemp(f"plain-{number}")
+        text = f"from tests.stand_ins.plain_loop import main; main({number})"
+        return only(folder, stand_in.program("a100", text, counted=folder))
+
+    return counted(UPDATES), counted(2 * UPDATES)
 
 
 # words -> kernels that accel-run launches beyond a plain loop
@@ -56,16 +48,21 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dic
     ("words", "kernels"), [("prefetch=none precision=fp32", 17), ("prefetch=stream precision=bf16", 28)]
 )
 def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
-    words: str, kernels: int, plain: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+    words: str, kernels: int, plain: tuple[Counted, Counted], stand_in: StandIn, tmp_path: Path
 ) -> None:
     given = (
         f"train --task {TASK} task.rank=-1 run=r device=cuda global_batch_size=16 max_grad_norm=1 checkpoint=off"
         f" evaluate.every=1000 log_every=1000 monitor=off {words}"
     )
-    short, long = (
-        counted(["-m", "runner", *given.split(), f"updates={number}"], tmp_path / str(number))
-        for number in (UPDATES, 2 * UPDATES)
-    )
+
+    def counted(number: int) -> Counted:
+        folder = tmp_path / str(number)
+        (folder / "counted").mkdir(parents=True)
+        ended = stand_in.command("a100", f"{given} updates={number}", folder, folder / "counted")
+        assert ended.code == 0, ended.out + ended.err
+        return only(folder / "counted", ended.out)
+
+    short, long = counted(UPDATES), counted(2 * UPDATES)
     waits = of_updates(short, long, "host_waits")
     assert waits.pop("cudaEventSynchronize") <= UPDATES + 1, "for the update before the last, and no other"
     num_drawn = long["drawn"] - short["drawn"]  # lines of progress, each of which reads the loss and the norm

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.stand_ins.cuda.build import why_not
-from tests.stand_ins.cuda.devices import MACHINES
-from tests.stand_ins.cuda.environment import environment
-from tests.stand_ins.test_cuda_stand_in import on_stand_in
+from tests.stand_ins.cuda.environment import ROOT
+from tests.stand_ins.forked import StandIn, read
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
 
@@ -33,8 +29,8 @@ assert take_inventory().devices == inventory.devices
 """
 
 
-def test_memory_of_one_gpu_is_predicted_and_cuda_is_not_initialized_before_the_run() -> None:
-    on_stand_in("t4", "-c", NEEDS)
+def test_memory_of_one_gpu_is_predicted_and_cuda_is_not_initialized_before_the_run(stand_in: StandIn) -> None:
+    stand_in.program("t4", NEEDS)
 
 
 ROOM = """
@@ -53,8 +49,8 @@ assert _stand_in.contexts() == [1], _stand_in.contexts()
 """
 
 
-def test_the_thread_that_prepares_host_memory_opens_no_context_on_another_device() -> None:
-    on_stand_in("a100x2", "-c", ROOM)
+def test_the_thread_that_prepares_host_memory_opens_no_context_on_another_device(stand_in: StandIn) -> None:
+    stand_in.program("a100x2", ROOM)
 
 
 REFUSED = """
@@ -66,9 +62,8 @@ assert torch.equal(kept + 1, (weight + 1).cpu()), "the refusal is not raised by 
 """
 
 
-def test_page_locking_that_is_refused_makes_copies_slower_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAND_IN_REFUSES_REGISTRATION", "1")
-    on_stand_in("a100", "-c", REFUSED)
+def test_page_locking_that_is_refused_makes_copies_slower_and_nothing_else(stand_in: StandIn) -> None:
+    stand_in.program("a100", REFUSED, {"STAND_IN_REFUSES_REGISTRATION": "1"})
 
 
 RELEASED = """
@@ -82,19 +77,8 @@ assert torch.cuda.cudart().cudaHostUnregister(address) != 0, "it was unregistere
 """
 
 
-def test_page_locked_memory_is_unregistered_when_it_is_freed() -> None:
-    on_stand_in("a100", "-c", RELEASED)
-
-
-def trained(machine: str, words: str, folder: Path) -> list[dict[str, Any]]:
-    """Train on a machine of the stand-in; return what each process that computed has counted."""
-    counted = folder / "counted"
-    counted.mkdir()
-    line = [sys.executable, "-m", "runner", *f"train task=gpt evaluate.samples=16 run=r {words}".split()]
-    env = environment(MACHINES[machine], counted)
-    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(path.read_text()) for path in sorted(counted.iterdir())]
+def test_page_locked_memory_is_unregistered_when_it_is_freed(stand_in: StandIn) -> None:
+    stand_in.program("a100", RELEASED)
 
 
 @pytest.mark.sampled(2)
@@ -109,9 +93,13 @@ def trained(machine: str, words: str, folder: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_a_run_on_gpus_has_no_race_and_one_context_for_each_process(
-    machine: str, words: str, contexts: list[list[int]], tmp_path: Path
+    machine: str, words: str, contexts: list[list[int]], stand_in: StandIn, tmp_path: Path
 ) -> None:
-    counted = trained(machine, f"updates=4 checkpoint.every=2 device=cuda {words}", tmp_path)
+    (tmp_path / "counted").mkdir()
+    line = f"train task=gpt evaluate.samples=16 run=r updates=4 checkpoint.every=2 device=cuda {words}"
+    ended = stand_in.command(machine, line, tmp_path, tmp_path / "counted")
+    assert ended.code == 0, ended.out + ended.err
+    counted = read(tmp_path / "counted")
     assert [each["misuses"] for each in counted] == [{}] * len(contexts)
     assert sorted(each["contexts"] for each in counted) == contexts
     assert list((tmp_path / "outputs/r/checkpoints").iterdir())
@@ -121,23 +109,32 @@ FAILING = Path(__file__).with_name("task_that_fails.py")
 
 
 @pytest.mark.parametrize(("words", "rank"), [("parallelism=ddp", 0), ("parallelism=fsdp", 1)])
-def test_a_rank_that_fails_over_nccl_is_named_and_nobody_is_left(words: str, rank: int, tmp_path: Path) -> None:
+def test_a_rank_that_fails_over_nccl_is_named_and_nobody_is_left(
+    words: str, rank: int, stand_in: StandIn, tmp_path: Path
+) -> None:
     """Destroying an NCCL process group waits for kernels that the failed rank never joins: for `timeout_s`."""
     task = f"train --task {FAILING} task.rank={rank} updates=6 global_batch_size=16 run=r device=cuda {words}"
-    line = [sys.executable, "-m", "runner", *task.split()]
-    env = environment(MACHINES["a100x2"])
-    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 70, done.stdout + done.stderr
+    ended = stand_in.command("a100x2", task, tmp_path)
+    assert ended.code == 70, ended.out + ended.err
     error = json.loads((tmp_path / "outputs/r/error.json").read_text())
     assert error["place"]["rank"] == rank
-    assert "planted" in done.stderr
+    assert "planted" in ended.err
 
 
-def test_tests_of_a_gpu_that_need_no_times_pass_on_the_stand_in() -> None:
+PYTEST = """
+import os, pytest
+os.chdir({root!r})
+assert pytest.main({words}) == 0
+"""
+
+
+def test_tests_of_a_gpu_that_need_no_times_pass_on_the_stand_in(stand_in: StandIn) -> None:
     """So that they do not rot where nobody has a GPU."""
     tests = [
         "tests/gpu/test_stream_and_precision.py",
         "tests/gpu/test_parts.py::test_marks_cost_no_wait_and_tell_what_the_device_did",
     ]
-    out = on_stand_in("a100", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    out = stand_in.program(
+        "a100", PYTEST.format(root=str(ROOT), words=["-q", "--assert=plain", "-p", "no:cacheprovider", *tests])
+    )
     assert "skipped" not in out.splitlines()[-1]

@@ -12,26 +12,17 @@ import pytest
 
 from tests.stand_ins.cuda.build import why_not
 from tests.stand_ins.cuda.devices import MACHINES
-from tests.stand_ins.cuda.environment import ROOT, environment
+from tests.stand_ins.cuda.environment import environment
+from tests.stand_ins.forked import StandIn
 from tests.stand_ins.planted import PLANTED
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
 Seen = Mapping[str, Mapping[str, Any]]
 
 
-def on_stand_in(machine: str, *words: str) -> str:
-    """Run Python with these arguments on a machine of the stand-in; return what it prints."""
-    line = [sys.executable, *words]
-    done = subprocess.run(
-        line, cwd=ROOT, env=environment(MACHINES[machine]), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
-def seen() -> Seen:
-    lines = on_stand_in("a100x2", "-m", "tests.stand_ins.planted").splitlines()
+def seen(stand_in: StandIn) -> Seen:
+    lines = stand_in.program("a100x2", "from tests.stand_ins.planted import main; main()").splitlines()
     return {found["name"]: found for found in map(json.loads, lines)}
 
 
@@ -73,8 +64,8 @@ print(json.dumps(_stand_in.misuses()))
 """
 
 
-def test_a_program_with_its_waits_is_called_nothing() -> None:
-    assert json.loads(on_stand_in("a100", "-c", RIGHT)) == {}
+def test_a_program_with_its_waits_is_called_nothing(stand_in: StandIn) -> None:
+    assert json.loads(stand_in.program("a100", RIGHT)) == {}
 
 
 LATE = """
@@ -87,8 +78,8 @@ assert (early, snapshot.tolist()) == ([0.0] * 100, [1.0] * 100)
 """
 
 
-def test_a_copy_to_the_host_arrives_when_somebody_waits_for_it() -> None:
-    on_stand_in("a100", "-c", LATE)
+def test_a_copy_to_the_host_arrives_when_somebody_waits_for_it(stand_in: StandIn) -> None:
+    stand_in.program("a100", LATE)
 
 
 FRAGMENTS = """
@@ -115,8 +106,8 @@ assert torch.cuda.memory_reserved() == 5 * 12 * MiB
 """
 
 
-def test_memory_is_handed_out_in_segments_that_split_and_are_returned_before_an_error() -> None:
-    on_stand_in("rtx3050ti", "-c", FRAGMENTS.replace("rest + 30", "rest + 37"))
+def test_memory_is_handed_out_in_segments_that_split_and_are_returned_before_an_error(stand_in: StandIn) -> None:
+    stand_in.program("rtx3050ti", FRAGMENTS.replace("rest + 30", "rest + 37"))
 
 
 GENERATORS = """
@@ -134,8 +125,8 @@ assert state.numel() == 16
 """
 
 
-def test_each_device_draws_from_a_generator_of_its_own() -> None:
-    on_stand_in("a100x2", "-c", GENERATORS)
+def test_each_device_draws_from_a_generator_of_its_own(stand_in: StandIn) -> None:
+    stand_in.program("a100x2", GENERATORS)
 
 
 VISIBLE = """
@@ -147,6 +138,13 @@ assert torch.cuda.get_device_name() == "NVIDIA GeForce RTX 3070"
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("named", ["1", "GPU-00000000-0000-4000-8000-000000000001"])
-def test_only_visible_devices_exist(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    on_stand_in("pair", "-c", VISIBLE)
+def test_only_visible_devices_exist(named: str, stand_in: StandIn) -> None:
+    stand_in.program("pair", VISIBLE, {"CUDA_VISIBLE_DEVICES": named})
+
+
+def test_a_process_that_starts_with_the_stand_in_has_its_devices() -> None:
+    """All other tests run in forks that get their devices after torch was imported."""
+    line = [sys.executable, "-c", VISIBLE]
+    env = {**environment(MACHINES["pair"]), "CUDA_VISIBLE_DEVICES": "1"}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

@@ -32,10 +32,9 @@ class CudaRuntime:
 
     def __init__(self, native: Any) -> None:
         self._native = native
-        self.refuses_registration = os.environ.get("STAND_IN_REFUSES_REGISTRATION") == "1"
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
-        if self.refuses_registration:
+        if os.environ.get("STAND_IN_REFUSES_REGISTRATION") == "1":
             self._native.leave_error("out of memory")
             return 2
         self._native.register_host_memory(pointer, size)
@@ -52,22 +51,38 @@ class CudaRuntime:
         return {0: "no error", 2: "out of memory"}.get(code, "unknown error")
 
 
+_DEVICES: list[Device] = []  # of this process
+
+
 def install() -> None:
-    """Make the devices that the environment describes."""
+    """Give torch the stand-in, with the devices that the environment describes."""
     import torch
 
     if hasattr(torch._C, "_cuda_getDeviceCount"):
         return
     import _stand_in
 
-    devices = _visible(decoded(os.environ[VARIABLE]))
-    _stand_in.set_num_devices(len(devices))
-    for index, device in enumerate(devices):
-        _stand_in.set_device_memory(index, device.memory, int(device.context_gib * 2**30))
-    _give_bindings(torch, _stand_in, devices)
+    _give_bindings(torch, _stand_in, _DEVICES)
     _give_storage(torch, _stand_in)
     _give_streams(torch)
     _give_nccl(torch, _stand_in)
+    describe()
+
+
+def describe() -> None:
+    """Give this process the devices that its environment describes now, for a fork may have another than its parent.
+
+    Raises RuntimeError if CUDA has been used here, or before the fork.
+    """
+    import _stand_in
+    import torch
+
+    if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
+        raise RuntimeError("CUDA was used before its devices were described")
+    _DEVICES[:] = _visible(decoded(os.environ[VARIABLE]))
+    _stand_in.set_num_devices(len(_DEVICES))
+    for index, device in enumerate(_DEVICES):
+        _stand_in.set_device_memory(index, device.memory, int(device.context_gib * 2**30))
     if folder := os.environ.get(REPORT):
         _report_at_exit(_stand_in, Path(folder))
 
@@ -96,7 +111,7 @@ def uuid_of(index: int) -> str:
     return f"GPU-00000000-0000-4000-8000-{index:012d}"
 
 
-def _give_bindings(torch: Any, native: Any, devices: tuple[Device, ...]) -> None:
+def _give_bindings(torch: Any, native: Any, devices: list[Device]) -> None:
     state = {"poisoned": False, "bad_fork": False}
 
     def after_fork() -> None:

@@ -1,0 +1,59 @@
+"""Commands and programs on machines of the stand-in: forks of one process that has imported torch with it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.forkserver import Ended, ForkServer
+from tests.stand_ins.cuda.devices import MACHINES, VARIABLE, encoded
+from tests.stand_ins.cuda.environment import environment
+from tests.stand_ins.cuda.install import REPORT
+
+DESCRIBE = "from tests.stand_ins.cuda.install import describe; describe()\n"
+# What follows in the fork server is a command of accel-run. install.py has os._exit leave what was counted.
+END = "\nimport os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)\n"
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Runs one program at a time."""
+
+    server: ForkServer
+
+    @classmethod
+    @contextmanager
+    def started(cls) -> Iterator[StandIn]:
+        """Import torch and the runner once; no device has been used then."""
+        with ForkServer.started(environment(MACHINES["t4"])) as server:
+            yield cls(server)
+
+    def command(self, machine: str, words: str, folder: Path, counted: Path | None = None) -> Ended:
+        """Run accel-run in a folder.
+
+        counted  folder in which each process leaves what it has counted
+        """
+        return self.server.run(words, folder, _env(machine, counted), DESCRIBE)
+
+    def program(
+        self, machine: str, text: str, env: Mapping[str, str] | None = None, counted: Path | None = None
+    ) -> str:
+        """Run a program, which must not fail; return what it prints."""
+        with tempfile.TemporaryDirectory() as folder:
+            ended = self.server.run([], Path(folder), {**_env(machine, counted), **(env or {})}, DESCRIBE + text + END)
+        assert ended.code == 0, ended.out + ended.err
+        return ended.out
+
+
+def _env(machine: str, counted: Path | None) -> dict[str, str]:
+    return {VARIABLE: encoded(MACHINES[machine])} | ({REPORT: str(counted)} if counted else {})
+
+
+def read(counted: Path) -> list[dict[str, Any]]:
+    """Return what each process that computed has counted."""
+    return [json.loads(path.read_text()) for path in sorted(counted.iterdir())]
