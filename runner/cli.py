@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         # Imports make objects that stay: collecting garbage among them is a quarter of torch's 2.5 s. Whoever goes on
-        # for long enables it again (engine/train.py, engine/infer.py).
+        # for long enables it again (engine/hooks/first_update.py, engine/infer.py).
         gc.disable()
         open_closed_streams()
     trains = bool(words) and words[0] in TRAINING

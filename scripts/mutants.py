@@ -62,18 +62,18 @@ RESTORING = {
 # Fields that are restored inside an expression, which leaving out a statement does not reach: path, old, new.
 BY_HAND = (
     (
-        "runner/engine/train.py",
+        "runner/engine/phase.py",
         "seed_everything(seed_of_rank(seed, world.rank, start.update))",
         "seed_everything(seed)",
     ),
-    ("runner/engine/train.py", "rest = there[world.rank - 1]", "rest = there[0]"),
+    ("runner/engine/phase.py", "rest = there[world.rank - 1]", "rest = there[0]"),
     ("runner/base/order.py", "if rank == 0 and update == 0:", "if update == 0:"),
     ("runner/engine/saver.py", "self.bests = list(bests)", "self.bests = []"),
 )  # fmt: skip
-# What a new run has for the fields of a checkpoint, in the dict `state` of `Phase.snapshot`.
+# What a new run has for the fields of a checkpoint, in the dict `state` of `Checkpointing.snapshot`.
 FRESH = {
-    "skipped_before": "0", "evaluated_at": "-1", "closed": "False", "bests": "[]", "kept": "[]", "metrics": "{}",
-    "shares": "{}", "saving": "[]", "changes": "[]", "data": "{}", "code": "{}",
+    "skipped_before": "0", "closed": "False", "bests": "[]", "kept": "[]", "metrics": "{}", "changes": "[]",
+    "code": "{}",
 }  # fmt: skip
 SIGNATURES = "tests/axes/test_yaml_is_signature.py::"
 RESUME_LAWS = (  # tests that see most of what is not restored

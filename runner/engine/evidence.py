@@ -17,7 +17,7 @@ from runner.durable.files import read_object
 from runner.plan.inventory import Inventory
 
 if TYPE_CHECKING:
-    from runner.engine.train import TrainingRun
+    from runner.engine.run import TrainingRun
 
 
 @dataclass(frozen=True, kw_only=True)

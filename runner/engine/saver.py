@@ -101,7 +101,7 @@ class Saver:
         self._number: int | None = None  # of that checkpoint
         self._is_writing = False  # a checkpoint, when the last update ended
         self._told: set[str] = set()  # what is said once
-        self._adapt()
+        self.adapt()
 
     def prepare(self, nbytes: int, device: torch.device) -> None:
         """Memory for a copy of so many bytes is there when the first save is due."""
@@ -271,7 +271,7 @@ class Saver:
         last, before = self.toll.last, self.policy.seconds
         if last is None or last is known or self.writer.last is None:
             return
-        self._adapt()
+        self.adapt()
         every = self.policy.seconds
         if known is None or (before and every and not 0.9 < every / before < 1.1):
             self.screen.event("saving", update=self.writer.last.update, every_s=every, **asdict(last))
@@ -300,8 +300,8 @@ class Saver:
             f" only {max(0.0, left_s):.1f} s are left"
         )
 
-    def _adapt(self) -> None:
-        """The time between saves follows from what they have cost so far."""
+    def adapt(self) -> None:
+        """Set the time between saves by what they have cost so far."""
         last = self.toll.last
         if last is not None:
             problem = self.policy.adapt(self.toll.cost_s, last.write_s, self.toll.update_s)

@@ -41,7 +41,7 @@ from runner.plan.sheet import short
 
 if TYPE_CHECKING:
     from runner.engine.assemble import Parts
-    from runner.engine.train import Outcome, PhaseRecord, TrainingRun
+    from runner.engine.run import Outcome, PhaseRecord, TrainingRun
 
 
 class Screen:

@@ -52,8 +52,9 @@ from runner.plan.ranks import RankDevice
 if TYPE_CHECKING:
     from runner.base.world import World
     from runner.durable.checkpoint import Loaded
+    from runner.engine.phase import Phase
+    from runner.engine.run import TrainingRun
     from runner.engine.screen import Screen
-    from runner.engine.train import Phase, TrainingRun
     from runner.observe.monitor import NoMonitor
 
 
@@ -168,6 +169,7 @@ def _lead(job: Job, world: World) -> Ended:
 
 def _follow(job: Job, world: World) -> Ended:
     """Train as any other rank: in step with rank 0, and in silence."""
+    from runner.engine.train import train
     from runner.engine.watchdog import watched
 
     directory = RunDirectory.join(job.folder)
@@ -182,7 +184,7 @@ def _follow(job: Job, world: World) -> Ended:
         run, start = _open_silently(job, world, stack)
         run.pulse = pulse
         with _telling(job.plan):
-            outcome = run.train(start)
+            outcome = train(run, start)
         return Ended(outcome.exit_code, run.stop.requested is not None, run.dropped)
 
 
@@ -192,9 +194,9 @@ def _open_silently(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRu
     from runner.durable.checkpoint import load
     from runner.durable.signals import StopRequest
     from runner.engine.assemble import assemble
+    from runner.engine.run import TrainingRun, silent
     from runner.engine.screen import Screen
     from runner.engine.state import check_state
-    from runner.engine.train import TrainingRun, silent
     from runner.engine.weights import begin_with
     from runner.observe.profiler import PROFILERS
 
@@ -266,6 +268,7 @@ def _train(
     """Open the run, train, and say how it ended."""
     from runner.engine.evidence import better_known, evidence_in, evidence_of
     from runner.engine.tasks import check_packages
+    from runner.engine.train import train
     from runner.engine.watchdog import END, watched
     from runner.observe.trackers import FINISH_S
 
@@ -293,7 +296,7 @@ def _train(
         screen.report_start(job.plan, run.parts, job.inventory, start)
         exit_code = 1
         try:
-            outcome = run.train(start)
+            outcome = train(run, start)
             exit_code = int(outcome.exit_code)
         except BaseException:
             with suppress(Exception):  # the error itself must come through
@@ -342,7 +345,7 @@ def _open(
     from runner.durable.signals import StopRequest
     from runner.engine.assemble import assemble
     from runner.engine.meter import Clock
-    from runner.engine.train import Observers, TrainingRun
+    from runner.engine.run import Observers, TrainingRun
     from runner.engine.weights import begin_with
     from runner.observe.benchmark import BENCHMARKS
     from runner.observe.profiler import PROFILERS
@@ -396,7 +399,7 @@ def open_phase(request: Request, world: World | None = None) -> Iterator[Phase]:
 
     world  the ranks that open it together; None: this process alone
     """
-    from runner.engine.train import Phase
+    from runner.engine.phase import Phase
 
     with ExitStack() as stack:
         run, start = _opened(request, world, stack)

@@ -40,10 +40,16 @@ from runner.base.stopwatch import between
 from runner.base.task import Progress, Task
 from runner.base.words import words_of
 from runner.engine.evaluate import Sizes, evaluate
+from runner.engine.hooks import HOOKS
+from runner.engine.hooks.checkpointing import Checkpointing
+from runner.engine.hooks.evaluation import Evaluation
+from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.infer import predictions_of
 from runner.engine.loop import StepInfo
+from runner.engine.phase import Phase
+from runner.engine.run import TrainingRun
 from runner.engine.session import open_run
-from runner.engine.train import Phase, TrainingRun
 from runner.measure.contention import Contention
 from runner.measure.counting import counted
 from runner.measure.probe import batch_of, probe
@@ -110,39 +116,54 @@ def live(descriptor: int, errors: int, parent: int) -> int:
     return int(Exit.DONE)
 
 
+class FirstUpdates(Hook):
+    """Remembers what the first updates came to.
+
+    moved  a sketch of what they did to the weights; None: not known
+    draws  they have drawn random numbers, as dropout does
+    """
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self.first: list[StepInfo] = []
+        self.moved: Tensor | None = None
+        self.draws = False
+
+    def begin(self) -> None:
+        self._weights = [weight for weight in self.phase.parts.bare.parameters() if weight.requires_grad]
+        self._lay = sketch(self._weights)
+        self._drew = self._random_state()
+
+    def after_update(self, step: StepInfo) -> None:
+        if len(self.first) < FIRST_UPDATES:  # copies: CUDA graphs write the next loss into the same memory
+            loss, norm = (None if value is None else value.clone() for value in (step.loss_sum, step.grad_norm))
+            self.first.append(step._replace(loss_sum=loss, grad_norm=norm))
+        if step.update == MOVED_UPDATES and not self.phase.run_.num_skipped:
+            self.moved = sketch(self._weights) - self._lay
+            self.draws = any(not torch.equal(*pair) for pair in zip(self._drew, self._random_state(), strict=True))
+
+    def _random_state(self) -> list[Tensor]:
+        of_device = accelerator_of(self.phase.parts.world.device).generator_state()
+        return [torch.get_rng_state(), *([] if of_device is None else [of_device])]
+
+
 class MeasuredPhase(Phase):
-    """A phase without an end, which remembers what its first updates came to.
+    """A phase without an end.
 
     whole  updates that it would have
     """
 
+    kinds_of_hooks = (FirstUpdates, *HOOKS)
+
     def __init__(self, run: TrainingRun, planned: PhasePlan, *, evaluates: bool) -> None:
         patient = dataclasses.replace(planned.early_stopping, patience=None)
         super().__init__(run, dataclasses.replace(planned, early_stopping=patient), None)
-        self.first: list[StepInfo] = []
-        self.moved: Tensor | None = None  # a sketch of what the first updates did to the weights; None: not known
-        self.draws = False  # they have drawn random numbers, as dropout does
+        evaluation = self.hook(Evaluation)
         self.whole = self.total
-        self.period_of_evaluation = self.evaluate_every if self.held_out is not None else 0
+        self.period_of_evaluation = evaluation.every if evaluation.held_out is not None else 0
         self.total = self.work.total = FOREVER
         if not evaluates:
-            self.evaluate_every = 0
-        self._weights = [weight for weight in run.parts.bare.parameters() if weight.requires_grad]
-        self._lay = sketch(self._weights)
-        self._drew = self._random_state()
-
-    def _between(self, step: StepInfo) -> None:
-        if len(self.first) < FIRST_UPDATES:  # copies: CUDA graphs write the next loss into the same memory
-            loss, norm = (None if value is None else value.clone() for value in (step.loss_sum, step.grad_norm))
-            self.first.append(step._replace(loss_sum=loss, grad_norm=norm))
-        if step.update == MOVED_UPDATES and not self.run_.num_skipped:
-            self.moved = sketch(self._weights) - self._lay
-            self.draws = any(not torch.equal(*pair) for pair in zip(self._drew, self._random_state(), strict=True))
-        super()._between(step)
-
-    def _random_state(self) -> list[Tensor]:
-        of_device = accelerator_of(self.run_.parts.world.device).generator_state()
-        return [torch.get_rng_state(), *([] if of_device is None else [of_device])]
+            evaluation.every = 0
 
     def _tell_progress(self) -> None:
         update = min(self.position.update, self.whole)  # what the task does may follow from it
@@ -315,17 +336,16 @@ class Cell:
         """Tell what was seen and used since the run was opened."""
         accelerator = accelerator_of(self.run.parts.world.device)
         peak, total = accelerator.peak(), accelerator.total_bytes()
+        first = self.phase.hook(FirstUpdates)
         found: Answer = {
-            "losses": [
-                float(step.loss_sum) / float(step.items) for step in self.phase.first if step.loss_sum is not None
-            ],
-            "grad_norms": [float(step.grad_norm) for step in self.phase.first if step.grad_norm is not None],
+            "losses": [float(step.loss_sum) / float(step.items) for step in first.first if step.loss_sum is not None],
+            "grad_norms": [float(step.grad_norm) for step in first.first if step.grad_norm is not None],
             "peak_host_gib": host_peak_gib(),
             "attention": [[kind, kernel, num] for (kind, kernel), num in self.phase.work.attention.items()],
             "optimizer_bytes": list(self.phase.work.state_bytes()),
             "skipped_updates": self.run.num_skipped,
-            "moved": None if self.phase.moved is None else self.phase.moved.tolist(),
-            "draws": self.phase.draws,
+            "moved": None if first.moved is None else first.moved.tolist(),
+            "draws": first.draws,
         }
         if peak is not None and total is not None:
             found |= {
@@ -380,13 +400,14 @@ class Cell:
     def evaluate(self) -> Answer:
         """Tell how many seconds longer the first evaluation takes than a later one, for the sizes that batches have."""
         phase, parts, took = self.phase, self.run.parts, list[float]()
-        if phase.held_out is None:
+        evaluation = phase.hook(Evaluation)
+        if evaluation.held_out is None:
             return {"more_s": 0.0}
-        size, samples = phase.scarcity.sizes.asked, phase.held_out_samples
+        size, samples = phase.hook(OutOfMemory).sizes.asked, evaluation.samples
         for _ in range(2):
             began = time.perf_counter()
             evaluate(
-                parts.task, parts.model, phase.held_out, parts.prefetch, parts.precision, parts.parallel,
+                parts.task, parts.model, evaluation.held_out, parts.prefetch, parts.precision, parts.parallel,
                 samples[: size + len(samples) % size], Sizes(size), self.run.plan.settings.seed, parts.source,
             )  # fmt: skip
             parts.world.synchronize()
@@ -427,7 +448,7 @@ class Cell:
 
     def _periods(self) -> dict[str, int | None]:
         """Return what comes around every so many updates; None: by the clock, or never."""
-        policy = self.phase.saver.policy
+        policy = self.phase.hook(Checkpointing).saver.policy
         of_epochs = None if policy.epochs is None else policy.epochs * self.phase.order.updates_per_epoch
         return {
             "log": self.run.plan.settings.log_every,

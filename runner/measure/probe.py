@@ -25,7 +25,8 @@ from runner.base.batch import are_equal, map_tensors
 from runner.base.order import Micro
 from runner.base.task import Task
 from runner.engine.faults import is_of_task
-from runner.engine.train import Phase, TrainingRun
+from runner.engine.phase import Phase
+from runner.engine.run import TrainingRun
 from runner.observe.device_waits import Line, Waits, waits
 
 SECONDS = 1.0  # for each thing that is looked at

@@ -68,6 +68,13 @@ def opened(folder: Path, stack: ExitStack) -> Any:
     return stack.enter_context(open_phase(Request(settings, folder / "wide.py")))
 
 
+def saving_of(phase: Any) -> Any:
+    """Return the hook that saves the phase."""
+    from runner.engine.hooks.checkpointing import Checkpointing
+
+    return phase.hook(Checkpointing)
+
+
 def state_of(phase: Any) -> list[torch.Tensor]:
     """Return the tensors that a save copies, where training has them."""
     from runner.axes.optimizer import export_state
@@ -108,7 +115,7 @@ def line(name: str, values: Sequence[float], unit: str = "s") -> str:
 def rounds_of(phase: Any, updates: Any, folder: Path, rounds: int) -> tuple[int, dict[str, list[float]]]:
     """Return the bytes of the state, and seconds by name, a figure for each round."""
     next(updates)
-    state = state_of(phase)
+    state, saving = state_of(phase), saving_of(phase)
     nbytes = sum(tensor.nbytes for tensor in state)
     warm = [torch.empty_like(tensor) for tensor in state]
     found: dict[str, list[float]] = {}
@@ -122,9 +129,9 @@ def rounds_of(phase: Any, updates: Any, folder: Path, rounds: int) -> tuple[int,
         note(name, timed(act))
 
     def saved(name: str) -> None:
-        measured(name, phase._save)
-        phase.saver.writer.wait()
-        note("write", phase.saver.writer.last.write_s)
+        measured(name, saving.save)
+        saving.saver.writer.wait()
+        note("write", saving.saver.writer.last.write_s)
         settle()
 
     def copied() -> None:
@@ -151,7 +158,7 @@ def rounds_of(phase: Any, updates: Any, folder: Path, rounds: int) -> tuple[int,
 
 def slowed(phase: Any, updates: Any, rounds: int, write_s: float) -> dict[str, list[float]]:
     """Return what a save costs in all: blocks of updates with a save, less as many without, in turns."""
-    block = 4
+    block, saving = 4, saving_of(phase)
     while True:  # long enough for the write to be done within a block
         began = time.perf_counter()
         for _ in range(block):
@@ -162,11 +169,11 @@ def slowed(phase: Any, updates: Any, rounds: int, write_s: float) -> dict[str, l
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for round_ in range(rounds):
         for with_save in (True, False) if round_ % 2 else (False, True):
-            phase.saver.writer.wait()
+            saving.saver.writer.wait()
             settle()
             began = time.perf_counter()
             if with_save:
-                phase._save()
+                saving.save()
             for _ in range(block):
                 next(updates)
             seconds[with_save].append(time.perf_counter() - began)
@@ -202,7 +209,7 @@ def main() -> int:
         cost = statistics.median(costs["cost"])
         every = max(SHORTEST_S, cost / COST)
         print(f"a save costs {cost:.2f} s: every {every:.0f} s that is {cost / every:.2%} of the time")
-        print(f"the run's own figures of its last save: {phase.saver.toll.last}")
+        print(f"the run's own figures of its last save: {saving_of(phase).saver.toll.last}")
     return 0
 
 

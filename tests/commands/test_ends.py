@@ -25,10 +25,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 SABOTAGE = """
 import functools
 import torch
-import runner.engine.train
+import runner.engine.meter
 from runner import Task
 
-runner.engine.train.Meter.__call__ = functools.partial(int, "three")
+runner.engine.meter.Meter.__call__ = functools.partial(int, "three")
 
 SETTINGS = {"updates": 3, "global_batch_size": 4}
 

@@ -24,8 +24,8 @@ from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.engine import infer
 from runner.engine.evaluate import Measured, Sizes, evaluate
+from runner.engine.run import Observers
 from runner.engine.tasks import CheckedLoss
-from runner.engine.train import Observers
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
 

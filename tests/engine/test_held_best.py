@@ -21,7 +21,7 @@ from runner.engine import saver as saver_module
 from runner.engine import saving
 from runner.engine.saver import Saver, bests_on_disk
 from runner.engine.saving import COST, SavePolicy, Toll, default, off
-from tests.engine.test_saving_of_runs import opened
+from tests.engine.test_saving_of_runs import opened, saving_of
 from tests.forkserver import ForkServer
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
@@ -332,17 +332,17 @@ def test_at_a_stop_with_time_for_one_save_the_last_one_is_made(
     with opened(tmp_path, "checkpoint.grace_s=30") as phase:
         updates = phase.updates()
         next(updates)
-        phase.save()
-        phase.saver.writer.wait()
+        saving_of(phase).save()
+        saving_of(phase).saver.writer.wait()
         next(updates)
-        monkeypatch.setattr(phase.saver.toll, "has_budget", lambda: False)
-        phase.keep_if_best({"val/loss": 1.0})
+        monkeypatch.setattr(saving_of(phase).saver.toll, "has_budget", lambda: False)
+        saving_of(phase).keep_if_best({"val/loss": 1.0})
         next(updates)
-        monkeypatch.setattr(phase.saver.toll, "expected_s", lambda: 20.0)
+        monkeypatch.setattr(saving_of(phase).saver.toll, "expected_s", lambda: 20.0)
         signal.raise_signal(signal.SIGUSR1)
         phase.close()
-        assert phase.remains == 3
-        assert not phase.is_unsaved
+        assert saving_of(phase).remains == 3
+        assert not saving_of(phase).is_unsaved
         folder = phase.run_.directory.checkpoints
     assert sorted(path.name for path in folder.glob("update-*")) == ["update-0000000001", "update-0000000003"]
     assert checkpoint.load(path_of(folder, 3)).state["bests"] == []

@@ -20,6 +20,7 @@ from runner.base.errors import StorageError
 from runner.durable import checkpoint, files
 from runner.durable.system import System
 from runner.engine import saver, saving
+from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.saving import Toll
 from runner.engine.session import open_phase
 
@@ -45,6 +46,11 @@ def opened(folder: Path, *words: str) -> Iterator[Any]:
         yield phase
 
 
+def saving_of(phase: Any) -> Checkpointing:
+    found: Checkpointing = phase.hook(Checkpointing)
+    return found
+
+
 def weights(phase: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in phase.run_.parts.bare.state_dict().items()}
 
@@ -55,14 +61,14 @@ def test_what_is_written_is_the_state_of_its_update_however_slow_the_disk_is(tmp
         for _ in range(3):
             with files.through(disk := SlowDisk()):
                 update = next(updates)
-                phase.save()
+                saving_of(phase).save()
                 saved = weights(phase)
                 assert disk.reached.wait(60)
                 for _ in range(5):
                     next(updates)  # training goes on: it would wait for ever otherwise
                 assert not torch.equal(weights(phase)["0.weight"], saved["0.weight"])
                 disk.gate.set()
-                phase.saver.writer.wait()
+                saving_of(phase).saver.writer.wait()
             loaded = checkpoint.load(checkpoint.path_of(phase.run_.directory.checkpoints, update))
             there = loaded.tensors("model")
             assert all(torch.equal(there[name], tensor) for name, tensor in saved.items())
@@ -87,16 +93,20 @@ def test_a_save_that_comes_while_another_is_written_leaves_that_one_as_it_is(
         updates, expected = phase.updates(), {}
         for _ in range(2):
             update = next(updates)
-            snapshot = phase.snapshot()
+            snapshot = saving_of(phase).snapshot()
             expected[update] = {
                 stem: {name: tensor.clone() for name, tensor in tensors.items()}
                 for stem, tensors in snapshot.tensors.items()
             }
             if len(expected) == 2:
                 assert gate.reached.wait(60)
-                monkeypatch.setattr(phase.saver.writer, "wait", after(gate.opened.set, phase.saver.writer.wait))
-            phase.save()
-        phase.saver.writer.wait()
+                monkeypatch.setattr(
+                    saving_of(phase).saver.writer,
+                    "wait",
+                    after(gate.opened.set, saving_of(phase).saver.writer.wait),
+                )
+            saving_of(phase).save()
+        saving_of(phase).saver.writer.wait()
         for update, stems in expected.items():
             loaded = checkpoint.load(checkpoint.path_of(phase.run_.directory.checkpoints, update))
             assert set(loaded.stems) == set(stems)
@@ -129,24 +139,24 @@ def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, m
     with opened(tmp_path, "checkpoint.every=1000", "checkpoint.keep=2") as phase:
         updates, folder = phase.updates(), phase.run_.directory.checkpoints
         next(updates)
-        phase.keep_if_best({"val/loss": 3.0})
-        phase.saver.writer.wait()
+        saving_of(phase).keep_if_best({"val/loss": 3.0})
+        saving_of(phase).saver.writer.wait()
         next(updates)
         with files.through(Broken()):
-            phase.keep_if_best({"val/loss": 2.0})
-            phase.saver.writer.wait()
+            saving_of(phase).keep_if_best({"val/loss": 2.0})
+            saving_of(phase).saver.writer.wait()
         for _ in range(3):
             update = next(updates)
-            phase.save()
-        phase.saver.writer.wait()
+            saving_of(phase).save()
+        saving_of(phase).saver.writer.wait()
         assert files.names(folder) == [f"update-{number:010}" for number in (1, update - 1, update)]
         assert checkpoint.load(checkpoint.path_of(folder, update)).state["bests"] == [[3.0, 1]]
         best = next(updates)
-        phase.keep_if_best({"val/loss": 2.5})
+        saving_of(phase).keep_if_best({"val/loss": 2.5})
         for _ in range(3):
             update = next(updates)
-            phase.save()
-        phase.saver.writer.wait()
+            saving_of(phase).save()
+        saving_of(phase).saver.writer.wait()
         assert files.names(folder) == [f"update-{number:010}" for number in (best, update - 1, update)]
 
 
@@ -157,10 +167,10 @@ def test_a_save_that_failed_is_made_up_for_soon(tmp_path: Path, monkeypatch: pyt
         updates = phase.updates()
         next(updates)
         with files.through(Broken()):
-            phase.save()
+            saving_of(phase).save()
             with suppress(StorageError):
-                phase.saver.writer.wait()
-        found = [(next(updates), phase.saved_at) for _ in range(4)]
+                saving_of(phase).saver.writer.wait()
+        found = [(next(updates), saving_of(phase).saved_at) for _ in range(4)]
     assert [saved_at for _, saved_at in found] == [2, 2, 2, 2], "once, and not at every update"
 
 
@@ -169,15 +179,19 @@ def test_no_save_is_begun_for_which_there_is_no_time(tmp_path: Path) -> None:
         updates, folder = phase.updates(), phase.run_.directory.checkpoints
         next(updates)
         next(updates)
-        phase.saver.writer.wait()
+        saving_of(phase).saver.writer.wait()
         next(updates)
-        phase.saver.writer.wait()
+        saving_of(phase).saver.writer.wait()
         there = files.names(folder)
         signal.raise_signal(signal.SIGUSR1)
         next(updates)  # due by counting
-        phase.keep_if_best({"val/loss": 1.0})  # an evaluation that was done when the signal came
+        saving_of(phase).keep_if_best({"val/loss": 1.0})  # an evaluation that was done when the signal came
         phase.close()
-        assert (phase.saver.bests, phase.is_unsaved, phase.remains) == ([], True, 3)
+        assert (
+            saving_of(phase).saver.bests,
+            saving_of(phase).is_unsaved,
+            saving_of(phase).remains,
+        ) == ([], True, 3)
         assert files.names(folder) == there
 
 
@@ -186,11 +200,11 @@ def test_a_checkpoint_of_this_very_update_counts(tmp_path: Path, capfd: pytest.C
         updates = phase.updates()
         for _ in range(2):
             next(updates)
-            phase.save()
-            phase.saver.writer.wait()
+            saving_of(phase).save()
+            saving_of(phase).saver.writer.wait()
         signal.raise_signal(signal.SIGUSR1)
         phase.close()
-        assert (phase.is_unsaved, phase.remains) == (False, 2)
+        assert (saving_of(phase).is_unsaved, saving_of(phase).remains) == (False, 2)
     said = capfd.readouterr()
     assert "not saved" not in said.out + said.err
 
@@ -208,11 +222,11 @@ def test_whatever_goes_wrong_at_the_end_the_writer_has_ended_before_the_run_is_c
         with opened(tmp_path, "checkpoint=off") as phase:
             next(phase.updates())
             disk.gate.clear()
-            phase.save()
+            saving_of(phase).save()
             monkeypatch.setattr(phase.loader, "close", fail)
-            writer = phase.saver.writer
+            writer = saving_of(phase).saver.writer
             monkeypatch.setattr(writer, "close", after(disk.gate.set, writer.close))  # the first to wait for the disk
-            metrics, close = phase.observers.metrics, phase.observers.metrics.close
+            metrics, close = phase.run_.observers.metrics, phase.run_.observers.metrics.close
 
             def closed() -> None:
                 writers.append(any(thread.name == "checkpoint-writer" for thread in threading.enumerate()))
@@ -246,8 +260,8 @@ def test_the_rows_that_a_checkpoint_counts_are_synced_before_it_has_its_name(tmp
             for _ in range(3):
                 for _ in range(4):
                     next(updates)
-                phase.save()
-                phase.saver.writer.wait()
+                saving_of(phase).save()
+                saving_of(phase).saver.writer.wait()
                 path = checkpoint.path_of(phase.run_.directory.checkpoints, phase.number)
                 counted.append(int(checkpoint.load(path).manifest["metrics_bytes"]))
     assert counted[0] > 0
@@ -265,10 +279,10 @@ def test_saves_that_come_faster_than_the_disk_writes_are_told_once(
         now[0] += next(waits_s)
 
     with opened(tmp_path, "checkpoint.every=1") as phase:
-        writer = phase.saver.writer
+        writer = saving_of(phase).saver.writer
         monkeypatch.setattr(saver, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
         monkeypatch.setattr(writer, "wait", after(pass_time, writer.wait))
-        monkeypatch.setattr(phase.observers.screen, "warn", told.append)
+        monkeypatch.setattr(phase.run_.observers.screen, "warn", told.append)
         updates = phase.updates()
         for _ in range(5):
             next(updates)
@@ -282,36 +296,39 @@ def test_a_save_that_is_due_by_the_clock_waits_for_the_disk_instead_of_training(
         updates = phase.updates()
         next(updates)
         with files.through(disk := SlowDisk()):
-            phase.saver.policy.seconds = 0.0  # always late
+            saving_of(phase).saver.policy.seconds = 0.0  # always late
             next(updates)
-            assert phase.saver.writer.busy_s is not None
-            first = phase.saved_at
+            assert saving_of(phase).saver.writer.busy_s is not None
+            first = saving_of(phase).saved_at
             for _ in range(5):
                 next(updates)
-            assert phase.saved_at == first
+            assert saving_of(phase).saved_at == first
             disk.gate.set()
-            phase.saver.writer.wait()
+            saving_of(phase).saver.writer.wait()
             next(updates)
-            assert phase.saved_at == first + 6
-        assert phase.saver.toll.last is not None
-        assert phase.saver.toll.num_saves == 2
+            assert saving_of(phase).saved_at == first + 6
+        assert saving_of(phase).saver.toll.last is not None
+        assert saving_of(phase).saver.toll.num_saves == 2
 
 
 def test_the_interval_follows_from_what_a_save_costs_also_in_a_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as phase:
-        assert (phase.saver.policy.is_auto, phase.saver.policy.seconds) == (True, 60.0)
-        updates, updated = phase.updates(), phase.saver.updated
-        monkeypatch.setattr(phase.saver, "updated", lambda _: updated(0.01))  # no update is slowed down
+        assert (saving_of(phase).saver.policy.is_auto, saving_of(phase).saver.policy.seconds) == (
+            True,
+            60.0,
+        )
+        updates, updated = phase.updates(), saving_of(phase).saver.updated
+        monkeypatch.setattr(saving_of(phase).saver, "updated", lambda _: updated(0.01))  # no update is slowed down
         next(updates)
-        phase.save()
-        phase.saver.toll.held(4.0)  # what it says now
-        phase.saver.writer.wait()
+        saving_of(phase).save()
+        saving_of(phase).saver.toll.held(4.0)  # what it says now
+        saving_of(phase).saver.writer.wait()
         next(updates)
-        assert phase.saver.policy.seconds == pytest.approx(400.0)
-        phase.save()
+        assert saving_of(phase).saver.policy.seconds == pytest.approx(400.0)
+        saving_of(phase).save()
     with opened(tmp_path) as phase:
-        assert phase.saver.policy.seconds == pytest.approx(400.0)
-        assert isinstance(phase.saver.toll, Toll)
-        assert phase.saver.toll.expected_s() > 4.0
+        assert saving_of(phase).saver.policy.seconds == pytest.approx(400.0)
+        assert isinstance(saving_of(phase).saver.toll, Toll)
+        assert saving_of(phase).saver.toll.expected_s() > 4.0

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from runner.base.settings import EarlyStoppingSettings
-from runner.engine.stopping import EarlyStopping
+from runner.engine.evaluate import Measured
+from runner.engine.hooks.early_stopping import EarlyStopping
 
 
 def stops_at(values: list[float], **settings: Any) -> int | None:
     """Return the number of the evaluation that stops the phase, from 1."""
-    stopping = EarlyStopping(EarlyStoppingSettings(**settings))
+    planned = EarlyStoppingSettings(**settings)
+
+    def hook() -> EarlyStopping:
+        phase: Any = SimpleNamespace(planned=SimpleNamespace(early_stopping=planned))
+        return EarlyStopping(phase)
+
+    stopping = hook()
     for number, value in enumerate(values, 1):
-        stopping.observe({"val/loss": value})
-        again = EarlyStopping(stopping.settings)
-        again.load(stopping.state())
-        assert again.is_due == stopping.is_due
+        stopping.after_evaluation(Measured({"val/loss": value, "val/other": math.nan}, ("val/other",)))
+        again = hook()
+        again.load_state_dict(stopping.state_dict())
+        assert again.ends_phase == stopping.ends_phase
         stopping = again
-        if stopping.is_due:
+        if stopping.ends_phase:
             return number
     return None
 

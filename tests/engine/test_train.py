@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.engine.hooks.evaluation import Evaluation
 from tests.engine.test_saving_of_runs import opened
 
 
@@ -14,4 +15,4 @@ def test_auto_evaluates_about_ten_times_and_never_more_than_once_an_update(
     updates: int, every: int, tmp_path: Path
 ) -> None:
     with opened(tmp_path, f"updates={updates}", "evaluate.every=auto") as phase:
-        assert phase.evaluate_every == every
+        assert phase.hook(Evaluation).every == every

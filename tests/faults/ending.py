@@ -95,9 +95,9 @@ if FAULT.get("at") in ("save", "recovery"):
 
 def _forgets() -> None:
     """What the generators were is not put back."""
-    import runner.engine.train
+    import runner.engine.phase
 
-    runner.engine.train.restore_random_state_of = lambda *_: None
+    runner.engine.phase.restore_random_state_of = lambda *_: None
 
 
 def _loses(count: int | None) -> None:

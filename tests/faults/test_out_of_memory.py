@@ -29,6 +29,7 @@ from runner.base.errors import AccelRunError
 from runner.base.shortage import halved
 from runner.base.world import World
 from runner.engine import passes, session
+from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.passes import Smaller
 from tests.distributed.ranks import run_ranks
 from tests.faults.shortages import Limited, Shortage, short
@@ -110,7 +111,7 @@ def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, 
             error = raised
         except Exception as raised:
             error = phase.explained(raised)
-        phase.council.close()
+        phase.hook(RankSync).exchange.close()
         state = {name: digest(tensor) for name, tensor in phase.run_.parts.bare.state_dict().items()}
         optimizer = phase.work.training.optimizer  # type: ignore[attr-defined]
         for number, kept in enumerate(optimizer.state.values()):

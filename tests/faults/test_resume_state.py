@@ -17,7 +17,7 @@ import torch
 
 from runner.base.world import World
 from runner.durable.checkpoint import load, newest_valid, path_of
-from runner.engine.train import restore_random_state_of
+from runner.engine.phase import restore_random_state_of
 from tests.distributed.ranks import CPU
 from tests.faults.cells import Cell
 from tests.faults.tallies import Tally

@@ -1,30 +1,29 @@
-"""A phase where memory runs out: passes get smaller and stay so, or the run ends and says what would help."""
+"""Out of memory: shrink micro-batches and retry, or end the run and say what would help."""
 
 from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from runner.base.errors import AccelRunError, DeviceMemoryError, HostMemoryError, Problem, RankLost, TaskFault
 from runner.base.shortage import BETWEEN, Shortage, halved, shortage_of
 from runner.engine import passes
 from runner.engine.evaluate import Sizes
+from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.out_of_memory import Account, account, hints, summary
 from runner.engine.passes import Smaller
-
-if TYPE_CHECKING:
-    from runner.engine.train import Phase
+from runner.engine.watchdog import EVALUATION, SUMMARY
 
 
-class Scarcity:
-    """What is known of the memory of a phase; `Redo` is guided by it.
+class OutOfMemory(Hook):
+    """Knows the memory of a phase, and guides `Redo`.
 
     rows  what the run remembers, of all phases and ranks
     """
 
-    def __init__(self, phase: Phase) -> None:
-        self.phase, self.run, self.world = phase, phase.run_, phase.run_.parts.world
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self.run, self.world = phase.run_, phase.run_.parts.world
         self.is_on = self.run.plan.settings.on_oom == "retry"
         rows = [dataclasses.asdict(row) for row in passes.remembered(self.run.directory.path)]
         self.rows = [Smaller(**row) for row in self.world.from_first(rows)]
@@ -39,8 +38,12 @@ class Scarcity:
         """From which update on passes of this rank have at most how many samples, as `Order` takes it."""
         return tuple((row.update, row.size) for row in self._mine("training"))
 
-    def said_first(self) -> list[str]:
-        """Return what to say at the beginning of the phase, of passes that are smaller than was asked for."""
+    def begin(self) -> None:
+        for text in () if self.phase.is_over else self._said_first():
+            self.run.observers.screen.say(f"{self.phase.name}: {text}")
+
+    def _said_first(self) -> list[str]:
+        """Return what to say of micro-batches that are smaller than requested."""
         asked = self.phase.planned.batch.micro_batch_size
         smallest: dict[tuple[int, int | None], int] = {}  # by update and rank: the last one is the smallest
         for row in self.rows:
@@ -62,9 +65,9 @@ class Scarcity:
         self.told = shown.problems[0] if isinstance(shown, (DeviceMemoryError, HostMemoryError)) else None
         shape = phase.feed.shape
         samples = (
-            0 if shortage.place in ("optimizer", BETWEEN) else self.sizes.now if phase.is_evaluating else self._size()
+            0 if shortage.place in ("optimizer", BETWEEN) else self.sizes.now if self._is_evaluating else self._size()
         )
-        shape_text = str(tuple(shape)) if isinstance(shape, tuple) and samples and not phase.is_evaluating else ""
+        shape_text = str(tuple(shape)) if isinstance(shape, tuple) and samples and not self._is_evaluating else ""
         rank = self.run.plan.ranks[self.world.rank]
         self.found = Account(shortage, samples, shape_text, None, None, None)
         with suppress(Exception):  # there may be no memory for it; the run is what counts
@@ -135,8 +138,8 @@ class Scarcity:
         self.note(shortage, error)
         return less
 
-    def after_evaluation(self) -> None:
-        """Every rank knows how many samples a batch has on each rank, before the evaluation and after it."""
+    def after_batches(self) -> None:
+        """Remember smaller batches; every rank knows those of all, before the evaluation and after it."""
         for rank, (old, new) in enumerate(self.sizes.of_ranks):
             if new < old:
                 self._remember(
@@ -153,11 +156,15 @@ class Scarcity:
 
     # ------------------------------------------------------------ where there is no way to go on in place
 
-    def explained(self, error: BaseException, found: AccelRunError) -> AccelRunError:
-        """Return the error for the end of the phase; where smaller passes may help, the run remembers to make them.
+    def on_error(self, error: BaseException) -> AccelRunError | None:
+        """Return the error for the end of the phase; where smaller micro-batches may help, the run remembers them.
 
-        It then goes on from its last checkpoint, at once where it was started here, else with the same command.
+        It then resumes from its last checkpoint, at once where it was started here, else with the same command.
         """
+        found = self.phase.in_words(error)
+        return None if found is None else self._explained(error, found)
+
+    def _explained(self, error: BaseException, found: AccelRunError) -> AccelRunError:
         shortage = shortage_of(error)
         if shortage is None and isinstance(found, TaskFault) and self.found is not None and self._is_made_again():
             # What smaller passes cannot do, as a batch norm one of one sample, is not what the update failed of.
@@ -170,6 +177,10 @@ class Scarcity:
             with suppress(Exception):
                 self.note(shortage, error)
         return self._told(shortage, found, "")
+
+    @property
+    def _is_evaluating(self) -> bool:
+        return self.phase.pulse.now[0] in (EVALUATION, SUMMARY)
 
     def _is_made_again(self) -> bool:
         """Tell whether the update under way is one in which memory has run out on this rank."""
@@ -185,7 +196,7 @@ class Scarcity:
 
     def _told(self, shortage: Shortage, found: AccelRunError, obstacle: str, *, is_vain: bool = False) -> AccelRunError:
         phase = self.phase
-        size = self.sizes.now if phase.is_evaluating else self._size()
+        size = self.sizes.now if self._is_evaluating else self._size()
         less = None if is_vain else halved(size)
         (problem,) = found.problems
         of_pass = size if shortage.place != BETWEEN else 0
@@ -195,7 +206,7 @@ class Scarcity:
         if shortage.place == BETWEEN or not self.is_on or self.run.stop.requested is not None:
             pass
         elif less is not None:
-            use: passes.Use = "evaluation" if phase.is_evaluating else "training"
+            use: passes.Use = "evaluation" if self._is_evaluating else "training"
             rank = None if self.run.parts.parallel.in_step else self.world.rank
             asked, world_size = self._asked(use), self.world.world_size
             row = Smaller(phase.name, phase.position.update, rank, less, asked, world_size, use, in_place=False)

@@ -1,0 +1,346 @@
+"""Save the phase: at intervals, when a metric is among the best, at a stop, and at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner import __version__
+from runner.base.choice import make
+from runner.base.errors import StorageError
+from runner.base.figures import finite
+from runner.base.generators import random_state
+from runner.durable import checkpoint as checkpoints
+from runner.durable.checkpoint import Loaded, NoWriter, Snapshot, Writer
+from runner.engine import numeric
+from runner.engine.evaluate import Measured
+from runner.engine.hooks.bad_samples import BadSamples
+from runner.engine.hooks.evaluation import warn_of_unknown
+from runner.engine.hooks.hook import Hook, PhaseView, Wants
+from runner.engine.hooks.rank_sync import RankSync
+from runner.engine.hooks.timekeeping import Timekeeping
+from runner.engine.loop import StepInfo
+from runner.engine.saver import Saver, bests_on_disk
+from runner.engine.saving import CHECKPOINTS
+from runner.engine.watchdog import CHECKPOINT, UPDATE
+
+
+class Checkpointing(Hook):
+    """Decides when to save, takes the state of all hooks, and hands it to the writer.
+
+    saved_at    update of the last checkpoint; -1: none yet
+    is_unsaved  there was no time to save the last update
+    """
+
+    name = "saving"
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self.saved_at = -1
+        self.is_unsaved = False
+        self._is_saved_finished = False  # the checkpoint of `saved_at` says that nothing is left to do
+        self._finite_buffers: list[str] = []
+        start = phase.start
+        self._is_ours = start is not None and start.path.parent == phase.run_.directory.checkpoints
+        self.saver = self._saver(start if self._is_ours else None)
+        phase.pulse.writing = self._being_written
+
+    def _saver(self, start: Loaded | None) -> Saver:
+        run, choice = self.phase.run_, self.phase.run_.plan.choices["checkpoint"]
+        policy, screen = make(CHECKPOINTS, choice.function, **choice.options), run.observers.screen
+        writer: Writer | NoWriter = NoWriter()
+        if run.parts.world.is_first:
+            writer = Writer(
+                run.directory.checkpoints,
+                keep_last=max(2, policy.keep),
+                on_retry=lambda error: screen.warn(f"the save is tried again: {error}"),
+                on_failure=lambda error: screen.warn(f"the checkpoint was not saved: {error}"),
+                sync_first=run.observers.metrics.sync,
+                check=self._check_finite,
+            )
+        on_disk, bests = (start.update, bests_on_disk(start, policy)) if start else (None, [])
+        return Saver(policy, writer, run.toll, run.rooms, screen, on_disk, bests)
+
+    def begin(self) -> None:
+        work = self.phase.work
+        self._finite_buffers = numeric.finite_buffers(self.phase.parts.bare) if work.learned else []
+
+    def prepare(self) -> None:
+        """Reserve host memory for a copy of the state."""
+        parts = self.phase.parts
+        of_model = sum(tensor.nbytes for tensor in parts.bare.state_dict().values())
+        # Of each tensor the last cache line is filled up: 1 % is more than that takes.
+        nbytes = int(1.01 * (of_model + self.phase.work.state_bytes()[0]))
+        self.saver.prepare(nbytes, parts.world.device)
+
+    def wants(self) -> Wants:
+        if self.phase.update_s is not None:
+            self.saver.updated(self.phase.update_s)
+        return Wants(save=self.phase.parts.world.is_first and self.saver.is_late())
+
+    def after_update(self, step: StepInfo) -> None:
+        phase, sync = self.phase, self.phase.hook(RankSync)
+        is_late = sync.agreed.save and sync.of > self.saved_at  # it was late then, and may have been saved since
+        if (is_late or self.saver.policy.due(step.update, phase.order.updates_per_epoch)) and self._is_followed():
+            self.save()  # the last one is for `end`
+
+    def after_evaluation(self, found: Measured) -> None:
+        self.phase.finish_work()  # this evaluation may be the last one, and a best one: its checkpoint must know
+        self.keep_if_best(found.metrics)
+
+    def state_dict(self) -> list[dict[str, float]]:
+        return self.phase.run_.toll.state()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.phase.run_.toll.load(state or [])
+        self.saver.adapt()
+        if self._is_ours and self.phase.start is not None:  # else this run has no checkpoint yet
+            self.saved_at = self.phase.position.update
+            self._is_saved_finished = bool(self.phase.start.state["records"][self.phase.name]["finished"])
+
+    def end(self) -> None:
+        """Save what is still to be saved, and wait until it is on disk."""
+        phase, observers = self.phase, self.phase.run_.observers
+        phase.hook(Timekeeping).note()
+        if observers.profiler.only:
+            observers.metrics.sync()
+            return
+        self._write_held()
+        too_late = self.save()
+        if too_late:
+            self.is_unsaved = True
+            self._say_what_remains(too_late)
+        phase.pulse.now = (CHECKPOINT, phase.position.update)
+        with phase.watch.during("saving"):
+            observers.metrics.sync()
+            if self.saver.remains() != phase.number and not too_late:
+                raise self.saver.writer.failures[-1]
+
+    def close(self, error: BaseException | None) -> None:
+        pulse = self.phase.pulse
+        try:
+            if not isinstance(error, StorageError) and (error is None or isinstance(error, Exception)):
+                with suppress(Exception):  # a run that fails keeps its best checkpoint; this is not why it fails
+                    self._write_held()
+        finally:
+            doing, pulse.now = pulse.now, (CHECKPOINT, self.phase.position.update)
+            self.saver.writer.close()
+            pulse.now = doing  # an error of it is still to be reported
+
+    @property
+    def remains(self) -> int | None:
+        """The number of the newest checkpoint of this run, None where it has none."""
+        newest = self.saver.remains()
+        return max(self.phase.run_.kept, default=None) if newest is None else newest
+
+    # ------------------------------------------------------------ when
+
+    def keep_if_best(self, metrics: Mapping[str, float]) -> None:
+        """Save or hold the state of this update if `checkpoint.best` is among `metrics` and one of the best."""
+        name, first = self.saver.policy.best, self.phase.parts.world.from_first
+        if name is None:
+            return
+        if name not in metrics:
+            self.saver.policy.best = None
+            warn_of_unknown(self.phase, "checkpoint.best", name, metrics)
+            return
+        value = metrics[name]
+        if not first(self.saver.is_best(value)):  # the rank that writes knows which saves failed
+            return
+        if self.saved_at == self.phase.position.update:  # the run was stopped during this evaluation
+            self.saver.join(value, self.phase.number)
+        elif self._is_followed() and first(self.saver.has_no_budget()):
+            with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.aside():
+                self._hold(value)
+        else:
+            self.save(value)
+
+    def save(self, value: float | None = None) -> str | None:
+        """Start writing the state of this update; return None, or why it is not written.
+
+        value  of `checkpoint.best`, where it is saved as one of the best
+        """
+        # Stopped in its last evaluation, a run was saved before it was finished: who resumes from it must know.
+        is_saved = self.saved_at == self.phase.position.update
+        anew = is_saved and self.phase.record.finished and not self._is_saved_finished
+        if is_saved and not anew:
+            return None
+        too_late = self._too_late()
+        if too_late:
+            return too_late
+        with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.aside():
+            self._save_now(value, anew=anew)
+        return None
+
+    def _save_now(self, value: float | None, *, anew: bool) -> None:
+        phase = self.phase
+        self._begin_copy()
+        self._check_place()
+        self.saver.save(
+            phase.number, self.snapshot, value=value, kept=self._kept, is_waited_for=self._is_followed(), anew=anew
+        )
+        phase.run_.tally.num_saves += 1
+        self.saved_at, self._is_saved_finished = phase.position.update, phase.record.finished
+        phase.pulse.now = (UPDATE, phase.position.update)
+
+    def _hold(self, value: float) -> None:
+        """Keep this update as the best checkpoint in the memory of rank 0, which writes it later."""
+        self._begin_copy()
+        if self.phase.parts.world.is_first:
+            self.saver.hold(self.phase.number, self.snapshot, value=value, kept=self._kept)
+        else:  # the ranks gather it together
+            self.saver.room.clear()
+            self.snapshot()
+        self.phase.pulse.now = (UPDATE, self.phase.position.update)
+
+    def _begin_copy(self) -> None:
+        self.phase.pulse.now = (CHECKPOINT, self.phase.position.update)
+        self.phase.hook(BadSamples).flush()  # a run that resumes here does not read these samples again
+
+    def _write_held(self) -> None:
+        """Write the best checkpoint that is still in memory, unless only the last save is done in time."""
+        held = self.saver.held
+        if held is None:
+            return
+        self.saver.count_written()
+        too_late = self.saver.why_too_late(self._asked_at, num_saves=2)
+        if too_late:
+            warn = self.phase.run_.observers.screen.warn
+            warn(f"the best checkpoint, of update {held.number}, is lost: {too_late}")
+            self.saver.held = None
+            return
+        self.phase.pulse.now = (CHECKPOINT, self.phase.position.update)
+        self._check_place()
+        with self.phase.watch.during("saving"):
+            self.saver.write_held()
+
+    def _is_followed(self) -> bool:
+        """Tell whether another update follows; the last one is saved in any case."""
+        return not self.phase.is_over and not self.phase.must_stop
+
+    @property
+    def _asked_at(self) -> float | None:
+        """When the run was asked to stop."""
+        return self.phase.run_.stop.requested_at or self.phase.hook(RankSync).asked_at
+
+    def _too_late(self) -> str | None:
+        """Return why a save would not be done before the kill, None where there is time; the same on all ranks."""
+        if self.saver.policy.grace_s is None:
+            return None
+        self.saver.count_written()
+        found: str | None = self.phase.parts.world.from_first(self.saver.why_too_late(self._asked_at))
+        return found
+
+    def _check_place(self) -> None:
+        """See that the run directory is still there and ours; raises as `RunDirectory.check_place` does."""
+        if self.phase.parts.world.is_first:
+            self.phase.run_.directory.check_place(self.phase.run_.observers.screen.warn_once)
+
+    def _kept(self) -> tuple[Path, ...]:
+        """Return the checkpoints that are kept whatever their age: the best ones, and those of earlier phases."""
+        numbers = [*(number for _, number in self.saver.bests), *self.phase.run_.kept]
+        return tuple(checkpoints.path_of(self.phase.run_.directory.checkpoints, number) for number in numbers)
+
+    def _being_written(self) -> tuple[int, object] | None:
+        """Return the update whose checkpoint is on its way to the disk, and what changes while the disk moves."""
+        under_way = self.saver.writer.under_way
+        return (under_way[0] - self.phase.run_.updates_before, under_way) if under_way else None
+
+    def _say_what_remains(self, reason: str) -> None:
+        remains, warn = self.remains, self.phase.run_.observers.screen.warn
+        if remains is None:
+            warn(f"{reason}; there is no checkpoint yet: the same command begins at update 0")
+            return
+        name = checkpoints.path_of(self.phase.run_.directory.checkpoints, remains).name
+        warn(f"{reason}; {name} remains, {self.phase.number - remains} updates after it are repeated")
+
+    # ------------------------------------------------------------ what
+
+    def snapshot(self) -> Snapshot:
+        """Return the state of this update in host memory. A collective: every rank calls it, rank 0 has all of it."""
+        phase, run, parts = self.phase, self.phase.run_, self.phase.parts
+        copy = self.saver.room.copy
+        parts.precision.num_skipped()  # raises where an update was not finite: such weights are never saved
+        of_hooks, tensors_of_hooks = self._state_of_hooks()
+        work, numbers = phase.work.state(copy)
+        phase.hook(Timekeeping).note()
+        random, rest = random_state(parts.world.device)
+        of_ranks = parts.world.gather([{name: tensor.tolist() for name, tensor in random.items()}, rest])
+        parts.parallel.check_buffers()
+        update, values = phase.position.update, run.plan.values()
+        state = {
+            "phase": phase.name,
+            "phase_update": update,
+            "epoch": update / phase.order.updates_per_epoch,
+            "updates_before": run.updates_before,
+            "total": phase.total,
+            **numbers,
+            **of_hooks,
+            "records": finite({name: asdict(record) for name, record in run.records.items()}),
+            "closed": phase.closed,
+            "kept": run.kept,
+            "precision": parts.precision.state(),
+            "random": rest,
+            "random_of_ranks": [there for _, there in of_ranks[1:]],
+            "bests": self.saver.bests,
+            "skipped_before": phase.position.skipped_before,
+            "metrics": finite(run.metrics),
+            "values": values,
+            "code": run.code,
+            "changes": run.changes,
+        }
+        facts = {
+            "epoch": update // phase.order.updates_per_epoch,
+            "samples": phase.order.samples_before(update),
+            "phase": phase.name,
+            "world_size": parts.world.world_size,
+            "precision": run.plan.choices["precision"].name,
+            "versions": {"accel-run": __version__, "torch": torch.__version__, "numpy": np.__version__},
+            "config_hash": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(),
+            "run_id": run.directory.name,
+            "run_uid": run.uid,
+            "wandb_id": run.observers.tracker.id,
+            "metrics_bytes": run.observers.metrics.promised,  # they are on disk before the checkpoint has its name
+        }
+        tensors = {"model": parts.parallel.whole(parts.bare.state_dict(), copy), **work}
+        tensors |= {name: parts.parallel.whole(there, copy) for name, there in tensors_of_hooks.items()}
+        for rank, (generators, _) in enumerate(of_ranks):
+            stem = checkpoints.rank_stem("random", rank) if rank else "random"
+            tensors[stem] = {name: torch.tensor(state, dtype=torch.uint8) for name, state in generators.items()}
+        return Snapshot(phase.number, tensors, state, facts)
+
+    def _state_of_hooks(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """Return the JSON-able states of the hooks by name, and the tensors among them, for files of their own."""
+        states = {hook.name: hook.state_dict() for hook in self.phase.hooks if hook.name}
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for name, state in states.items():
+            if isinstance(state, dict):
+                there = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                tensors |= {name: there} if there else {}
+                states[name] = {key: value for key, value in state.items() if key not in there}
+        return states, tensors
+
+    def _check_finite(self, snapshot: Snapshot) -> None:
+        """Raise NumericError where what was learned is not finite: a loss sees only what it reaches."""
+        learned = [(name, snapshot.tensors["model"][name]) for name in self.phase.work.learned]
+        held = snapshot.tensors.get("optimizer", {}).items() if learned else ()
+        where = f"phase {self.phase.name}, update {snapshot.state['phase_update']}"
+        numeric.must_be_finite([*learned, *held], where)
+        model = snapshot.tensors["model"]
+        gathered = [(name, model[name]) for name in self._finite_buffers if name in model]
+        numeric.must_be_finite(gathered, where, numeric.GATHERED)
+
+
+def state_of(name: str, start: Loaded) -> Any:
+    """Return what the hook of this name left in a checkpoint, None where there is nothing."""
+    state = start.state.get(name)
+    return {**(state or {}), **start.tensors(name)} if name in start.stems else state

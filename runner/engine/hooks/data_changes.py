@@ -1,0 +1,59 @@
+"""Record which code and data a run was trained with, and warn where they changed since its checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.engine.hooks.evaluation import Evaluation
+from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.identity import changed_samples, check_lengths, data_of, described
+from runner.engine.watchdog import DATA
+
+
+class DataChanges(Hook):
+    """Compares data sets by length and by hashes of samples.
+
+    A data set of another length is refused on all ranks. Code and samples that changed may be meant, as a corrected
+    line is: rank 0 warns and records them.
+    """
+
+    name = "data"
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self._data: dict[str, Any] = {}  # by split: what identifies its data set
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._data
+
+    def load_state_dict(self, state: Any) -> None:
+        self._data = dict(state or {})
+
+    def begin(self) -> None:
+        phase, run, before = self.phase, self.phase.run_, self._data
+        if not run.identifies or (phase.start is not None and phase.is_over):  # nothing is trained: it may be gone
+            return
+        held_out = phase.hook(Evaluation).held_out
+        fetchers = {"train": phase.loader.fetcher} | ({"val": held_out.fetcher} if held_out else {})
+        self._data = {}
+        check_lengths(before, {split: {"samples": len(fetcher)} for split, fetcher in fetchers.items()})
+        if not phase.parts.world.is_first:
+            return
+        phase.pulse.now = (DATA, phase.position.update + 1)
+        self._data = data_of(fetchers, phase.loader)
+        edited, run.edited = run.edited, []
+        self._note(edited, changed_samples(before, self._data, fetchers, phase.loader))
+
+    def _note(self, edited: list[str], samples: list[str]) -> None:
+        if not edited and not samples:
+            return
+        phase, run = self.phase, self.phase.run_
+        update = phase.position.update
+        change = {"phase": phase.name, "update": update, "files": edited, "samples": samples}
+        run.observers.screen.warn(
+            f"changed since the checkpoint from which {phase.name} continues at update {update}:"
+            f" {described(edited, samples)}. The run uses the changed version, and run.json records it"
+        )
+        run.observers.screen.event("changed", **change)
+        run.changes.append(change)
+        run.on_change()

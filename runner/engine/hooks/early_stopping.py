@@ -1,0 +1,62 @@
+"""End a phase before its last update once its metric has stopped improving."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from runner.engine.evaluate import Measured
+from runner.engine.hooks.evaluation import Evaluation, warn_of_unknown
+from runner.engine.hooks.hook import Hook, PhaseView
+
+
+class EarlyStopping(Hook):
+    """Ends the phase after `early_stopping.patience` evaluations in a row without improvement."""
+
+    name = "early_stopping"
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self.settings = phase.planned.early_stopping
+        self.best: float | None = None
+        self.num_bad = 0
+        self._was_due = False  # when this process began
+
+    @property
+    def ends_phase(self) -> bool:  # type: ignore[override]
+        return self.settings.patience is not None and self.num_bad >= self.settings.patience
+
+    def begin(self) -> None:
+        phase, self._was_due = self.phase, self.ends_phase
+        screen, evaluation = phase.run_.observers.screen, phase.hook(Evaluation)
+        if self.ends_phase and phase.position.update < phase.total:
+            screen.say(f"{phase.name} is finished: it stopped early at update {phase.position.update}")
+        if self.settings.patience is not None and (evaluation.held_out is None or not evaluation.every):
+            screen.warn(f"early_stopping has no effect in {phase.name}: nothing is evaluated on the way")
+
+    def after_evaluation(self, found: Measured) -> None:
+        name = self.settings.metric
+        if self.settings.patience is not None and name not in found.metrics:
+            warn_of_unknown(self.phase, "early_stopping.metric", name, found.metrics)
+        value = found.known().get(name)
+        if value is None:
+            return
+        sign = 1.0 if self.settings.best_is == "min" else -1.0
+        if math.isfinite(value) and (self.best is None or sign * value < sign * self.best - self.settings.min_delta):
+            self.best, self.num_bad = value, 0
+        else:
+            self.num_bad += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "num_bad": self.num_bad}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.best, self.num_bad = state["best"], int(state["num_bad"])
+
+    def end(self) -> None:
+        if self.ends_phase and not self._was_due:
+            best = "none" if self.best is None else f"{self.best:.4g}"
+            self.phase.run_.observers.screen.say(
+                f"{self.phase.name} stops early at update {self.phase.position.update}: {self.settings.patience}"
+                f" evaluations without a better {self.settings.metric} than {best}"
+            )

@@ -1,0 +1,143 @@
+"""Evaluate on the validation data every `evaluate.every` updates, and at the end of a phase."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+from runner.axes.dataloader import Loader
+from runner.base.order import Indices, evenly_spread
+from runner.base.schema import did_you_mean
+from runner.engine.evaluate import Measured, evaluate
+from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.hooks.metrics import Metrics
+from runner.engine.hooks.oom import OutOfMemory
+from runner.engine.loop import StepInfo
+from runner.engine.watchdog import EVALUATION, SUMMARY, UPDATE
+
+
+class Evaluation(Hook):
+    """Measures the task's metrics; the other hooks get them in `after_evaluation`.
+
+    held_out  reader of the validation data; None for a task without any
+    samples   which of them are used
+    at        update of the last evaluation; -1: none yet
+    """
+
+    name = "evaluated_at"
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self.held_out, self.samples = self._held_out()
+        self.at = -1
+        self._num_batches = 0  # by this process
+
+    @cached_property
+    def every(self) -> int:
+        """Updates between evaluations; 0: only at the end."""
+        work, wanted = self.phase.work, self.phase.planned.evaluate.every
+        every = wanted if work.is_of_use_on_the_way else 0
+        return max(1, work.total // 10) if every == "auto" else int(every)
+
+    @property
+    def is_done(self) -> bool:
+        """True if the evaluation of this update is done, or there is none."""
+        return self.held_out is None or self.at == self.phase.position.update
+
+    def begin(self) -> None:
+        if self._is_due():  # the run was stopped during it
+            self._evaluate()
+
+    def after_update(self, step: StepInfo) -> None:
+        if self._is_due():
+            self._evaluate()
+
+    def end(self) -> None:
+        if self.phase.is_over:
+            self.phase.finish_work()
+            self._evaluate()
+
+    def state_dict(self) -> int:
+        return self.at
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = int(state)
+
+    def _held_out(self) -> tuple[Loader | None, Indices]:
+        run = self.phase.run_
+        if run.observers.profiler.only:
+            return None, evenly_spread(0, None)
+        try:
+            fetcher = run.parts.fetcher("val")
+        except NotImplementedError:
+            return None, []
+        return Loader(fetcher), evenly_spread(len(fetcher), self.phase.planned.evaluate.samples)
+
+    def _is_due(self) -> bool:
+        """Tell whether the evaluation of this update is missing; that of the last one is for `end`."""
+        update = self.phase.position.update
+        is_on_time = self.every > 0 and update > 0 and update % self.every == 0
+        return is_on_time and update < self.phase.total and self.at != update
+
+    def _evaluate(self) -> None:
+        if self.held_out is not None and not self.is_done:
+            with self.phase.watch.during("evaluation"), self.phase.run_.observers.profiler.aside():
+                self._evaluate_on(self.held_out)
+
+    def _evaluate_on(self, held_out: Loader) -> None:
+        phase, run, parts = self.phase, self.phase.run_, self.phase.parts
+        update, oom = phase.position.update, phase.hook(OutOfMemory)
+        phase.pulse.now = (EVALUATION, update)
+        phase.hook(Metrics).meter.flush()
+        parts.parallel.check_buffers()
+        with ExitStack() as stack:
+            for hook in phase.hooks:
+                stack.enter_context(hook.during_evaluation())
+            measured = evaluate(
+                parts.task, parts.model, held_out, parts.prefetch, parts.precision, parts.parallel, self.samples,
+                oom.sizes, run.plan.settings.seed, parts.source, self._must_stop, self._all_is_measured,
+            )  # fmt: skip
+        oom.after_batches()
+        phase.pulse.done.add(SUMMARY)
+        phase.pulse.now = (UPDATE, update)
+        if measured is None:  # asked to stop: the resumed run makes this evaluation
+            phase.stop()
+            return
+        self.at = update
+        found = Measured(
+            {f"val/{name}": value for name, value in measured.metrics.items()},
+            tuple(f"val/{name}" for name in measured.empty),
+        )
+        run.metrics = found.metrics
+        run.tally.num_evaluations += 1
+        phase.hook(Metrics).write({"update": update, "phase": phase.name, **found.metrics})
+        phase.record.metrics |= found.metrics
+        run.observers.screen.evaluated(update, found.metrics, found.empty)
+        bad = [name for name, value in found.known().items() if not math.isfinite(value)]
+        if bad:
+            run.observers.screen.warn(f"not finite at update {update}: {', '.join(bad)}")
+        phase.work.observe(found.known())
+        for hook in phase.hooks:
+            hook.after_evaluation(found)
+
+    def _must_stop(self) -> bool:
+        """Tell whether a stop was requested; asked before each batch, so that each has its time limit."""
+        if self._num_batches:
+            self.phase.pulse.done.add(EVALUATION)
+        self._num_batches += 1
+        self.phase.pulse.now = (EVALUATION, self.phase.position.update)
+        return self.phase.run_.stop.requested is not None
+
+    def _all_is_measured(self) -> None:
+        self.phase.pulse.now = (SUMMARY, self.phase.position.update)
+
+
+def warn_of_unknown(phase: PhaseView, key: str, name: str, metrics: Mapping[str, float]) -> None:
+    """Warn that a setting names a metric which the evaluation does not have."""
+    near = did_you_mean(name, metrics)
+    phase.run_.observers.screen.warn(
+        f"{key}={name}: the evaluation has no such metric; it has {', '.join(metrics)}" + (f"; {near}" if near else "")
+    )

@@ -1,0 +1,83 @@
+"""Check the loss before the first update, and start after it what must not delay it."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+from runner.axes.compile import nothing_was_compiled
+from runner.base.words import shortened
+from runner.engine.additive import check_sum
+from runner.engine.hooks.checkpointing import Checkpointing
+from runner.engine.hooks.evaluation import Evaluation
+from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.hooks.metrics import Metrics
+from runner.engine.hooks.timekeeping import Timekeeping
+from runner.engine.kinds import Gradients
+from runner.engine.loop import StepInfo
+
+
+class FirstUpdate(Hook):
+    """Reports what only the first update of a phase, or of the process, can show."""
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self._is_first = True
+        self._since = 0.0
+
+    def begin(self) -> None:
+        self._check_loss()
+        self._since = time.perf_counter()
+
+    def _check_loss(self) -> None:
+        """Raise TaskFault where the loss is no sum.
+
+        A resumed phase is not checked again: a trained loss differs more between samples than at the start, and a
+        deviation that was within the tolerance must not stop a run after hours.
+        """
+        phase, parts = self.phase, self.phase.parts
+        is_sharded = parts.parallel.in_step and parts.parallel.splits_batch
+        if phase.position.update or phase.is_over:
+            return
+        if not isinstance(phase.work, Gradients) or not parts.task.loss_is_additive:
+            return
+        if is_sharded and phase.hook(Evaluation).held_out is None:  # the whole model may never be on one device
+            return
+        check_sum(parts, phase.work.task_loss, phase.feed.peek())
+        phase.watch.lap("starting")
+
+    def after_update(self, step: StepInfo) -> None:
+        if self._is_first:
+            self._is_first = False
+            self._warn_of_missed()
+        if self.phase.run_.observers.screen.first_update_is_due:
+            self._after_the_first_of_the_process(step)
+
+    def _warn_of_missed(self) -> None:
+        parts = self.phase.parts
+        of_ranks = parts.world.gather(self.phase.work.missed())
+        missed = of_ranks[0]
+        if parts.parallel.splits_batch:  # what one rank's samples do not reach those of another may
+            missed = [name for name in missed if all(name in there for there in of_ranks)]
+        if missed and self.phase.position.update == 1:  # after a resumption the first update may have other samples
+            self.phase.run_.observers.screen.warn(
+                f"no gradient reached {shortened(missed)} in the first update of {self.phase.name}"
+            )
+
+    def _after_the_first_of_the_process(self, step: StepInfo) -> None:
+        phase, run = self.phase, self.phase.run_
+        phase.hook(Timekeeping).first = phase.watch.bookmark()
+        spent = time.perf_counter() - self._since
+        run.observers.screen.first_update(step.update, spent, run.parts.attention, phase.work.attention)
+        compiled = run.plan.choices["compile"]
+        if compiled.function != "off" and nothing_was_compiled():
+            why = "call the model itself in loss, as in model(x): torch.compile compiles that call"
+            run.observers.screen.warn(f"compile={compiled.name}: nothing was compiled; {why}")
+        phase.hook(Metrics).meter.restart_clock()
+        with phase.watch.during("starting"):
+            gc.enable()  # off while everything was imported and built, see cli.py
+            gc.freeze()  # what is there now lives as long as the run
+            run.observers.tracker.start()
+            if run.tracker_id is not None:
+                run.observers.tracker.replay(run.directory.metrics)
+            phase.hook(Checkpointing).prepare()

@@ -1,0 +1,183 @@
+"""The base class of a hook, and what a hook sees of the phase under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+from runner.axes.dataloader import Loader
+from runner.base.batch import MicroBatch
+from runner.base.errors import AccelRunError
+from runner.base.order import Order
+from runner.base.stopwatch import Stopwatch
+from runner.durable.checkpoint import Loaded
+from runner.engine.assemble import Parts
+from runner.engine.balance import FixedShares
+from runner.engine.evaluate import Measured
+from runner.engine.feed import Feed
+from runner.engine.kinds import Work
+from runner.engine.loop import Position, StepInfo
+from runner.engine.run import PhaseRecord, TrainingRun
+from runner.engine.watchdog import Pulse
+from runner.plan.plan import PhasePlan
+
+AnyHook = TypeVar("AnyHook", bound="Hook")
+
+
+class Wants(NamedTuple):
+    """What one process wants after an update because of a signal or a clock, which the other ranks do not see.
+
+    Decisions that follow from the number of the update or from metrics are the same on all ranks: a hook takes them
+    itself. Wants are exchanged, and take effect one update later where there are several ranks.
+
+    Args:
+        stop: end the phase after this update; it resumes from its checkpoint.
+        save: write a checkpoint.
+    """
+
+    stop: bool = False
+    save: bool = False
+
+
+class PhaseView:
+    """What hooks see of a phase. They read its attributes, and change it only through its methods.
+
+    Attributes:
+        run_: the run with its plan, parts and observers.
+        planned: settings of this phase.
+        start: the checkpoint it resumes from, or None.
+        position: number of updates done; `total` is the number after which the phase ends.
+        order: which samples an update has; `shares`: how they are split over the ranks.
+        work: gradients or statistics. Hooks are built before it, so `__init__` of a hook must not read it.
+        feed: micro-batches as they are read; `batches`: what the updates take, which a hook may wrap in `begin`.
+        record: what run.json keeps of the phase.
+        closed: the result of the phase is in the model.
+        must_stop: the phase ends after the update under way, on all ranks.
+        update_s: seconds the last update took; None for the first one of the process.
+    """
+
+    run_: TrainingRun
+    name: str
+    planned: PhasePlan
+    start: Loaded | None
+    began: float
+    total: int
+    position: Position
+    order: Order
+    shares: FixedShares
+    loader: Loader
+    work: Work
+    feed: Feed
+    batches: Iterator[MicroBatch]
+    record: PhaseRecord
+    watch: Stopwatch
+    pulse: Pulse
+    closed = must_stop = False
+    update_s: float | None = None
+    hooks: tuple[Hook, ...] = ()
+
+    def hook(self, kind: type[AnyHook]) -> AnyHook:
+        """Return the hook of this class."""
+        return next(hook for hook in self.hooks if isinstance(hook, kind))
+
+    @property
+    def parts(self) -> Parts:
+        """Model, data and strategy of the run."""
+        return self.run_.parts
+
+    @property
+    def is_alone(self) -> bool:
+        """True where there is one rank."""
+        return self.parts.world.world_size == 1
+
+    @property
+    def is_over(self) -> bool:
+        """True once no update is left: all are done, or a hook ends the phase early."""
+        return self.position.update >= self.total or any(hook.ends_phase for hook in self.hooks)
+
+    @property
+    def number(self) -> int:
+        """Number of a checkpoint of this update: updates of all phases so far."""
+        return self.run_.updates_before + self.position.update
+
+    def stop(self) -> None:
+        """End the phase after the update under way; every rank calls it for the same update."""
+        self.must_stop = True
+
+    def reread(self) -> None:
+        """Read the batches from the update under way on again; those read ahead are dropped."""
+        raise NotImplementedError
+
+    def begin_again(self, smaller: tuple[tuple[int, int], ...]) -> None:
+        """Restart the update under way with the same samples, in micro-batches as `Order` takes `smaller`."""
+        raise NotImplementedError
+
+    def finish_work(self) -> None:
+        """Put the result into the model once no update is left; only the first call has an effect."""
+        raise NotImplementedError
+
+    def in_words(self, error: BaseException) -> AccelRunError | None:
+        """Return what an error of this phase means, or None."""
+        raise NotImplementedError
+
+
+class Hook:
+    """Something that happens between updates. Every method has a default that does nothing.
+
+    A hook is built with its phase, loads its state where the run resumes, and then gets `begin`, `after_update` and
+    `after_evaluation`, `end` once no update follows, and `close` in any case. On several ranks every rank has the same
+    hooks in the same order, so collectives inside them match.
+
+    Attributes:
+        name: key of its state in a checkpoint; empty: it has none.
+        ends_phase: the phase is over before its last update; must be the same on all ranks.
+    """
+
+    name = ""
+    ends_phase = False
+
+    def __init__(self, phase: PhaseView) -> None:
+        self.phase = phase
+
+    def begin(self) -> None:
+        """Called before the first update of this process, after the state is loaded."""
+
+    def after_update(self, step: StepInfo) -> None:
+        """Called after each update. Tensors of `step` are on the device: reading one waits for it."""
+
+    def wants(self) -> Wants:
+        """Return what this process wants; called once after each update."""
+        return Wants()
+
+    def readings(self) -> Mapping[str, Any]:
+        """Return columns for the row of metrics.jsonl that is written now."""
+        return {}
+
+    def during_evaluation(self) -> AbstractContextManager[object]:
+        """Return a context for the forward passes of an evaluation."""
+        return nullcontext()
+
+    def after_evaluation(self, found: Measured) -> None:
+        """Called on all ranks with the same metrics."""
+
+    def state_dict(self) -> Any:
+        """Return what a checkpoint must hold: JSON-able values, and tensors as values of a dictionary."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore what `state_dict` returned; None for a checkpoint without it."""
+
+    def on_error(self, error: BaseException) -> AccelRunError | None:
+        """Return the error to show for one that ended the phase, or None if nothing is known of it."""
+        return None
+
+    def end(self) -> None:
+        """Called once no update follows: the phase is over, or stops here."""
+
+    def close(self, error: BaseException | None) -> None:
+        """Release what is held, also after an error, which is then the one to report."""
+
+    @staticmethod
+    def load_for_use(parts: Parts, checkpoint: Loaded) -> None:
+        """Change the model for inference and export, after the weights of the checkpoint are loaded."""

@@ -1,0 +1,96 @@
+"""Name a slow rank, and split the next updates as measured speeds suggest, where that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from runner.base.slow import Watch
+from runner.base.speed import Decision
+from runner.base.stopwatch import PARTS
+from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.hooks.metrics import Metrics
+from runner.engine.hooks.rank_sync import RankSync
+from runner.engine.hooks.timekeeping import Timekeeping
+from runner.engine.loop import StepInfo
+from runner.engine.meter import added
+
+
+class LoadBalance(Hook):
+    """Compares the times that all ranks reported; adds them to the rows of metrics."""
+
+    name = "shares"
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self._slow = Watch()
+        self._num_compared = 0  # updates of which all ranks have reported their times
+        self._seconds: list[tuple[Mapping[str, float], ...]] = []  # by part and rank, since the last row
+        self._idle: Mapping[str, float] = {}
+
+    def after_update(self, step: StepInfo) -> None:
+        status = self.phase.hook(RankSync).status
+        if status is None or not all(status.seconds):
+            return
+        phase, screen = self.phase, self.phase.run_.observers.screen
+        seconds = tuple(there for there in status.seconds if there)
+        self._num_compared += 1
+        if self._num_compared > 1 or phase.hook(Timekeeping).first is None:  # the first update is start-up
+            self._seconds.append(seconds)
+        if step.update % phase.run_.plan.settings.log_every == 0:
+            self._idle = phase.parts.parallel.idle()
+        if not phase.order.shares:  # stages of a pipeline have unlike work
+            return
+        found = self._slow.observe(seconds, status.samples)
+        if found:
+            screen.warn(str(found))
+            screen.event("slow rank", update=step.update, **asdict(found))
+        change = phase.shares.observe(step.update, seconds, status.samples)
+        if change.decision:
+            self._follow(step.update, change.decision)
+        if change.reread:
+            phase.reread()
+
+    def readings(self) -> dict[str, Any]:
+        found = {**_mean_ms(self._seconds), **self._idle}
+        self._add_up()
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.phase.shares.state()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.phase.shares.load(state or {}, self.phase.position.update)
+
+    def close(self, error: BaseException | None) -> None:
+        self._add_up()
+
+    def _follow(self, update: int, decision: Decision) -> None:
+        phase, screen = self.phase, self.phase.run_.observers.screen
+        screen.say(decision.reason)
+        row = {"shares": list(decision.shares), "old_ms": 1e3 * decision.old_s, "new_ms": 1e3 * decision.new_s}
+        columns = {f"balance/{key}": value for key, value in row.items()}
+        phase.hook(Metrics).write({"update": update, "phase": phase.name, **columns})
+        screen.event("shares", update=update, reason=decision.reason, **row)
+        if decision.drop and phase.parts.world.is_watched and not phase.is_over:
+            phase.run_.dropped = decision.drop
+            phase.stop()
+
+    def _add_up(self) -> None:
+        ranks_s = self.phase.run_.tally.ranks_s
+        for seconds in self._seconds:
+            ranks_s[:] = [added(*pair) for pair in zip(ranks_s or [{}] * len(seconds), seconds, strict=True)]
+        self._seconds.clear()
+
+
+def _mean_ms(updates: list[tuple[Mapping[str, float], ...]]) -> dict[str, float]:
+    """Return rank and part -> mean milliseconds of an update."""
+    if not updates:
+        return {}
+    return {
+        f"rank{rank}/{part}_ms": 1e3 * sum(update[rank][part] for update in updates) / len(updates)
+        for rank in range(len(updates[0]))
+        for part in PARTS
+        if any(there.get(part) for update in updates for there in update)
+    }

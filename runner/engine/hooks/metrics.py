@@ -1,0 +1,61 @@
+"""Write a row of metrics every `log_every` updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.base.accelerator import accelerator_of
+from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.loop import StepInfo
+from runner.engine.meter import Meter, Row
+from runner.observe.memory import allocator_metrics
+
+
+class Metrics(Hook):
+    """Collects losses, norms and speed; other hooks add columns with `readings`."""
+
+    name = "meter"
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        run = phase.run_
+        self.meter = Meter(
+            run.parts.world,
+            phase.name,
+            every=run.plan.settings.log_every,
+            write=self.write,
+            readings=lambda: {key: value for hook in phase.hooks for key, value in hook.readings().items()},
+            watch=phase.watch,
+            is_starting=run.observers.screen.first_update_is_due,
+        )
+
+    def after_update(self, step: StepInfo) -> None:
+        self.meter(step)
+
+    def write(self, row: Row) -> None:
+        """Write a row to metrics.jsonl and the tracker."""
+        with self.phase.watch.during("logging"):
+            self.phase.run_.tally.num_rows += 1
+            self.phase.run_.observers.write(row)
+
+    def readings(self) -> dict[str, Any]:
+        parts = self.phase.parts
+        found = {**parts.precision.values(), **self.phase.run_.observers.monitor.row()}
+        statistics = accelerator_of(parts.world.device).statistics()
+        return found | (allocator_metrics(statistics) if statistics else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.meter.state()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.meter.load(state)
+
+    def end(self) -> None:
+        if self.phase.is_over:
+            self.meter.close_window()
+
+    def close(self, error: BaseException | None) -> None:
+        tally, meter, update = self.phase.run_.tally, self.meter, self.phase.position.update
+        tally.step_times_ms += meter.step_times_ms
+        tally.timed += meter.timed
+        tally.items_per_update = meter.items_seen / update if update else None

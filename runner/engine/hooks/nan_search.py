@@ -1,0 +1,29 @@
+"""Name the module in which the numbers of an update stopped being finite."""
+
+from __future__ import annotations
+
+from runner.axes.precision import NotFinite
+from runner.base.errors import AccelRunError
+from runner.engine import numeric
+from runner.engine.hooks.hook import Hook
+from runner.engine.kinds import Gradients
+from runner.engine.watchdog import SEARCH
+
+
+class NanSearch(Hook):
+    """Runs an update that was not finite again, module by module; the phase ends, and is not saved."""
+
+    def on_error(self, error: BaseException) -> AccelRunError | None:
+        if not isinstance(error, NotFinite):
+            return None
+        phase = self.phase
+        assert isinstance(phase.work, Gradients), "a fit has neither loss nor gradients"
+        phase.loader.close()  # its thread must not read beside this one
+        number = phase.position.update + (0 if error.late else 1)
+        phase.pulse.now = (SEARCH, number)  # all samples are read again, by this process alone
+        micros = list(phase.order.micros(number - 1, phase.shares.of(number - 1)))
+        training = phase.work.training
+        is_applied = error.late and not getattr(training.optimizer, "_step_supports_amp_scaling", False)
+        passed = None if error.late else phase.feed.last
+        update = numeric.Update(phase.name, number, micros, phase.loader.fetcher, training, is_applied, passed)
+        return numeric.named(error, update, phase.parts)

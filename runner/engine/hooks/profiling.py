@@ -1,0 +1,35 @@
+"""Profile some updates, and note what benchmarks compare."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from runner.engine.faults import is_of_task
+from runner.engine.hooks.hook import Hook
+from runner.engine.hooks.rank_sync import RankSync
+from runner.engine.loop import StepInfo
+from runner.observe.profiler import Subject
+
+
+class Profiling(Hook):
+    """Hands updates to the profiler and the benchmark of the run, after everything else between them."""
+
+    def begin(self) -> None:
+        phase, run = self.phase, self.phase.run_
+        subject = Subject(
+            phase=phase.name,
+            folder=f"{phase.name}/" if len(run.plan.selected) > 1 else "",
+            model=run.parts.bare,
+            device=run.parts.world.device,
+            ranks=run.parts.world.world_size,
+            is_of_task=partial(is_of_task, source=run.parts.source),
+            settle=phase.hook(RankSync).exchange.settle,
+        )
+        phase.batches = run.observers.profiler.begin(subject, phase.feed, phase.total - phase.position.update)
+
+    def after_update(self, step: StepInfo) -> None:
+        self.phase.run_.observers.profiler(step.update)
+        self.phase.run_.observers.benchmark(step.update)
+
+    def close(self, error: BaseException | None) -> None:
+        self.phase.run_.observers.profiler.close()

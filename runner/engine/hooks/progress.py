@@ -1,0 +1,50 @@
+"""Draw the progress of a phase, and print what the monitor noticed."""
+
+from __future__ import annotations
+
+import math
+
+from runner.base.accelerator import accelerator_of
+from runner.engine.hooks.hook import Hook
+from runner.engine.hooks.metrics import Metrics
+from runner.engine.loop import StepInfo
+
+FIRST_LOOK_S = 0.5  # the monitor opens NVML then: a short first update does not wait for it
+
+
+class Progress(Hook):
+    """Reads the loss from the device only when something is drawn."""
+
+    def begin(self) -> None:
+        phase, observers = self.phase, self.phase.run_.observers
+        observers.screen.begin(phase.name, phase.position.update, phase.total, phase.order)
+        observers.monitor.enter_phase(phase.name)
+        observers.monitor.start(after_s=FIRST_LOOK_S)
+
+    def after_update(self, step: StepInfo) -> None:
+        observers = self.phase.run_.observers
+        if observers.screen.due(step.update):
+            with self.phase.watch.during("drawing"):
+                observers.screen.draw(step.update, self._values(step), observers.monitor.line())
+        observers.screen.tell(observers.monitor.news())
+
+    def close(self, error: BaseException | None) -> None:
+        if error is None:
+            self.phase.run_.observers.screen.end()
+
+    def _values(self, step: StepInfo) -> dict[str, float]:
+        """Return what the screen shows; waits for the device."""
+        meter = self.phase.hook(Metrics).meter
+        values: dict[str, float] = {}
+        if step.loss_sum is not None:
+            values["loss"] = float(step.loss_sum) / max(float(step.items), 1e-30)
+        if step.lr is not None:
+            values["lr"] = step.lr
+        if step.grad_norm is not None:
+            values["grad_norm"] = float(step.grad_norm)
+        values["items_per_s"] = meter.last_row.get("perf/items_per_s") or math.nan
+        data_wait = meter.data_wait()
+        values["data_wait"] = math.nan if data_wait is None else data_wait
+        if peak := accelerator_of(self.phase.parts.world.device).peak():
+            values["memory_gib"] = peak.allocated / 2**30
+        return values

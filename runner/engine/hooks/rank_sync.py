@@ -1,0 +1,118 @@
+"""Exchange flags and timings after each update, so that every rank takes the same decision."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runner.base.stopwatch import PARTS
+from runner.base.world import World
+from runner.engine.hooks.hook import Hook, PhaseView, Wants
+from runner.engine.loop import StepInfo
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """What all ranks reported after an update.
+
+    wants    what any rank wants
+    num_bad  samples that were left out
+    seconds  part -> seconds, for each rank, of the last update it knows of; None where it knows none yet
+    samples  samples that each rank had in that update
+    """
+
+    wants: Wants
+    num_bad: int
+    seconds: tuple[Mapping[str, float] | None, ...]
+    samples: tuple[int, ...]
+
+
+class Exchange:
+    """Sends one small vector after each update and reads the one before it, so that no rank waits."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._sent: tuple[torch.Tensor, Any] | None = None
+
+    def __call__(
+        self, wants: Wants, *, num_bad: int, seconds: Mapping[str, float] | None, samples: int
+    ) -> StepStatus | None:
+        """Send the status of this rank after an update; return that of all after the one before, None for the first."""
+        mine = [samples, seconds is not None, *(seconds.get(part, 0.0) if seconds else 0.0 for part in PARTS)]
+        others = [0.0] * _WIDTH
+        rows = [mine if rank == self.world.rank else others for rank in range(self.world.world_size)]
+        numbers = [*wants, num_bad, *(number for row in rows for number in row)]
+        vector = torch.tensor(numbers, dtype=torch.float64)
+        before, self._sent = self._sent, (vector, self.world.sum_later(vector))
+        return None if before is None else self._read(*before)
+
+    def settle(self) -> None:
+        """Wait until the last vector has reached all ranks; it is read later."""
+        if self._sent is not None:
+            self._sent[1].wait()
+
+    def close(self) -> None:
+        """Wait for the last vector, and drop it."""
+        self.settle()
+        self._sent = None
+
+    def _read(self, vector: torch.Tensor, work: Any) -> StepStatus:
+        work.wait()
+        num = len(Wants._fields)
+        numbers = vector.tolist()
+        wants, num_bad, rest = numbers[:num], numbers[num], numbers[num + 1 :]
+        rows = [rest[start : start + _WIDTH] for start in range(0, len(rest), _WIDTH)]
+        return StepStatus(
+            Wants(*(number > 0 for number in wants)),
+            int(num_bad),
+            tuple(dict(zip(PARTS, row[2:], strict=True)) if row[1] else None for row in rows),
+            tuple(int(row[0]) for row in rows),
+        )
+
+
+class RankSync(Hook):
+    """Merges what the hooks want, once, and agrees on it with the other ranks, once.
+
+    agreed    what takes effect after this update, and `of` the update after which it was wanted
+    status    what all ranks reported of the update before; None for the first, and where there is one rank
+    asked_at  when this rank learned that the run is to stop, by `time.monotonic`
+    """
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self.exchange = Exchange(phase.parts.world)
+        self.agreed, self.of = Wants(), 0
+        self.status: StepStatus | None = None
+        self.asked_at: float | None = None
+
+    def wants(self) -> Wants:
+        return Wants(stop=self.phase.run_.stop.requested is not None)
+
+    def after_update(self, step: StepInfo) -> None:
+        phase = self.phase
+        wants = Wants(*map(any, zip(*(hook.wants() for hook in phase.hooks), strict=True)))
+        if phase.is_alone:
+            self.agreed, self.of = wants, step.update
+        else:
+            lap = phase.watch.last
+            self.status = self.exchange(
+                wants,
+                num_bad=len(step.bad),
+                seconds=lap.seconds if lap else None,
+                samples=phase.shares.made(lap.update)[phase.order.rank] if lap else 0,
+            )
+            self.agreed, self.of = self.status.wants if self.status else Wants(), step.update - 1
+        if self.agreed.stop:
+            phase.stop()
+        if phase.must_stop and self.asked_at is None:
+            self.asked_at = time.monotonic()
+
+    def end(self) -> None:
+        self.exchange.close()
+
+
+_WIDTH = 2 + len(PARTS)

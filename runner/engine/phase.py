@@ -1,0 +1,251 @@
+"""One phase: its data, its kind of work and its position. What happens between its updates is in `hooks`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+from runner.axes.dataloader import Loader
+from runner.axes.precision import NotFinite
+from runner.base import noise
+from runner.base.batch import MicroBatch
+from runner.base.errors import AccelRunError, DataError
+from runner.base.generators import restore_random_state, seed_everything
+from runner.base.order import Order, seed_of_rank
+from runner.base.task import Progress
+from runner.base.world import World
+from runner.durable import checkpoint as checkpoints
+from runner.durable.checkpoint import Loaded
+from runner.engine.advice import watch_shapes
+from runner.engine.balance import shares_by
+from runner.engine.faults import explain
+from runner.engine.feed import Feed
+from runner.engine.hooks import HOOKS
+from runner.engine.hooks.checkpointing import Checkpointing, state_of
+from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.hooks.metrics import Metrics
+from runner.engine.hooks.oom import OutOfMemory
+from runner.engine.kinds import KINDS
+from runner.engine.loop import Position, StepInfo
+from runner.engine.resume import load_model
+from runner.engine.run import PhaseRecord, TrainingRun
+from runner.engine.state import understood
+from runner.engine.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
+from runner.plan.plan import PhasePlan
+
+
+class Phase(PhaseView):
+    """Runs the updates of a phase, and its hooks between them."""
+
+    kinds_of_hooks: Sequence[type[Hook]] = HOOKS
+
+    def __init__(self, run: TrainingRun, planned: PhasePlan, start: Loaded | None) -> None:
+        self.run_, self.name, self.planned, self.start = run, planned.name, planned, start
+        parts = run.parts
+        self.watch, self.pulse = parts.parallel.watch, run.pulse
+        self.watch.begin()
+        run.clock.begin()
+        self.began = time.perf_counter()
+        self.pulse.begin(self.name)
+        parts.task.begin_phase(self.name)
+        fetcher = parts.fetcher("train")
+        run.tally.num_samples[self.name] = len(fetcher)
+        fetcher.may_be_empty = not self.is_alone and not parts.parallel.in_step
+        self.order = self._order(len(fetcher))
+        self.shares = shares_by(run.plan.choices["parallelism"].options.get("shares"), self.order)
+        self.loader: Loader = parts.loader(fetcher)
+        self.position = Position(self.name, skipped_before=parts.precision.num_skipped())
+        self.record = run.records.setdefault(self.name, PhaseRecord(planned.kind))
+        self.hooks = tuple(kind(self) for kind in self.kinds_of_hooks)
+        oom = self.hook(OutOfMemory)
+        self.order = replace(self.order, smaller=oom.smaller)
+        self.work = KINDS[planned.kind](planned, parts, self.order, self.position, oom if oom.is_on else None)
+        self.total = self.record.total = self.work.total
+        if start:
+            with understood(start):
+                self._restore(start)
+        self.total = int(min(self.total, self.position.update + run.observers.profiler.limit))
+
+    def _order(self, num_samples: int) -> Order:
+        plan, parts, batch = self.run_.plan, self.parts, self.planned.batch
+        is_dealt = parts.parallel.splits_batch and not self.is_alone
+        order = Order(
+            num_samples=num_samples,
+            global_batch_size=batch.global_batch_size,
+            micro_batch_size=batch.largest_pass,
+            seed=plan.settings.seed,
+            drop_last=self.planned.kind == "train" and bool(plan.choices["dataloader"].options["drop_last"]),
+            shares=batch.shares if is_dealt else (),
+            rank=parts.world.rank if is_dealt else 0,
+            in_step=parts.parallel.in_step,
+        )
+        if order.updates_per_epoch == 0:
+            raise DataError(
+                f"{num_samples} training samples make no whole update of {batch.global_batch_size}",
+                where="dataloader.drop_last=true",
+                fix="use dataloader.drop_last=false, or a smaller global_batch_size",
+            )
+        if batch.global_batch_size > num_samples:
+            self.run_.observers.screen.warn(
+                f"global_batch_size={batch.global_batch_size} is more than the {num_samples} training samples:"
+                " every update is a whole epoch"
+            )
+        return order
+
+    def _restore(self, start: Loaded) -> None:
+        """Load the state of a checkpoint. Updates beyond those requested are kept: they end the phase."""
+        parts, state = self.parts, start.state
+        load_model(parts.bare, start, parts.parallel)
+        self.work.load(start)
+        parts.precision.load(state["precision"])
+        self.position.update = int(state["phase_update"])
+        self.position.skipped_before = int(state["skipped_before"])
+        for hook in self.hooks:
+            if hook.name:
+                hook.load_state_dict(state_of(hook.name, start))
+        # Last, for building the parts drew from the generators too.
+        restore_random_state_of(parts.world, start, self.run_.plan.settings.seed)
+        made = self.position.update
+        if made > self.total:
+            self.run_.observers.screen.warn(
+                f"{self.name} already has {made} updates in {start.path.name}, and {self.total} were requested:"
+                " no update is trained"
+            )
+            self.total = self.record.total = made
+        self.closed = bool(state["closed"]) and self.is_over  # more updates may be wanted than were
+
+    def __enter__(self) -> Phase:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        noise.start_pass(None)
+        quietly = suppress(Exception) if error else nullcontext()  # the first error is the cause
+        with ExitStack() as stack:  # whatever one of them raises, the others are closed
+            stack.callback(self.work.release)
+            for hook in self.hooks:
+                stack.callback(hook.close, error)
+            with quietly:
+                self.loader.close()
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where the run is, for the report of an error."""
+        return {"rank": self.parts.world.rank, "phase": self.name, "update": self.position.update}
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Return the error to show for one that ended this phase: itself where nothing more is known."""
+        for hook in self.hooks:
+            shown = hook.on_error(error)
+            if shown is not None:
+                return shown
+        return error
+
+    def in_words(self, error: BaseException) -> AccelRunError | None:
+        made = self.position.update
+        where = f"update {made + 1} of phase {self.name}" if made < self.total else f"the end of phase {self.name}"
+        if self.pulse.now[0] in (EVALUATION, SUMMARY):
+            where = f"the evaluation after update {made} of phase {self.name}"
+        return explain(error, self.parts.source, where, self.planned.batch.micro_batch_size)
+
+    def run(self) -> str | None:
+        """Run the updates that are missing; return the signal that stopped them, or None.
+
+        Raises NumericError with the module where the numbers of an update stopped being finite; it is not saved.
+        """
+        try:
+            for _ in self.updates():
+                if self.must_stop or self.is_over:
+                    break
+            self.close()
+        except NotFinite as found:
+            raise self.explained(found) from found
+        if self.record.finished and not self.hook(Checkpointing).is_unsaved:
+            return None
+        if self.run_.dropped:
+            return "to go on with fewer ranks"
+        name = self.run_.stop.requested
+        return "as asked" if name is None or self.parts.world.is_watched else name  # ranks hear of it second-hand
+
+    def close(self) -> None:
+        """End the phase: evaluate and save what is still to be, and wait until it is on disk."""
+        for hook in self.hooks:
+            hook.end()
+
+    def updates(self) -> Iterator[int]:
+        """Run one update after the other, and the hooks between them; yield their numbers."""
+        run, parts, done = self.run_, self.parts, self.position.update
+        if done >= self.total:
+            run.observers.screen.say(
+                f"{self.name} is finished: {done} updates are made; more: updates=N resume_allow=[updates]"
+            )
+        for text in () if done or self.is_over else self.work.said_first():
+            run.observers.screen.say(f"{self.name} {text}")
+        keeps = parts.world.device.type == "cpu"
+        self.feed = Feed(self._batches(), self.pulse, self.position, run.tally.batch_shapes, keeps=keeps)
+        self.batches = self.feed
+        parts.bare.train()
+        self.watch.lap("starting")
+        self._tell_progress()
+        for hook in self.hooks:
+            hook.begin()
+        since: float | None = None  # the first update is not like the others
+        for step in () if self.is_over else self.work.updates(self.batches):
+            self.update_s = None if since is None else time.perf_counter() - since
+            self._between(step)
+            yield step.update
+            since = time.perf_counter()
+
+    def _between(self, step: StepInfo) -> None:
+        self.pulse.made.value = self.number
+        self._tell_progress()
+        for hook in self.hooks:
+            hook.after_update(step)
+        self.pulse.done.add(UPDATE)
+
+    def _tell_progress(self) -> None:
+        update = self.position.update
+        epoch = update / self.order.updates_per_epoch
+        self.parts.task.begin_update(Progress(self.name, update, self.total, epoch))
+
+    def begin_again(self, smaller: tuple[tuple[int, int], ...]) -> None:
+        self.order = replace(self.order, smaller=smaller)
+        self.reread()
+        self._tell_progress()
+
+    def reread(self) -> None:
+        self.loader.close()
+        self.feed.batches, self.feed.last = self._batches(), None
+
+    def _batches(self) -> Iterator[MicroBatch]:
+        keys = self.order.from_update(self.position.update, self.shares.of)
+        batches = self.parts.prefetch(iter(self.loader.batches(keys)), self.watch.lap)
+        if self.run_.plan.choices["backend"].name == "fast":
+            batches = watch_shapes(batches, self.run_.observers.screen.warn)
+        return batches
+
+    def finish_work(self) -> None:
+        if not self.is_over or self.closed:
+            return
+        self.pulse.now = (FINISH, self.position.update)
+        found = {f"{self.planned.kind}/{name}": value for name, value in self.work.close().items()}
+        self.closed = True
+        self.pulse.now = (UPDATE, self.position.update)
+        if found:
+            self.record.metrics |= found
+            self.hook(Metrics).write({"update": self.position.update, "phase": self.name, **found})
+            self.run_.observers.screen.evaluated(self.position.update, found)
+
+
+def restore_random_state_of(world: World, start: Loaded, seed: int) -> None:
+    """Put the generators back to where this rank left them; a rank that was not there begins a sequence of its own."""
+    stem, rest = "random", start.state["random"]
+    if not world.is_first:
+        stem, there = checkpoints.rank_stem("random", world.rank), start.state.get("random_of_ranks", [])
+        if stem not in start.stems:
+            seed_everything(seed_of_rank(seed, world.rank, start.update))
+            return
+        rest = there[world.rank - 1]
+    restore_random_state(start.tensors(stem), rest, world.device)

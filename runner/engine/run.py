@@ -1,0 +1,192 @@
+"""A run under way: what it is made of, what it has recorded, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from runner.base.errors import Exit, StorageError
+from runner.base.figures import finite
+from runner.durable.directory import RunDirectory
+from runner.durable.files import AppendLog
+from runner.durable.signals import StopRequest
+from runner.durable.tensors import Room
+from runner.engine.assemble import Parts
+from runner.engine.contract import checked_figures
+from runner.engine.evidence import PhaseEvidence
+from runner.engine.identity import Hashes
+from runner.engine.meter import Clock, Row, Timed, as_line
+from runner.engine.saving import Toll
+from runner.engine.screen import Screen
+from runner.engine.tasks import explained
+from runner.engine.watchdog import Pulse
+from runner.observe.benchmark import Benchmark
+from runner.observe.monitor import NoMonitor
+from runner.observe.profiler import Profiler
+from runner.observe.trackers import Tracker
+from runner.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training run ended.
+
+    stopped_by    name of the signal, None when the run is finished
+    metrics       those of the last evaluation
+    is_saved      there is a checkpoint of the last update
+    is_resumable  there is a checkpoint to go on from
+    """
+
+    stopped_by: str | None
+    update: int
+    metrics: Mapping[str, float]
+    is_saved: bool = True
+    is_resumable: bool = True
+
+    @property
+    def exit_code(self) -> Exit:
+        """0, 75 when it was stopped and goes on from a checkpoint, 130 when there is none."""
+        if not self.stopped_by:
+            return Exit.DONE
+        return Exit.PREEMPTED if self.is_resumable else Exit.INTERRUPTED
+
+
+@dataclass
+class Observers:
+    """Who is told what happens: metrics.jsonl is the truth, all others may miss something."""
+
+    metrics: AppendLog | NoLog
+    tracker: Tracker
+    monitor: Any
+    profiler: Profiler
+    benchmark: Benchmark
+    screen: Screen
+
+    def write(self, row: Row) -> None:
+        """Append a row to metrics.jsonl and hand it to the tracker, which gets what the file has: no NaN.
+
+        Where the disk has no room the row waits for it in memory; until then no checkpoint is saved either.
+        """
+        self.metrics.write(as_line(row))
+        try:
+            self.metrics.flush()
+        except StorageError as error:
+            self.screen.warn_once(f"rows of metrics are kept in memory: {error.problems[0]}")
+        self.tracker.log(finite(row))
+
+
+class NoLog:
+    """Keeps no rows: what a rank has in the place of metrics.jsonl where another one writes it."""
+
+    promised = 0
+
+    def write(self, row: str) -> None:
+        """Forget a row."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def sync(self) -> None:
+        """Do nothing."""
+
+
+def silent(screen: Screen, profiler: Profiler) -> Observers:
+    """Return observers that see and write nothing, for a rank that does not speak."""
+    return Observers(NoLog(), Tracker(""), NoMonitor(), profiler, Benchmark(), screen)
+
+
+@dataclass
+class PhaseRecord:
+    """What a phase has done and taken so far, over all processes that worked on it.
+
+    updates, total   made, and wanted; fewer where it was stopped early
+    finished         nothing is left to do in it
+    seconds          from its beginning to its last save, evaluations included
+    parts_s          part -> seconds: starting, first_update, those of updates and those between them
+    peak_host_gib    most resident memory of this process; peak_device_gib the most that torch held on the GPU, and
+                     peak_reserved_gib the most that it took from the driver for it
+    metrics          of its last evaluation, and what a fit found
+    """
+
+    kind: str
+    updates: int = 0
+    total: int = 0
+    finished: bool = False
+    seconds: float = 0.0
+    peak_host_gib: float = 0.0
+    peak_device_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    parts_s: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Tally:
+    """What this process has done and seen, for the evidence of the run.
+
+    step_times_ms  of the newest rows
+    timed          items and seconds of the updates after the first one
+    batch_shapes   of the first tensor of each batch
+    num_samples    phase -> samples to learn from
+    ranks_s        part of updates -> seconds, for each rank
+    """
+
+    num_saves: int = 0
+    num_evaluations: int = 0
+    num_rows: int = 0
+    items_per_update: float | None = None
+    step_times_ms: list[float] = field(default_factory=list)
+    timed: Timed = field(default_factory=Timed)
+    batch_shapes: set[object] = field(default_factory=set)
+    num_samples: dict[str, int] = field(default_factory=dict)
+    ranks_s: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass
+class TrainingRun:
+    """A run under way."""
+
+    plan: Plan
+    parts: Parts
+    directory: RunDirectory
+    observers: Observers
+    stop: StopRequest
+    clock: Clock = field(default_factory=Clock)
+    metrics: dict[str, float] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=list)  # numbers of the best and the last checkpoints of finished phases
+    records: dict[str, PhaseRecord] = field(default_factory=dict)
+    uid: str | None = None  # of the run, as its checkpoints record it
+    tracker_id: str | None = None
+    updates_before: int = 0  # those of the phases before the current one
+    last_row: Row = field(default_factory=dict)
+    state_bytes: tuple[int, int] = (0, 0)  # of the last optimizer: expected, real
+    toll: Toll = field(default_factory=Toll)
+    rooms: tuple[Room, Room] = field(default_factory=lambda: (Room(), Room()))  # for copies of the state
+    dropped: tuple[int, ...] = ()  # ranks without which the run goes on: it is faster so
+    pulse: Pulse = field(default_factory=Pulse)  # what the watchdog looks at
+    tally: Tally = field(default_factory=Tally)
+    changes: list[dict[str, Any]] = field(default_factory=list)  # of code and data, found when the run was resumed
+    on_change: Callable[[], None] = lambda: None  # called after one was added
+    identifies: bool = False  # code and data are recorded and compared, which measurements need not
+    code: Hashes = field(default_factory=dict)  # of the task, as it was when the run began
+    edited: list[str] = field(default_factory=list)  # files of it that changed since the checkpoint, not recorded yet
+    left: Mapping[str, PhaseEvidence] = field(default_factory=dict)  # by phase, what the process before told at its end
+
+    @property
+    def reached(self) -> int:
+        """Updates of all phases that are made, saved or not; 0 before the first one of this start."""
+        return int(self.pulse.made.value)
+
+    @cached_property
+    def baselines(self) -> dict[str, float]:
+        """What a trivial model reaches, by the metric of the evaluation beside which it is shown."""
+        with explained(self.parts.source, "baselines"):
+            baselines = checked_figures(self.parts.task.baselines(), self.parts.task.baselines, self.parts.source)
+        return {f"val/{name}": value for name, value in baselines.items()}
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that were skipped because a number overflowed."""
+        return self.parts.precision.num_skipped()

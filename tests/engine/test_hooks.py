@@ -1,0 +1,101 @@
+"""Hooks: their order, their state in a checkpoint, and what they want."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.durable import checkpoint
+from runner.engine.hooks import HOOKS
+from runner.engine.hooks.checkpointing import Checkpointing, state_of
+from runner.engine.hooks.hook import Hook, PhaseView, Wants
+from runner.engine.loop import StepInfo
+from runner.engine.phase import Phase
+from tests.engine.test_saving_of_runs import opened
+
+# Resumed runs and all ranks do the same in the same order; the reasons are in runner/engine/hooks/__init__.py.
+ORDER = """
+    DataChanges NanSearch OutOfMemory Metrics RankSync BadSamples LoadBalance FirstUpdate Progress EarlyStopping
+    Evaluation Checkpointing Timekeeping Profiling
+"""
+
+
+def test_the_order_of_hooks_is_the_one_that_was_decided() -> None:
+    assert [kind.__name__ for kind in HOOKS] == ORDER.split()
+
+
+def test_every_hook_says_why_it_is_where_it_is() -> None:
+    from runner.engine import hooks
+
+    lines = [line.split() for line in str(hooks.__doc__).splitlines() if line.startswith("    ")]
+    assert [words[0] for words in lines] == ORDER.split()
+    assert all(len(words) > 3 for words in lines)
+
+
+def test_a_checkpoint_is_taken_after_every_hook_whose_state_it_holds() -> None:
+    behind = HOOKS[HOOKS.index(Checkpointing) + 1 :]
+    assert not [kind.__name__ for kind in behind if kind.name]
+
+
+def test_no_two_hooks_have_the_same_key_in_a_checkpoint() -> None:
+    names = [kind.name for kind in HOOKS if kind.name]
+    assert len(set(names)) == len(names)
+
+
+class Counting(Hook):
+    """Counts updates, on the device and on the host; asks for a checkpoint after the third and ends after the fifth."""
+
+    name = "counting"
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self.seen: list[str] = []
+        self.counts = torch.zeros(2, dtype=torch.float64)
+
+    def begin(self) -> None:
+        self.seen.append("begin")
+
+    def after_update(self, step: StepInfo) -> None:
+        self.seen.append(f"update {step.update}")
+        self.counts += step.update
+
+    def wants(self) -> Wants:
+        return Wants(save=self.phase.position.update == 3, stop=self.phase.position.update == 5)
+
+    def readings(self) -> dict[str, Any]:
+        return {"counting/sum": float(self.counts.sum())}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts, "seen": self.seen}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.counts, self.seen = state["counts"].clone(), [*state["seen"]]
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+class Counted(Phase):
+    kinds_of_hooks = (Counting, *HOOKS)
+
+
+def test_a_hook_is_called_between_updates_and_its_state_comes_back_from_a_checkpoint(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("runner.engine.phase.Phase", Counted)
+    with opened(tmp_path, "checkpoint=off", "checkpoint.best=null") as phase:
+        stopped_by = phase.run()
+        mine, folder = phase.hook(Counting), phase.run_.directory.checkpoints
+    assert stopped_by == "as asked"
+    assert mine.seen == ["begin", *(f"update {number}" for number in range(1, 6)), "end"]
+    assert mine.counts.tolist() == [15.0, 15.0]
+    saved = {number: state_of("counting", checkpoint.load(checkpoint.path_of(folder, number))) for number in (3, 5)}
+    assert saved[3]["counts"].tolist() == [6.0, 6.0]
+    assert saved[5]["counts"].tolist() == [15.0, 15.0]
+    with opened(tmp_path) as phase:
+        again = phase.hook(Counting)
+        assert (again.seen, again.counts.tolist()) == (mine.seen, [15.0, 15.0])
+        next(phase.updates())
+        assert again.seen[-2:] == ["begin", "update 6"]
