@@ -185,6 +185,9 @@ def _advise(words: list[str]) -> None:
 
 
 def _doctor(words: list[str]) -> None:
+    if words[:1] == [doctor.CONTACT]:
+        doctor.read_contact(words[1:])
+        return
     settings, flags = doctor.read_words(words)
     doctor.chosen_checks(settings.get("checks"), "--quick" in flags)
 

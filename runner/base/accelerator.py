@@ -402,6 +402,11 @@ def warning_of_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
+def is_stand_in() -> bool:
+    """Return whether tests/stand_ins plays the GPU: numbers are real, times are those of the CPU."""
+    return "_stand_in" in sys.modules
+
+
 def _is_rocm() -> bool:
     import torch
 

@@ -336,6 +336,10 @@ def _tune(line: TypedLine) -> list[str]:
 
 
 def _doctor(line: TypedLine) -> list[str]:
+    from runner.commands.doctor import CONTACT
+
+    if CONTACT in line.lone:
+        return _settings_or_flags(line, "--json")
     if line.last.startswith("-"):
         return ["--quick", "--json", "--help"]
     key, has_value, value = line.last.partition("=")
@@ -344,7 +348,7 @@ def _doctor(line: TypedLine) -> list[str]:
 
         before = value[: max(value.rfind(","), value.rfind("[")) + 1]
         return [f"checks={before}{name}" for name in CHECKS]
-    return _with_values(line, key, value) if has_value else ["checks=", "device=", "output_root="]
+    return _with_values(line, key, value) if has_value else [CONTACT, "checks=", "device=", "output_root="]
 
 
 def _new(line: TypedLine) -> list[str]:

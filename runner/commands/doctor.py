@@ -7,17 +7,25 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runner import __version__
-from runner.base.errors import ConfigError, Exit, Problem
+from runner.base.configuration import Request, compose
+from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
+from runner.commands.arguments import read
 
 HELP = """usage: accel-run doctor [--quick] [--json] [device=DEVICE] [checks=[NAME,...]] [output_root=DIR]
+       accel-run doctor first_contact [--json] [device=DEVICE] [output_root=DIR] [key=value ...]
 
 Tries what training needs here: products and convolutions against float64, attention kernels, compile, copies, a sum
 over processes, workers, limits, disk, packages, driver. Each thing is ok, warn, FAIL or skip, with what was seen;
 below stands why it matters and the line that mends it. A check that crashes or hangs is a FAIL; the others go on.
+
+first_contact compares what the program predicts of a GPU (formats, kernels, memory, times, waits) with what happens
+there, in at most five minutes: for a kind of GPU that it has not run on. It writes first_contact.json and
+first_contact.md, a page to send, into output_root. Settings of train choose another model to run.
 
   --quick           without compile, bandwidth and the packages of the extras
   --json            one JSON object: findings, counts, hardware
@@ -32,6 +40,7 @@ examples
   accel-run doctor --quick
   accel-run doctor checks=[matmul,conv] device=cuda:1
   accel-run doctor --json > doctor.json
+  accel-run doctor first_contact device=cuda:1
 """
 
 
@@ -42,6 +51,8 @@ def run(words: list[str]) -> int:
     from runner.doctor.findings import Finding
     from runner.doctor.screen import Screen
 
+    if words[:1] == [CONTACT]:
+        return _first_contact(words[1:])
     settings, flags = read_words(words)
     if settings.get("checks") == "help":
         print("\n".join(f"{name:<15}{check.tries}" for name, check in CHECKS.items()))
@@ -70,6 +81,60 @@ def run(words: list[str]) -> int:
     return int(code)
 
 
+def _first_contact(words: list[str]) -> int:
+    """Compare predictions with the GPU that is here, and write the page."""
+    from runner.doctor.examine import Examination
+    from runner.doctor.findings import Finding
+    from runner.doctor.first_contact import contact_checks, page, report
+    from runner.doctor.screen import Screen
+    from runner.durable.files import atomic_write, make_directory
+
+    own, request, is_json = read_contact(words)
+    root = Path(own["output_root"]).expanduser().absolute()
+    checks = contact_checks(request)
+    examination = Examination(checks, own["device"], root, checks=checks)
+    screen = Screen(sys.stdout, sys.stderr if is_json else sys.stdout)
+    began, findings = time.monotonic(), list[Finding]()
+    for finding in examination.findings(screen.watch):
+        findings.append(finding)
+        if not is_json:
+            screen.show(finding)
+    if not any(finding.check not in ("torch", "gpus") for finding in findings):
+        raise DeviceMissing(
+            "there is no GPU here that torch can use, so nothing can be compared",
+            where=f"device={own['device']}",
+            fix="accel-run doctor shows why; tests/stand_ins/README.md says how to rehearse without a GPU",
+        )
+    hardware = json.loads(examination.inventory.to_json()) if examination.inventory else {"devices": []}
+    content = json.loads(_shown(report(findings, hardware, request.overrides, __version__)))
+    make_directory(root)
+    atomic_write(root / f"{CONTACT}.json", json.dumps(content, indent=1) + "\n")
+    atomic_write(root / f"{CONTACT}.md", page(content))
+    screen.wipe()
+    if is_json:
+        print(json.dumps(content, indent=1))
+    else:
+        screen.conclude(findings, time.monotonic() - began)
+        print(f"{own['output_root']}/{CONTACT}.md is the page to send, with {CONTACT}.json")
+    return int(Exit.NO_DEVICE if any(finding.state == "FAIL" for finding in findings) else Exit.DONE)
+
+
+def read_contact(words: list[str]) -> tuple[dict[str, str], Request, bool]:
+    """Return doctor's own settings, those of the run, and whether JSON is wanted. Raises ConfigError."""
+    rest = read([word for word in words if word != "--json"]).request
+    own = {"device": "auto", "output_root": "outputs"}
+    given = dict(word.split("=", 1) for word in rest.overrides if word.partition("=")[0] in own and "=" in word)
+    others = tuple(word for word in rest.overrides if word.partition("=")[0] not in own)
+    _check_device({**own, **given}["device"])
+    compose(replace(rest, overrides=others))
+    return {**own, **given}, replace(rest, overrides=others), "--json" in words
+
+
+def _check_device(device: str) -> None:
+    if not re.fullmatch(_DEVICES, device):
+        raise ConfigError([Problem(_WRONG_DEVICE.format(device), "device")])
+
+
 def read_words(words: list[str]) -> tuple[dict[str, str], set[str]]:
     """Return settings and flags. Raises ConfigError with everything that is neither."""
     settings: dict[str, str] = {}
@@ -83,8 +148,8 @@ def read_words(words: list[str]) -> tuple[dict[str, str], set[str]]:
         else:
             problems.append(Problem("is not known to doctor", word, _meant(key)))
     device = settings.get("device", "auto")
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
-        problems.append(Problem(f"must be auto, cpu, cuda, cuda:N or mps, but is {device}", "device"))
+    if not re.fullmatch(_DEVICES, device):
+        problems.append(Problem(_WRONG_DEVICE.format(device), "device"))
     if problems:
         raise ConfigError(problems)
     return settings, flags
@@ -132,6 +197,9 @@ def _shown(value: Any) -> str:
     return fit_to_show(json.dumps(value, indent=1))
 
 
+CONTACT = "first_contact"
+_DEVICES = r"auto|cpu|mps|cuda(:\d+)?"
+_WRONG_DEVICE = "must be auto, cpu, cuda, cuda:N or mps, but is {}"
 _FLAGS = ("--quick", "--json")
 KEYS = ("checks", "device", "output_root")
 _STATES = ("ok", "warn", "FAIL", "skip")

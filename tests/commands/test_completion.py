@@ -132,6 +132,8 @@ OFFERS = {
     "accel-run export ": "last second first format= device= output_root=",
     "accel-run export first format=onnx,p": "format=onnx,program",
     "accel-run doctor -": "--quick --json --help",
+    "accel-run doctor f": "first_contact",
+    "accel-run doctor first_contact optimizer.l": "optimizer.lr= optimizer.lr_scales=",
     "accel-run doctor checks=[disk,m": "checks=[disk,memory checks=[disk,matmul",
     "accel-run inference run=": "run=last run=second run=first",
     "accel-run infer run=first inference.p": "inference.prompt=",

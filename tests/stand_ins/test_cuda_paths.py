@@ -121,6 +121,21 @@ def test_a_rank_that_fails_over_nccl_is_named_and_nobody_is_left(
     assert "planted" in ended.err
 
 
+def test_first_contact_compares_predictions_with_the_device_and_writes_a_page(
+    stand_in: StandIn, tmp_path: Path
+) -> None:
+    words = f"doctor first_contact --task {FAILING} task.rank=-1 updates=4 global_batch_size=16 micro_batch_size=16"
+    ended = stand_in.command("t4", words, tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    content = json.loads((tmp_path / "outputs/first_contact.json").read_text())
+    found = {finding["subject"]: finding for finding in content["findings"]}
+    assert {"cuda:0", "cuda:0 reserved memory", "cuda:0 waits", "cuda:0 math float16"} <= found.keys()
+    assert found["cuda:0 waits"]["state"] == "ok"
+    assert found["cuda:0 allocated memory"]["figures"]["measured_mib"] > 0
+    assert content["is_stand_in"]
+    assert "Tesla T4" in (tmp_path / "outputs/first_contact.md").read_text()
+
+
 PYTEST = """
 import os, pytest
 os.chdir({root!r})

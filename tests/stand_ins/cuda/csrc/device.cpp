@@ -7,6 +7,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/profiler/stubs/base.h>
 
 #include <chrono>
 #include <cstring>
@@ -204,9 +205,32 @@ struct Hooks final : at::CUDAHooksInterface {
   void deviceSynchronize(c10::DeviceIndex device) const override { DeviceGuard().synchronizeDevice(device); }
 };
 
+// What torch.profiler uses of CUDA where it has no CUPTI: an event before and after each operator.
+struct Profiling final : torch::profiler::impl::ProfilerStubs {
+  using Mark = torch::profiler::impl::ProfilerVoidEventStub;
+  void record(c10::DeviceIndex* device, Mark* mark, int64_t* cpu_ns) const override {
+    double now = seconds();
+    if (device) *device = static_cast<c10::DeviceIndex>(current_device());
+    if (cpu_ns) *cpu_ns = static_cast<int64_t>(now * 1e9);
+    *mark = std::make_shared<double>(now);
+  }
+  float elapsed(const Mark* begun, const Mark* ended) const override {
+    return static_cast<float>((*static_cast<double*>(ended->get()) - *static_cast<double*>(begun->get())) * 1e6);
+  }
+  void mark(const char*) const override {}
+  void rangePush(const char*) const override {}
+  void rangePop() const override {}
+  bool enabled() const override { return true; }
+  void onEachDevice(std::function<void(int)> call) const override {
+    for (int device = 0; device < state().num_devices; ++device) call(device);
+  }
+  void synchronize() const override {}
+};
+
 c10::impl::DeviceGuardImplRegistrar register_guard(c10::kCUDA, new DeviceGuard);
 const bool allocators_are_set = [] {
   c10::SetAllocator(c10::kCUDA, device_allocator());
+  torch::profiler::impl::registerCUDAMethods(new Profiling);
   return pinned_allocator() != nullptr;
 }();
 

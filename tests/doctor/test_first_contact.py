@@ -1,0 +1,77 @@
+"""Laws of `accel-run doctor first_contact`: a difference has a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.base.configuration import Request
+from runner.doctor.arithmetic import Format
+from runner.doctor.first_contact import MIB, contact_checks, of_format, of_kernel, of_memory, of_time, page, report
+from runner.plan.estimate import Seconds
+from runner.plan.inventory import Cpu, Device, Inventory
+from tests.forkserver import ForkServer
+
+T4 = Device("cuda", 0, "Tesla T4", memory_bytes=15 << 30, capability=(7, 5))
+A100 = Device("cuda", 0, "NVIDIA A100", memory_bytes=40 << 30, capability=(8, 0))
+ABOUT_15_MS = Seconds(0.01, 0.02, "")
+
+
+def test_all_checks_together_take_at_most_five_minutes() -> None:
+    assert sum(check.limit_s for check in contact_checks(Request()).values()) <= 300
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "speedup", "state"),
+    [(A100, "bf16", 8.0, "ok"), (A100, "bf16", 1.0, "warn"), (T4, "bf16", 0.3, "ok"), (T4, "bf16", 4.0, "warn")],
+)
+def test_a_format_is_native_where_it_is_fast(device: Device, name: str, speedup: float, state: str) -> None:
+    found = of_format(Format(device, name, 8, is_own=device.native_bf16), speedup)
+    assert found.state == state
+    assert found.figures["predicted_native"] == device.native_bf16
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "state"),
+    [("", "", "ok"), ("too old", "too old", "ok"), ("too old", "", "warn"), ("", "no kernel image", "warn")],
+)
+def test_a_kernel_that_runs_or_refuses_against_the_rules_is_a_difference(expected: str, found: str, state: str) -> None:
+    assert of_kernel("cuda:0 flash", expected, found).state == state
+
+
+@pytest.mark.parametrize(("measured", "state"), [(100, "ok"), (104, "ok"), (120, "warn"), (80, "warn")])
+def test_memory_may_differ_by_what_the_documentation_says(measured: int, state: str) -> None:
+    assert of_memory("cuda:0 reserved memory", 100 * MIB, measured * MIB).state == state
+
+
+@pytest.mark.parametrize(
+    ("expected", "measured_ms", "state"),
+    [(ABOUT_15_MS, 15.0, "ok"), (ABOUT_15_MS, 40.0, "warn"), (ABOUT_15_MS, 1.0, "warn"), (None, 15.0, "skip"),
+     (ABOUT_15_MS, None, "skip")],
+)  # fmt: skip
+def test_a_time_outside_the_range_is_a_difference(
+    expected: Seconds | None, measured_ms: float | None, state: str
+) -> None:
+    assert of_time("cuda:0 update time", expected, measured_ms).state == state
+
+
+def test_the_page_has_every_difference_with_its_sentence() -> None:
+    findings = [of_kernel("cuda:0 flash", "", "no kernel image"), of_memory("cuda:0 reserved", 100 * MIB, 300 * MIB)]
+    hardware = json.loads(Inventory((T4,), Cpu("a processor", 1, 1, 0)).to_json())
+    content = json.loads(json.dumps(report(findings, hardware, ["task=gpt"], "1.0")))
+    text = page(content)
+    assert content["num_differences"] == 2
+    for finding in findings:
+        assert finding.seen in text
+    assert "Tesla T4" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run(["doctor", "first_contact"], tmp_path)
+    assert ended.code == 69
+    assert "no GPU" in ended.err
+    assert not list(tmp_path.glob("outputs/*"))
