@@ -1,15 +1,15 @@
-"""A LightningModule, as it is, trained by accel-run: copy this file and put your module in the place of LitModel.
+"""Train an unmodified LightningModule with accel-run: copy this file and replace LitModel with your module.
 
     accel-run train --task ./own_lightning.py precision=bf16 parallelism=ddp
 
-Lightning is not needed: any nn.Module with training_step will do. Its loss is a mean over the samples of a batch; here
-it becomes a sum and a count, so accumulation and unequal ranks stay exact. That holds for means over samples: of a mean
-over tokens or pixels of which batches have different numbers, write the task's loss yourself.
+Lightning is not needed: any nn.Module with training_step works. Its loss is a mean over the samples of a batch. It is
+converted to a sum and a count, so accumulation and unequal ranks stay exact. If the loss is a mean over tokens or
+pixels, and their number differs between batches, write the task's loss yourself.
 
-honoured   training_step, validation_step (what they return, and what they log), train_dataloader and val_dataloader
-           (their data set and collate_fn), forward, and configure_optimizers, which must be what SETTINGS say
-refused    hooks that change an update or need a Trainer, manual optimization, several optimizers, or one with a
-           schedule: named at once, before anything is trained
+supported  training_step, validation_step (return values and logged metrics), train_dataloader and val_dataloader
+           (their data set and collate_fn), forward, and configure_optimizers, which must match SETTINGS
+rejected   hooks that change an update or need a Trainer, manual optimization, several optimizers, or an optimizer with
+           a schedule: reported together, before training
 """
 
 import inspect
@@ -57,11 +57,11 @@ def build(*, hidden: int = 32) -> Task:
 
 
 class LightningTask(Task):
-    """Trains the module's mean losses as sums with counts."""
+    """Convert the mean losses of the module to sums with counts."""
 
     def __init__(self, module):
-        refuse_what_needs_a_trainer(module)
-        refuse_another_optimizer(module)
+        check_hooks(module)
+        check_optimizer(module)
         self.model = Steps(module)
         self.loaders = {"train": module.train_dataloader, "val": getattr(module, "val_dataloader", None)}
         loader = module.train_dataloader()
@@ -86,7 +86,7 @@ class LightningTask(Task):
 
 
 class Steps(nn.Module):
-    """Calls a step through forward, so that what wraps the model (ddp, fsdp, compile) sees it."""
+    """Call a step through forward, so that wrappers of the model (ddp, fsdp, compile) apply to it."""
 
     def __init__(self, module):
         super().__init__()
@@ -121,23 +121,23 @@ REFUSED = (
 )  # fmt: skip
 
 
-def refuse_what_needs_a_trainer(module):
-    """Raise where the module does something that nothing here would call."""
+def check_hooks(module):
+    """Raise TypeError if the module defines hooks that accel-run does not call."""
     theirs = ("torch.", "pytorch_lightning", "lightning")
     own = [kind for kind in type(module).__mro__ if not kind.__module__.startswith(theirs)]
     found = [name for name in REFUSED if any(name in vars(kind) for kind in own)]
     if found:
         raise TypeError(f"accel-run does not call {', '.join(found)}: move it into training_step or the data set")
     if not getattr(module, "automatic_optimization", True):
-        raise TypeError("automatic_optimization=False takes the update into its own hands: write a task for it instead")
+        raise TypeError("automatic_optimization=False is not supported: write a task instead")
 
 
-def refuse_another_optimizer(module):
-    """Raise where configure_optimizers is not what SETTINGS say, which the plan and the checkpoints go by."""
+def check_optimizer(module):
+    """Raise TypeError if configure_optimizers differs from SETTINGS, which the plan and the checkpoints use."""
     optimizer = module.configure_optimizers()
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError("configure_optimizers must return one optimizer; its schedule is said in SETTINGS: scheduler")
+        raise TypeError("configure_optimizers must return one optimizer; set its schedule in SETTINGS: scheduler")
     lr, name = optimizer.defaults["lr"], type(optimizer).__name__.lower()
     if (SETTINGS.get("optimizer", "adamw"), SETTINGS.get("optimizer.lr")) != (name, lr):
         words = f'"optimizer": "{name}", "optimizer.lr": {lr}'
-        raise TypeError(f"configure_optimizers makes {name} with lr={lr}: write {words} into SETTINGS")
+        raise TypeError(f"configure_optimizers returns {name} with lr={lr}: write {words} into SETTINGS")

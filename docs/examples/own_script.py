@@ -1,10 +1,10 @@
-"""A training script as people write it, turned into a task: what each of its lines became.
+"""A typical training script converted to a task: the comments show what replaces each line.
 
     accel-run train --task ./own_script.py task.hidden=64
 
 The script was:
 
-    model = Net(64).to("cuda")                                # build, and the device is accel-run's
+    model = Net(64).to("cuda")                                # build; accel-run selects the device
     model = DDP(model)                                        # parallelism=ddp
     loader = DataLoader(data, batch_size=64, shuffle=True, num_workers=4)     # dataset; global_batch_size, dataloader
     optimizer = AdamW(model.parameters(), lr=3e-3)            # SETTINGS, or optimizer.lr=... on the command line
@@ -13,7 +13,7 @@ The script was:
     for epoch in range(10):                                   # SETTINGS: epochs
         for x, y in loader:
             with autocast("cuda"):                            # precision
-                loss = F.mse_loss(model(x.cuda()), y.cuda())  # loss: the sum, and how many; the mean is made once
+                loss = F.mse_loss(model(x.cuda()), y.cuda())  # loss: sum and count; divided once per update
             scaler.scale(loss / 4).backward()                 # accumulation follows from micro_batch_size
             clip_grad_norm_(model.parameters(), 1.0)          # max_grad_norm
             scaler.step(optimizer); scaler.update(); optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A torchvision model by its name.
+"""A torchvision model by name.
 
 accel-run train --task ./own_torchvision.py task.model=resnet50
 """
@@ -20,7 +20,7 @@ class Images(Task):
     def __init__(self, model, classes, image, seed):
         self.model, self.classes, self.image, self.seed = model, classes, image, seed
 
-    def dataset(self, split):  # yours: anything with len() and [index] that gives (image, label)
+    def dataset(self, split):  # yours: anything with len() and [index] that returns (image, label)
         return Noise(256 if split == "train" else 64, self.classes, self.image, self.seed + (split == "val"))
 
     def loss(self, model, batch):
@@ -38,7 +38,7 @@ class Images(Task):
 
 
 class Noise:
-    """Pictures of noise, brighter with the label: they show that the example learns, and need no download."""
+    """Noise images whose brightness depends on the label, so the example can learn without a download."""
 
     def __init__(self, length, classes, image, seed):
         self.length, self.classes, self.image, self.seed = length, classes, image, seed

@@ -2,8 +2,8 @@
 
     accel-run train --task ./own_transformers.py task.layers=4
 
-Nothing is downloaded. With weights of the hub: AutoModelForCausalLM.from_pretrained(...) in the place of from_config,
-or weights=model.safetensors on the command line, with a file that was fetched before.
+Nothing is downloaded. To use weights from the hub, call AutoModelForCausalLM.from_pretrained(...) instead of
+from_config, or pass weights=model.safetensors on the command line with a file that you have downloaded.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ class Text(Task):
 
     def __init__(self, model, block, path):
         self.model, self.block, self.items_per_sample = model, block, block
-        text = Path(path or __file__).read_bytes()  # data.path=FILE: any text; by itself this file
+        text = Path(path or __file__).read_bytes()  # data.path=FILE: any text; default: this file
         self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
     def dataset(self, split):
@@ -39,7 +39,7 @@ class Text(Task):
         return pieces[:-2] if split == "train" else pieces[-2:]
 
     def loss(self, model, tokens):
-        logits = model(input_ids=tokens[:, :-1]).logits  # not labels=...: that loss is a mean already
+        logits = model(input_ids=tokens[:, :-1]).logits  # not labels=...: that loss is already a mean
         targets = tokens[:, 1:].flatten()
         return F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum"), len(targets)
 
