@@ -1,8 +1,8 @@
 """Hydra composes the same groups of the shipped files once in a process and its forks: it takes half of a short run.
 
 A fork server keeps what it composed for all its forks. What a fork lacks it composes itself, and asks for: it writes
-the groups into memory that it shares with the server, which composes them before its next fork. Files of a user's
-folder (--config-dir) are read each time.
+the groups into memory that it shares with all that fork, each of which composes them before its next fork. Files of a
+user's folder (--config-dir) are read each time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import mmap
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -20,7 +21,7 @@ from runner.base import configuration as configurations
 from runner.base.configuration import Request
 from runner.base.places import shipped
 
-SIZE = 1 << 16
+SIZE = 1 << 18
 
 
 class Composed:
@@ -28,6 +29,7 @@ class Composed:
 
     def __init__(self) -> None:
         self._asked = mmap.mmap(-1, SIZE)  # by forks: lines of JSON
+        self._answered = 0  # bytes of them, by this process
         self._trees: dict[tuple[Any, ...], Any] = {}
         self._files: dict[tuple[Any, ...], Any] = {}
         # files_unchanged, the seam that the product has, begins with nothing each time.
@@ -37,7 +39,9 @@ class Composed:
 
     def answer(self) -> None:
         """Compose and read what forks have asked for."""
-        lines = self._asked[:].rstrip(b"\0").splitlines()
+        asked_for = self._asked[self._answered : self._asked.rfind(b"\n") + 1]
+        self._answered += len(asked_for)
+        lines = asked_for.splitlines()
         for line in lines:
             with suppress(ValueError):  # two forks of one command wrote at the same time
                 asked = json.loads(line)
@@ -45,8 +49,16 @@ class Composed:
                     self._groups(asked["groups"], Request((), Path("task.py") if asked["has_task_file"] else None), [])
                 else:
                     self._file(asked["group"], asked["option"], None)
-        if lines:
-            self._asked[:] = bytes(SIZE)
+
+    def answer_before_forks(self) -> None:
+        """Let this process, but none of its forks, compose what was asked for whenever it forks."""
+        mine = os.getpid()
+
+        def answer() -> None:
+            if os.getpid() == mine:
+                self.answer()
+
+        os.register_at_fork(before=answer)
 
     def _groups(self, groups: Mapping[str, str], request: Request, problems: list[Any]) -> Any:
         compose, _ = self._real
@@ -69,7 +81,7 @@ class Composed:
         return copy.deepcopy(self._files[key])
 
     def _ask(self, what: Mapping[str, Any]) -> None:
-        begin = len(self._asked[:].rstrip(b"\0"))
+        begin = self._asked.rfind(b"\n") + 1
         line = json.dumps(what).encode() + b"\n"
         if begin + len(line) <= SIZE:
             self._asked[begin : begin + len(line)] = line

@@ -11,6 +11,7 @@ import pytest
 
 from runner.measure import advise, contest, trial, tune
 from runner.measure.suites import before_after, ladder
+from tests.composed import composed
 from tests.measure.nursery import Nurseries
 from tests.measure.planted_time import Planted, Select
 
@@ -22,6 +23,12 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Suites make few and short blocks: what tests plant is far above the noise."""
     monkeypatch.setattr(contest, "ROUNDS", (3, 4))
     monkeypatch.setattr(contest, "BLOCK_S", 0.05)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _composed_before_forks() -> None:
+    """Ranks that suites fork from this process compose nothing that others before them have composed."""
+    composed().answer_before_forks()
 
 
 @pytest.fixture(scope="session")

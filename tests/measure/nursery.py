@@ -20,10 +20,15 @@ from runner.measure import trial
 from tests.measure.planted_time import Planted
 
 SERVER = """
-import gc, json, os, socket, sys, traceback
+import gc, importlib, json, os, socket, sys, traceback
 from runner.base.configuration import Request, compose
 from runner.measure import cell
+from tests.composed import composed
 from tests.measure.planted_time import Planted
+from tests.warm import IMPORTED
+for name in IMPORTED:
+    importlib.import_module(name)
+composed()
 planted = Planted(int(sys.argv[2]))
 live = cell.live
 def live_in_planted_time(*given):
@@ -43,10 +48,12 @@ with socket.socket(fileno=int(sys.argv[1])) as line:
         if "wait" in order:
             answer = os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])
         else:
+            composed().answer()
             us, answer = os.getpid(), os.fork()
             if answer == 0:
                 code = 70
                 try:
+                    composed().answer_before_forks()
                     line.close()
                     os.setsid()
                     os.dup2(given[1], 2)

@@ -443,7 +443,7 @@ def test_a_planted_wait_is_found_tried_and_applied(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("runner.measure.advise.Limits", partial(Limits, block_s=0.05, rounds=(4, 6)))
     task = str(PLANTED / "far_away.py")
-    words = ["--task", task, "dataloader.num_workers=0", "backend.threads=1", "precision=fp32"]
+    words = ["--task", task, "task.pass_ms=4", "dataloader.num_workers=0", "backend.threads=1", "precision=fp32"]
 
     assert run([*words, "budget_s=40", "apply=true", "profile=mine", "--json"]) == 0
 
@@ -475,7 +475,7 @@ def test_advice_on_a_run_uses_its_settings_and_leaves_it_as_it_is(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = str(PLANTED / "layers.py")
-    words = ["updates=10", "global_batch_size=16", "micro_batch_size=1", "backend.threads=1"]
+    words = ["updates=10", "task.pass_ms=1", "global_batch_size=16", "micro_batch_size=1", "backend.threads=1"]
     assert server.run(["train", "--task", task, "run=first", *words], tmp_path).code == 0
     left = {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()}
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,18 @@ from runner.measure.suites import parallelism
 from runner.measure.suites.parallelism import run
 from runner.measure.trial import UNTRIED
 from tests.measure.suites import asked
+from tests.warm import IMPORTED
 
 TASK = Path(__file__).parent / "task_of_sizes.py"
 LAYERS = Path(__file__).parent / "planted" / "layers.py"
 SETTINGS = ("global_batch_size=32",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """What ranks import is imported before they are forked."""
+    for name in IMPORTED:
+        import_module(name)
 
 
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, **options: str) -> Report:

@@ -1,4 +1,4 @@
-"""Planted: samples come from far away, 2 ms each, drawn anew in each epoch, and nobody reads ahead."""
+"""Planted: samples come from far away, 2 ms each, drawn again in each epoch, and nobody reads ahead."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SETTINGS = {"global_batch_size": 16, "optimizer.lr": 0.001}
 WIDTH, FETCH_S = 256, 0.002
 
 
-def build() -> Task:
-    return Remote()
+def build(*, pass_ms: float = 0.0) -> Task:
+    return Remote(pass_ms)
 
 
 class Rows:
@@ -35,7 +35,8 @@ class Rows:
 
 
 class Remote(Task):
-    def __init__(self) -> None:
+    def __init__(self, pass_ms: float) -> None:
+        self.pass_ms = pass_ms
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
 
     def dataset(self, split: str) -> Any:
@@ -44,4 +45,6 @@ class Remote(Task):
         return Rows()
 
     def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        if self.pass_ms:
+            time.sleep(self.pass_ms / 1000)
         return (model(batch) - batch).square().mean(1).sum(), len(batch)

@@ -1,7 +1,11 @@
-"""A plain network, wide or deep as asked: what is planted is in the settings it is trained with."""
+"""A plain network, wide or deep as asked: what is planted is in the settings it is trained with.
+
+pass_ms  milliseconds that a pass takes besides what it computes
+"""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rows import Rows
@@ -12,13 +16,13 @@ from runner import Task
 SETTINGS = {"global_batch_size": 32, "optimizer.lr": 0.001}
 
 
-def build(*, width: int = 64, depth: int = 2) -> Task:
-    return Layers(width, depth)
+def build(*, width: int = 64, depth: int = 2, pass_ms: float = 0.0) -> Task:
+    return Layers(width, depth, pass_ms)
 
 
 class Layers(Task):
-    def __init__(self, width: int, depth: int) -> None:
-        self.width = width
+    def __init__(self, width: int, depth: int, pass_ms: float) -> None:
+        self.width, self.pass_ms = width, pass_ms
         inner = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
         self.model = nn.Sequential(*inner, nn.Linear(width, width))
 
@@ -29,4 +33,6 @@ class Layers(Task):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, int]:
         (rows,) = batch
+        if self.pass_ms:
+            time.sleep(self.pass_ms / 1000)
         return (model(rows) - rows).square().mean(1).sum(), len(rows)
