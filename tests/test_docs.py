@@ -41,6 +41,7 @@ from runner.cli import main
 from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, plan, profile, report, search, tune
 from runner.commands.arguments import own_words, read, read_of_a_run
 from runner.commands.sweep_words import GRID, wish_of
+from runner.doctor.checks import CHECKS
 from runner.measure.suites import SUITES
 from runner.plan.plan import inventory_for, make_plan
 
@@ -435,6 +436,12 @@ def test_the_table_of_groups_has_every_group_with_every_option() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.MULTILINE)
     told = {group: set(re.findall(r"`([\w-]+)`", text)) for group, text in rows}
     assert told == {group: set(options_of(group)) for group in GROUPS}
+
+
+def test_the_page_about_the_doctor_has_every_check_in_the_words_of_the_command() -> None:
+    text = (DOCS / "doctor.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)`( \*)? \| (.+) \| (.+) \|$", text, re.MULTILINE)
+    assert rows == [(name, "" if check.is_quick else " *", check.tries, check.why) for name, check in CHECKS.items()]
 
 
 def test_a_setting_in_a_sentence_is_one() -> None:
