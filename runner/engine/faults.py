@@ -42,7 +42,7 @@ def explain(error: BaseException, source: Path, what: str, micro_batch_size: int
         return fault_of(error, source, what)
     found = _of_memory(shortage, what, micro_batch_size) or _of_the_machine(error, told, what)
     if found is None:
-        return fault_of(error, source, what) or _of_the_disk(error, what)
+        return fault_of(error, source, what) or _of_autograd(told, source, what) or _of_the_disk(error, what)
     own = _own(told, source)
     if own:  # the line that asked for it
         (problem,) = found.problems
@@ -133,6 +133,14 @@ def _lost_a_process(told: Raised) -> bool:
 
 def _is_of_processes(told: Raised) -> bool:
     return any("multiprocessing" in Path(frame.file).parts for frame in told.frames)
+
+
+def _of_autograd(told: Raised, source: Path, what: str) -> TaskFault | None:
+    """Return the error for a graph that the task has used up, where the backward pass of the runner finds it."""
+    for words, found, fix in _OF_AUTOGRAD:
+        if told.kind == "RuntimeError" and words in told.message:
+            return TaskFault(found, where=f"{what}: {source}", fix=fix)
+    return None
 
 
 def _of_the_disk(error: Exception, what: str) -> AccelRunError | None:
@@ -231,6 +239,20 @@ _SHARED = (  # as torch says that /dev/shm is full
     "unable to open shared memory object",
     "unable to allocate shared memory",
     "bus error",
+)
+_OF_AUTOGRAD = (  # torch's message, what it means here, what to change
+    (
+        "backward through the graph a second time",
+        "the graph of this loss was already used by a backward pass",
+        "return a loss of this batch only: detach what the task keeps between batches (kept = kept.detach()),\n"
+        "and do not call backward(): the runner does",
+    ),
+    (
+        "modified by an inplace operation",
+        "a tensor that the gradient needs was changed in place",
+        "use x = x + y instead of x += y, or change a copy: x.clone();\n"
+        "torch.autograd.set_detect_anomaly(True) in the task shows the line",
+    ),
 )
 _OF_THE_DISK = {
     errno.ENOSPC: "free some space there, then run the same command again: it resumes",

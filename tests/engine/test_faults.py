@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing.connection
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from runner.base.errors import AccelRunError, DataError, DataWorkerLost, DeviceMemoryError, HostMemoryError
+from runner.base.errors import AccelRunError, DataError, DataWorkerLost, DeviceMemoryError, HostMemoryError, TaskFault
 from runner.engine.faults import explain
 
 
@@ -44,3 +45,23 @@ def test_a_sample_that_there_is_no_memory_for_is_named() -> None:
     found = explain(error, Path("mine.py"), "update 3", 4)
     assert isinstance(found, HostMemoryError)
     assert "sample 7" in str(found)
+
+
+def _graph_used_twice() -> None:
+    loss = torch.ones(2, requires_grad=True).exp().sum()
+    loss.backward()
+    loss.backward()
+
+
+def _tensor_changed_in_place() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    result = weight.exp()
+    result += 1
+    result.sum().backward()
+
+
+@pytest.mark.parametrize("mistake", [_graph_used_twice, _tensor_changed_in_place])
+def test_a_graph_that_the_task_has_used_up_is_a_fault_of_the_task(mistake: Callable[[], None]) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        mistake()
+    assert isinstance(explain(caught.value, Path("mine.py"), "update 3", 4), TaskFault)
