@@ -286,7 +286,7 @@ def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapp
         unused -= {*parts, *counts}
         if not problems:
             for full_name, part in parts.items():
-                _copy(part, tensors[full_name])
+                copy_values(part, tensors[full_name])
             state.update({key: numbers[full_name] for full_name, key in counts.items()})
             restored[place.parameter] = state
     problems += [f"{full_name} belongs to no parameter of this optimizer" for full_name in sorted(unused)]
@@ -484,8 +484,11 @@ def _plain(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _copy(part: Tensor, saved: Tensor) -> None:
-    """Copy the values, never the layout: fused kernels walk raw memory, so the state must lie as its parameter does."""
+def copy_values(part: Tensor, saved: Tensor) -> None:
+    """Copy the values of a whole tensor into one that may be sharded.
+
+    Never the layout: fused kernels walk raw memory, so the state must lie as its parameter does.
+    """
     mesh = getattr(part, "device_mesh", None)
     with torch.no_grad():
         if mesh is not None and not hasattr(saved, "device_mesh"):

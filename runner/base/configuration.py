@@ -67,6 +67,7 @@ AXES: Mapping[str, str] = {
     "prefetch": "axes/prefetch.py",
     "optimizer": "axes/optimizer.py",
     "scheduler": "axes/scheduler.py",
+    "averaging": "engine/hooks/averaging.py",
     "compile": "axes/compile.py",
     "attention": "axes/attention.py",
     "memory": "axes/memory.py",

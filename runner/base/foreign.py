@@ -61,6 +61,9 @@ _SAY: Mapping[str, str] = {
     "scheduler.final_factor=0.1, a share of optimizer.lr": "min_lr eta_min lr_end end_lr",
     "scheduler=step scheduler.every={}": "step_size lr_step_size lr_drop",
     "scheduler=step scheduler.gamma={}": "gamma lr_gamma lr_decay",
+    "averaging=ema": "ema use_ema model_ema",
+    "averaging=ema averaging.decay={}": "ema_decay",
+    "averaging=swa": "swa swa_lr swa_lrs",
     "seed={}": "random_seed manual_seed rng_seed data_seed seed_everything",
     "device=cuda": "use_cuda cuda use_gpu",
     "device={}": "accelerator gpu gpu_id device_id",
@@ -160,7 +163,6 @@ FOREIGN_KEYS: Mapping[str, str] = {key: say for say, keys in _SAY.items() for ke
 
 # why not -> keys of other trainers for which there is nothing here
 _ABSENT: Mapping[str, str] = {
-    "keep the average of the weights in your task": "ema ema_decay use_ema model_ema swa_lrs swa swa_lr",
     _OF_TASK: "label_smoothing dropout drop_path mixup cutmix img_size image_size input_size crop_size max_length "
     "max_seq_length block_size num_classes hidden_size num_layers augment shuffle group_by_length"
     " smoothing label_smoothing_factor n_layer n_head n_embd num_heads patch_size vocab_size seq_len max_seq_len "

@@ -43,9 +43,11 @@ class Work:
     """One kind of phase, with the verbs of one that needs nothing; `position` counts its updates.
 
     total  updates that make it whole
+    own    parameters that this rank updates, by name
     """
 
     total: int
+    own: Mapping[str, nn.Parameter] = {}
     is_of_use_on_the_way = True  # an evaluation before the last update says something
 
     @property

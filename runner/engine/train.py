@@ -16,7 +16,7 @@ from runner.engine.hooks.metrics import Metrics
 from runner.engine.identity import changed_files, code_of
 from runner.engine.kinds import check_parameters
 from runner.engine.phase import Phase, restore_random_state_of
-from runner.engine.resume import compare, load_model
+from runner.engine.resume import ADDED, compare, load_model
 from runner.engine.run import Outcome, PhaseRecord, TrainingRun
 from runner.engine.state import understood
 from runner.plan.plan import PhasePlan, Plan
@@ -203,7 +203,7 @@ def check_resume(plan: Plan, start: Loaded, say: Callable[[str], None]) -> None:
     goes_on = current if current in [phase.name for phase in plan.selected] else None
     before, now = (
         {key: value for key, value in values.items() if not key.startswith("phase.") or key.split(".", 2)[1] == goes_on}
-        for values in (start.state["values"], json.loads(json.dumps(plan.values())))
+        for values in ({**ADDED, **start.state["values"]}, json.loads(json.dumps(plan.values())))
     )
     for difference in compare(before, now, plan.settings.resume_allow, start.state["phase_update"]):
         if difference.key not in _UNSAID:

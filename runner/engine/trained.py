@@ -14,6 +14,7 @@ from runner.durable.checkpoint import load_newest, verify
 from runner.durable.directory import RunDirectory, default_name
 from runner.durable.origin import find_run, origin_of
 from runner.engine.assemble import Parts, assemble
+from runner.engine.hooks import HOOKS
 from runner.engine.resume import load_model
 from runner.engine.state import check_state
 from runner.engine.weights import begin_with
@@ -56,6 +57,8 @@ def open_trained(request: Request, console: Console, stack: ExitStack) -> Traine
     gc.enable()  # off while everything was imported and built, see cli.py
     checkpoint = check_state(found)
     load_model(parts.bare, checkpoint, parts.parallel)
+    for hook in HOOKS:
+        hook.load_for_use(parts, checkpoint)
     state = checkpoint.state
     parts.task.begin_phase(state["phase"])
     parts.task.begin_update(Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))

@@ -35,8 +35,9 @@ def run(words):
 
 codes = [run(words) for words in json.loads(sys.argv[1])]
 checks = ["tests/axes/test_yaml_is_signature.py", "tests/test_layers.py", "tests/plan/test_hardware_profiles.py"]
+checks.append("tests/engine/test_hooks.py")
 quiet = ["-W", "ignore:Module already imported"]  # hydra, by the commands
-names = "bf16_weights or lockstep or ring or l4 or table or function or file or promised or floor"
+names = "bf16_weights or lockstep or ring or l4 or table or function or file or promised or floor or order"
 codes.append(int(pytest.main(["-q", "-p", "no:cacheprovider", *quiet, "-k", names, *checks])))
 print(json.dumps(codes))
 """
@@ -65,7 +66,7 @@ def recipes() -> list[Recipe]:
                 found.append(Recipe(last.title, last.pieces, last.commands + lines))
                 continue
             first, _, text = token.content.partition("\n")
-            place = re.fullmatch(r"# (\S+\.\w+)(?:: (above|in) ([A-Z]+))?", first)
+            place = re.fullmatch(r"# (\S+\.\w+)(?:: (above|in) ([A-Z]+|imports))?", first)
             assert place, f"{last.title}: the first line of a block says where it goes, but is {first}"
             piece = (place[1], f"{place[2]} {place[3]}" if place[2] else "new", text)
             found.append(Recipe(last.title, (*last.pieces, piece), last.commands))
@@ -82,6 +83,12 @@ def put(root: Path, file: str, place: str, text: str) -> None:
         assert not path.exists(), f"{file} is there already"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+        return
+    if place == "in imports":  # of the package, in the order of the alphabet
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        first = next(number for number, line in enumerate(lines) if line.startswith("from runner"))
+        last = max(number for number, line in enumerate(lines) if line.startswith("from runner"))
+        path.write_text("".join([*lines[:first], *sorted([*lines[first : last + 1], text]), *lines[last + 1 :]]))
         return
     side, table = place.split()
     before = path.read_text(encoding="utf-8")
@@ -110,7 +117,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_there_is_a_recipe_for_each_thing_people_add_and_each_is_used() -> None:
     assert [recipe.title.split()[2] for recipe in RECIPES] == [
-        "technique", "hardware", "precision", "strategy", "task",
+        "technique", "hardware", "precision", "strategy", "hook", "task",
     ]  # fmt: skip
     for recipe in RECIPES:
         assert recipe.pieces, recipe.title

@@ -324,10 +324,11 @@ class Checkpointing(Hook):
         tensors: dict[str, dict[str, Tensor]] = {}
         for name, state in states.items():
             if isinstance(state, dict):
-                there = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-                tensors |= {name: there} if there else {}
-                states[name] = {key: value for key, value in state.items() if key not in there}
-        return states, tensors
+                tensors[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                states[name] = {key: value for key, value in state.items() if key not in tensors[name]}
+        # A stage of a pipeline may have none, where others do: they collect them together.
+        found = self.phase.parts.world.gather([name for name, there in tensors.items() if there])
+        return states, {name: tensors[name] for name in dict.fromkeys(name for names in found for name in names)}
 
     def _check_finite(self, snapshot: Snapshot) -> None:
         """Raise NumericError where what was learned is not finite: a loss sees only what it reaches."""

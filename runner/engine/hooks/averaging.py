@@ -1,0 +1,118 @@
+"""Average the weights over updates: exponential moving average, or equal weights (SWA)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from runner.axes.optimizer import copy_values
+from runner.base.choice import make
+from runner.base.values import Factor
+from runner.durable.checkpoint import Loaded
+from runner.engine.assemble import Parts
+from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.loop import StepInfo
+
+Rule = Callable[[list[Tensor], list[Tensor], int], None]  # (averages, weights, updates averaged so far): in place
+
+
+class Averaging(Hook):
+    """Keeps an average of the trained weights of a phase; it begins with the weights after the first update.
+
+    The average is on the device, in the type of the weights, and split over ranks as they are. Buffers are not
+    averaged. An update skipped for an overflow counts as one that changed nothing.
+    """
+
+    name = "averaging"
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self._choice = phase.run_.plan.choices[self.name]
+        self._rule: Rule | None = make(AVERAGINGS, self._choice.function, **self._choice.options)
+        self._num = 0
+        self._averages: dict[str, Tensor] = {}
+
+    def after_update(self, step: StepInfo) -> None:
+        if self._rule is None:
+            return
+        weights = self._weights()
+        if not self._num:
+            self._averages = {name: weight.clone() for name, weight in weights.items()}
+        elif weights:
+            self._rule([*self._averages.values()], [*weights.values()], self._num)
+        self._num += 1
+
+    @contextmanager
+    def during_evaluation(self) -> Iterator[None]:
+        """Exchange weights and averages, in place: compiled models and optimizers keep their tensors."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_averaged": self._num, **self._averages}
+
+    def load_state_dict(self, state: Any) -> None:
+        if self._rule is None or state is None or not state["num_averaged"]:
+            return
+        self._num = state["num_averaged"]
+        self._averages = {name: weight.clone() for name, weight in self._weights().items()}
+        for name, average in self._averages.items():
+            copy_values(average, state[name])
+
+    @staticmethod
+    def load_for_use(parts: Parts, checkpoint: Loaded) -> None:
+        if _is_evaluated(parts.plan.choices[Averaging.name].options) and Averaging.name in checkpoint.stems:
+            averaged = {**checkpoint.tensors("model"), **checkpoint.tensors(Averaging.name)}
+            parts.parallel.load(parts.bare, averaged)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: weight.detach() for name, weight in self.phase.work.own.items()}
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        if _is_evaluated(self._choice.options):
+            weights = self._weights()
+            for name, average in self._averages.items():
+                before = weights[name].clone()
+                weights[name].copy_(average)
+                average.copy_(before)
+
+
+def _is_evaluated(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("evaluate"))
+
+
+def none() -> None:
+    """Keep no average."""
+
+
+def ema(*, decay: Factor = 0.999, evaluate: bool = True) -> Rule:
+    """Exponential moving average: after each update, `decay` of the average and the rest of the weights.
+
+    decay     share of the average that is kept in an update
+    evaluate  evaluation, inference and export use the average; false: it is only kept in checkpoints
+    Source: Polyak and Juditsky, Acceleration of stochastic approximation by averaging, 1992; `torch.optim.swa_utils`.
+    """
+    rule: Rule = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+    return rule
+
+
+def swa(*, evaluate: bool = True) -> Rule:
+    """Stochastic weight averaging: the mean of the weights after each update of the phase.
+
+    evaluate  evaluation, inference and export use the average; false: it is only kept in checkpoints
+    Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.
+    """
+    rule: Rule = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+    return rule
+
+
+AVERAGINGS: Mapping[str, Callable[..., Rule | None]] = {"none": none, "ema": ema, "swa": swa}

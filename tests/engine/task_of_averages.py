@@ -1,0 +1,30 @@
+"""A regression in float64 whose metric is a plain function of the weights."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from runner import Task
+
+SETTINGS = {"global_batch_size": 8, "scheduler": "constant", "scheduler.warmup": 0, "optimizer.lr": 0.01}
+
+
+def build() -> Task:
+    return Regression()
+
+
+class Regression(Task):
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+    def dataset(self, split):
+        generator = torch.Generator().manual_seed({"train": 0, "val": 1}[split])
+        x = torch.randn(64, 4, generator=generator, dtype=torch.float64)
+        return TensorDataset(x, x.sum(1, keepdim=True))
+
+    def loss(self, model, batch):
+        x, y = batch
+        return (model(x) - y).square().sum(), len(x)
+
+    def evaluate(self, model, batch):
+        return {"loss": self.loss(model, batch)}
