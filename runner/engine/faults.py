@@ -244,14 +244,18 @@ _OF_AUTOGRAD = (  # torch's message, what it means here, what to change
     (
         "backward through the graph a second time",
         "the graph of this loss was already used by a backward pass",
-        "return a loss of this batch only: detach what the task keeps between batches (kept = kept.detach()),\n"
-        "and do not call backward(): the runner does",
+        (
+            "return a loss of this batch only: detach what the task keeps between batches (kept = kept.detach()),\n"
+            "and do not call backward(): the runner does"
+        ),
     ),
     (
         "modified by an inplace operation",
         "a tensor that the gradient needs was changed in place",
-        "use x = x + y instead of x += y, or change a copy: x.clone();\n"
-        "torch.autograd.set_detect_anomaly(True) in the task shows the line",
+        (
+            "use x = x + y instead of x += y, or change a copy: x.clone();\n"
+            "torch.autograd.set_detect_anomaly(True) in the task shows the line"
+        ),
     ),
 )
 _OF_THE_DISK = {
