@@ -1,4 +1,7 @@
-"""From the words of a command line to an exit code. Loads only what the command needs: `--help` loads nothing."""
+"""The command line: parse the arguments, run a command, return its exit code.
+
+Imports only what the command needs; `--help` imports nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ from runner.commands import COMMANDS, TRAINING
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; nobody sees a traceback but for a fault of this program."""
+    """Run one command and return its exit code. Tracebacks are printed only for internal errors."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        # Imports make objects that stay: collecting garbage among them is a quarter of torch's 2.5 s. Whoever goes on
-        # for long enables it again (engine/hooks/first_update.py, engine/infer.py).
+        # Imported objects live forever: garbage collection takes a quarter of the 2.5 s that importing torch needs.
+        # Long-running code enables it again (engine/hooks/first_update.py, engine/infer.py).
         gc.disable()
         open_closed_streams()
     trains = bool(words) and words[0] in TRAINING
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except AccelRunError as error:
             print_problems(error)
             code = int(error.exit_code)
-        except BrokenPipeError:  # the reader of a pipe went away, as in `accel-run plan | head`
+        except BrokenPipeError:  # the reader closed the pipe, as in `accel-run plan | head`
             code = int(Exit.DONE)
         except OSError as error:
             code = _told_where(error)
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say("accel-run: interrupted")
             code = int(Exit.INTERRUPTED)
         except MemoryError:
-            _say("accel-run: the machine's memory is used up\n           free some, or raise the limit with ulimit -v")
+            _say("accel-run: out of host memory\n           free some, or raise the limit with ulimit -v")
             code = int(Exit.HOST_MEMORY)
         except Exception as error:
             code = _fault(error)
@@ -63,7 +66,7 @@ def overview() -> str:
     """Return what `accel-run --help` prints."""
     rows = "\n".join(f"  {name:<11}{summary}" for name, (_, summary) in COMMANDS.items() if summary)
     return f"""\
-accel-run {__version__}: train PyTorch models as fast as the machine at hand allows, with the same numbers anywhere.
+accel-run {__version__}: train PyTorch models as fast as the machine allows, with the same results anywhere.
 
 usage: accel-run COMMAND [key=value ...]
 
@@ -71,12 +74,13 @@ commands
 {rows}
 
 examples
-  accel-run train                              the default task, on real text, on any machine
-  accel-run train +hardware=t4 updates=1000    options that suit a T4
-  accel-run plan precision=bf16                what would be done, and why
-  accel-run train --task ./my_task.py          a task of your own, made by: accel-run new my_task.py
+  accel-run train                              train the default task, on real text
+  accel-run train +hardware=t4 updates=1000    use the options of the T4 profile
+  accel-run plan precision=bf16                show what would run, and why
+  accel-run train --task ./my_task.py          train your own task; create one with: accel-run new my_task.py
 
-accel-run COMMAND --help tells more. Exit codes: 0 done, 75 saved and stopped (run it again), 78 wrong configuration.
+Run accel-run COMMAND --help for details. Exit codes: 0 done, 75 saved and stopped (run it again to resume),
+78 invalid configuration.
 """
 
 
@@ -96,12 +100,12 @@ def _dispatch(words: list[str]) -> int:
     if first not in COMMANDS:
         refuse_secrets(words)
         raise _unknown(words)
-    if first != "complete":  # that one prints nothing of what it is given
+    if first != "complete":  # which never prints its arguments
         refuse_secrets(words[1:], partial(_options, words))
-    if first != "new":  # which writes a file of the user's own
-        os.umask(0o077)  # the one place: libraries that write into the run directory know no modes
+    if first != "new":  # which writes a source file of the user
+        os.umask(0o077)  # set here once: libraries that write to the run directory set no modes
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
-    ours = words[1 : words.index("--")] if "--" in words else words[1:]  # after -- stand words of another line
+    ours = words[1 : words.index("--")] if "--" in words else words[1:]  # after --: another command line
     if {"--help", "-h"} & set(ours):
         print(help_page(module.HELP), end="")
         return int(Exit.DONE)
@@ -110,7 +114,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _options(words: Sequence[str]) -> Collection[str]:
-    """Return the names of options, those of the task's file and the config folder in the line among them."""
+    """Return all option names, including those of the given task file and config folder."""
     from runner.base.configuration import names_of_options
 
     given: dict[str, Path] = {}
@@ -140,16 +144,17 @@ def _unknown(words: Sequence[str]) -> AccelRunError:
     return error
 
 
-# ---------------------------------------------------------------- ends that nobody asked for
+# ---------------------------------------------------------------- signals and unexpected errors
 
 
 @contextmanager
 def _leaving_when_asked(ended: list[int], *, for_good: bool) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP end the program at once with 130, also in an import, where an exception may be lost.
+    """Make Ctrl-C, SIGTERM and SIGHUP end the program at once with 130.
 
-    A run that has something to save takes the signals over; a shell that starts us in the background ignores the first.
-    ended     the exit code, once the command has ended: from then on they end the program with this one
-    for_good  nothing of Python comes back, so that the interpreter, which takes its time to end, does so quietly too
+    This includes imports, where a KeyboardInterrupt may be lost. A run that has something to save installs its own
+    handlers. A shell that starts us in the background ignores SIGINT.
+    ended     the exit code once the command has ended; signals then exit with this code
+    for_good  the process exits after this, so the default handlers are left in place for the interpreter's shutdown
     """
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     previous = {number: signal.getsignal(number) for number in usual}
@@ -167,15 +172,15 @@ def _leaving_when_asked(ended: list[int], *, for_good: bool) -> Iterator[None]:
 
 
 def _leave(asked: int, ended: list[int], number: int, _: object) -> None:
-    """Leave with 130, or as the command has ended.
+    """Exit with 130, or with the code of a command that has ended.
 
-    A child that was forked meanwhile ends by the signal, as whoever sent it expects.
+    A child forked in the meantime is ended by the signal itself, as its sender expects.
     """
-    signal.signal(number, signal.SIG_DFL)  # should the lines below block on a full pipe, a second one ends it
+    signal.signal(number, signal.SIG_DFL)  # if the lines below block on a full pipe, a second signal ends the process
     if number != signal.SIGINT and os.getpid() != asked:
         os.kill(os.getpid(), number)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # it may have come in the middle of a print
+        with suppress(Exception):  # the signal may interrupt a print
             stream.flush()
     if not ended:
         write_at_once("\naccel-run: interrupted\n")
@@ -183,17 +188,17 @@ def _leave(asked: int, ended: list[int], number: int, _: object) -> None:
 
 
 def _fault(error: Exception) -> int:
-    """Print the cause in a line, and the traceback below one that says whose fault it is."""
+    """Print an internal error: the cause, a request to report it, and the traceback."""
     import traceback
 
-    whose = "this is a fault of accel-run, not yours; please report it with what follows"
+    whose = "this is a bug in accel-run; please report it with the traceback below"
     _say(f"accel-run: {words_of(error)}\n           {whose}")
     _say("".join(traceback.format_exception(error)))
     return int(Exit.SOFTWARE)
 
 
 def _told_where(error: OSError) -> int:
-    """Print what the system refused: an error of writing that names no file is that of standard output."""
+    """Print a system error; a write error without a file name comes from standard output."""
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         _say(f"accel-run: standard output cannot be written: {error.strerror}")
         return int(Exit.INPUT_OUTPUT)
@@ -202,7 +207,7 @@ def _told_where(error: OSError) -> int:
         return _fault(error)
     where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
     reason = error.strerror or first_line(message_of(error))
-    _say(f"accel-run: {where}the system refuses: {reason}{_WAYS_OUT.get(code, '')}")
+    _say(f"accel-run: {where}system error: {reason}{_WAYS_OUT.get(code, '')}")
     return int(code)
 
 
@@ -225,13 +230,13 @@ _REFUSED = {
 
 
 def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody reads it, or the stream is closed
+    with suppress(OSError, ValueError):  # broken pipe or closed stream
         if sys.stderr is not None:  # print would take standard output instead
             print(for_terminal(fit_to_show(text), sys.stderr), file=sys.stderr, flush=True)
 
 
 def _flushed(code: int) -> int:
-    """Return the code once all is written, or that of a full disk; a reader that went away changes nothing."""
+    """Flush standard output and return the code, or that of a full disk; a broken pipe is ignored."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -244,6 +249,6 @@ def _flushed(code: int) -> int:
 
 
 def _drop_output() -> None:
-    """What is left in the buffer would be tried again at exit, and fail with a message of the interpreter."""
+    """Discard buffered output; otherwise the interpreter retries at exit and prints an error."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

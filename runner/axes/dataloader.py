@@ -118,8 +118,8 @@ class Fetcher:
         if not samples and self.may_be_empty:
             return MicroBatch(None, key.last, tuple(bad), counts=False)
         if not samples:
-            what = f"every sample of a batch is bad: {[index for index, _ in bad]}; the first: {bad[0][1]}"
-            raise DataError(what, fix="mend the samples that are named: a batch must have one that can be read")
+            what = f"every sample of a batch is unreadable: {[index for index, _ in bad]}; the first: {bad[0][1]}"
+            raise DataError(what, fix="fix the samples listed above: a batch needs at least one readable sample")
         return MicroBatch(self._together(samples, key), key.last, tuple(bad), samples=_samples_of(key, good))
 
     def _together(self, samples: list[Any], key: Micro) -> Any:
@@ -132,8 +132,8 @@ class Fetcher:
             if "shared memory" in message_of(error) or "allocate memory" in message_of(error):  # not the samples' fault
                 raise
             raise DataError(
-                f"the samples of a batch cannot be put together: {words_of(error).partition(': ')[2]}",
-                fix="let them have one shape, or write collate(samples) in the task",
+                f"samples cannot be collated into a batch: {words_of(error).partition(': ')[2]}",
+                fix="give all samples one shape, or define collate(samples) in the task",
             ) from error
 
     def _named(self, error: BaseException, indices: list[int]) -> AccelRunError:
@@ -144,7 +144,7 @@ class Fetcher:
         named = DataError(
             f"{which} cannot be read: {told}",
             where=_line_of(told),
-            fix="mend it, or go on without it: dataloader.bad_samples=skip",
+            fix="fix it, or skip bad samples with dataloader.bad_samples=skip",
         )
         named.place = {"samples": indices}
         return named

@@ -300,7 +300,7 @@ def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], li
     for word in _joined(request, problems):
         if len(problems) >= MAX_UNREAD:
             what = "and all after it must wait, not looked at: too much before it cannot be read"
-            problems.append(Problem(what, word, "mend that first; many settings belong into a file"))
+            problems.append(Problem(what, word, "fix that first; put many settings into a file"))
             break
         if len(word) > MAX_WORD or _depth(word) > MAX_DEPTH:  # the grammar would take seconds to say no
             what = f"must have at most {MAX_WORD:,} characters and be nested at most {MAX_DEPTH} deep"
@@ -440,7 +440,7 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
                     value += f",{rest.pop(0)}"  # --betas 0.9 0.95
                 word = f"{word} {value}"
                 value = f"[{value}]" if "," in value else value
-            what, fix = "unknown option; settings are written key=value", proper(key, value)
+            what, fix = "unknown option; settings have the form key=value", proper(key, value)
             if key in ("m", "multirun"):
                 what, fix = "unknown option here", "accel-run train -m runs each of several values; search needs no -m"
             problems.append(Problem(what, word, fix))
@@ -463,7 +463,7 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
             value = rest.pop(0)
             problems.append(Problem("has a space in the place of =", f"{word} {value}", proper(word, value)))
         elif "=" not in word and not word.startswith("~"):
-            what = "is not a setting; settings are written key=value"
+            what = "is not a setting; settings have the form key=value"
             fix = fix_of_word(readable(word, MAX_SHOWN), options_of_groups()) or proper(word, "")
             problems.append(Problem(what, word if word.strip() else f"{word!r}", fix))
         else:
@@ -795,7 +795,7 @@ def _of_composing(error: Exception, groups: Mapping[str, str], config_dir: Path 
     missing = re.search(r"'([a-z]+)/([^']+)'$", what)
     known = options_of(missing[1], config_dir) if missing else []
     if missing is None or not known:
-        return Problem(what, where, "mend the file, or leave the option out")
+        return Problem(what, where, "fix the file, or leave the option out")
     return Problem(f"{what}; must be one of {', '.join(known)}", where, did_you_mean(missing[2], known))
 
 
@@ -1110,9 +1110,7 @@ def _read_task(
     try:
         functions, tree = read_functions(source), read_module(source)
     except SyntaxError as error:
-        problems.append(
-            Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source), "mend that line")
-        )
+        problems.append(Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source), "fix that line"))
         return _TaskFile(source)
     except (RecursionError, MemoryError):  # Python's parser has no memory left: it means its stack
         problems.append(Problem("must be nested less deeply: Python cannot read it", str(source)))
@@ -1126,7 +1124,7 @@ def _read_task(
         problems.append(Problem(what, f"task={name}", "use --task FILE for a task of your own"))
         return _TaskFile(source)
     if "build" not in functions:
-        what, fix = "must define build(*, ...) -> Task, and does not", "an example: accel-run new my_task.py"
+        what, fix = "has no function build()", "an example: accel-run new my_task.py"
         problems.append(Problem(what, str(source), fix))
         return _TaskFile(source)
     build = functions["build"].keys

@@ -231,7 +231,7 @@ def _wrong_list(values: Sequence[Any]) -> tuple[str, str] | None:
         return "has a range among its values", "list all of them: key=1,2,3,8"
     texts = list(map(str, values))
     twice = next((text for text in texts if texts.count(text) > 1), None)
-    return (f"lists {twice} twice", "leave one of them out") if twice is not None else None
+    return (f"lists {twice} twice", "remove one of them") if twice is not None else None
 
 
 def _kind(override: Override) -> str:

@@ -1,4 +1,4 @@
-"""`accel-run advise`: what would make a run faster, each thing tried before it is said."""
+"""`accel-run advise`: find settings that make a run faster, verified by measurement."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 HELP = """usage: accel-run advise [run=last|NAME|DIR] [key=value ...] [budget_s=120] [apply=true] [--json]
 
-Finds what limits a finished run, or a task that is not trained yet, and tries what may help: each setting trains in a
-process of its own, in turns with the run as it is. Advice is what was clearly faster, with the gain that was measured
-and its interval: `tried: +34 % [31, 37]`. Runs are read and not changed.
+Finds the bottleneck of a finished run, or of a task that is not trained yet, and tries settings that may help. Each
+candidate trains in a separate process, interleaved with the current settings. Only settings that were clearly faster
+are recommended, with the measured gain and its interval: `tried: +34 % [31, 37]`. The run itself is not changed.
 
-  run=last|NAME|DIR   a finished run: its own evidence, and its settings; other settings are put over them
-  task=NAME, ...      no run: the settings as for train; a short measurement comes first
-  budget_s=120        seconds for all of it, about
-  apply=true          write what was advised as a hardware profile; nothing that changes results is in it
-  profile=NAME        the name of that profile (default: the task's name and _advised)
-  --json              everything as JSON
+  run=last|NAME|DIR   a finished run: uses its measurements and settings; key=value overrides its settings
+  task=NAME, ...      without a run: settings as for train; starts with a short measurement
+  budget_s=120        approximate total time in seconds
+  apply=true          write the recommended settings as a hardware profile; settings that change results are left out
+  profile=NAME        name of that profile (default: the task's name and _advised)
+  --json              print everything as JSON
 
 examples
   accel-run advise
@@ -51,7 +51,7 @@ def run(words: list[str]) -> int:
     advice = advise(wish.request, wish.run, wish.budget_s, teller("advise"))
     notes = [*wish.notes, *advice.notes]
     chosen = advice.to_apply
-    if not wish.as_json:  # before anything is written: what was measured must not be lost with it
+    if not wish.as_json:  # before writing: measurements must not be lost if writing fails
         print(for_terminal(fit_to_show("\n".join(screen(replace(advice, notes=tuple(notes)))))), flush=True)
     written, refused = None, None
     if wish.applies and chosen is not None:
@@ -70,7 +70,7 @@ def run(words: list[str]) -> int:
     if written is not None:
         print(f"\nwritten      {written[0]}\nnext         {fit_to_show(written[1])}")
     elif wish.applies:
-        print("\nnothing is written: nothing was clearly faster")
+        print("\nno profile written: no setting was clearly faster")
     elif chosen is not None:
         print(
             f"\nnext         accel-run advise {fit_to_show(shlex.join(words))} apply=true".replace("  apply", " apply")
@@ -80,7 +80,7 @@ def run(words: list[str]) -> int:
 
 @dataclass(frozen=True)
 class _Wish:
-    """What was asked for."""
+    """The parsed arguments."""
 
     request: Request
     run: Known
@@ -92,7 +92,7 @@ class _Wish:
 
 
 def _wish(words: list[str]) -> _Wish:
-    """Return what the words ask for. Raises ConfigError, and InputMissing for a run that is not there."""
+    """Parse the arguments. Raises ConfigError, and InputMissing if the run does not exist."""
     from runner.measure.advise import Known
 
     own, rest, as_json = own_words(words, OWN)
@@ -113,7 +113,7 @@ def _wish(words: list[str]) -> _Wish:
 
 
 def _of_run(given: Request) -> tuple[Request, Known, tuple[str, ...]]:
-    """Return the settings of a run with those given over them, and what it has measured of itself."""
+    """Return the settings of a run with the given overrides, and its own measurements."""
     from runner.durable.origin import find_run, origin_of
     from runner.engine.evidence import read_evidence
     from runner.measure.advise import Known
@@ -124,21 +124,21 @@ def _of_run(given: Request) -> tuple[Request, Known, tuple[str, ...]]:
     origin = origin_of(directory, root, given)
     request = origin.request(replace(given, overrides=own), without=("run", "resume", "output_root"))
     evidence = read_evidence(directory.path)
-    if own:  # what it measured is of other settings
-        return request, Known(), (f"run {directory.name} with {' '.join(own)}: measured anew",)
+    if own:  # the run was measured with other settings
+        return request, Known(), (f"run {directory.name} with {' '.join(own)}: measured again",)
     if evidence is None:
-        return request, Known(), (f"run {directory.name} has left no evidence: measured anew",)
+        return request, Known(), (f"run {directory.name} has no measurements: measured now",)
     trained = [phase for phase in evidence.phases if phase.kind == "train"]
     longest = max(trained, key=lambda phase: phase.seconds or 0.0, default=None)
-    notes = (f"run {directory.name} failed: what it measured until then is used",) if evidence.unfinished else ()
+    notes = (f"run {directory.name} failed: its measurements up to that point are used",) if evidence.unfinished else ()
     return request, Known(evidence, *monitored(directory.path), longest.name if longest else None), notes
 
 
 def screen(advice: Advice) -> list[str]:
-    """Return what a person reads."""
+    """Return the lines to print."""
     lines = [f"{advice.task} on {advice.device_name}: an update takes {advice.update_ms:.4g} ms", ""]
     if advice.entries:
-        lines.append("advice: the largest gain first")
+        lines.append("advice, largest gain first")
         for number, entry in enumerate(advice.entries, 1):
             lines += [f"  {number}. {_told(entry)}", f"     {entry.finding.evidence}"]
     if not advice.advised:
@@ -147,13 +147,13 @@ def screen(advice: Advice) -> list[str]:
         lines += ["", f"  together: {advice.together.candidate.name}   tried: {advice.together.told}"]
     others = [each for each in advice.tried if each not in advice.advised]
     if others:
-        lines += ["", "tried, and not advised"]
+        lines += ["", "tried, not recommended"]
         width = max(len(each.candidate.name) for each in others)
         lines += [f"  {each.candidate.name:<{width}}  {each.reason}" for each in others]
     lines += ["", *_criteria(advice)]
-    lines += ["", "what people look at first"]
+    lines += ["", "quick checks"]
     for check in advice.checks:
-        fine = "not known" if check.fine is None else "ok" if check.fine else "look"
+        fine = "unknown" if check.fine is None else "ok" if check.fine else "look"
         lines.append(f"  {fine:<9}  {check.name} {check.value}, expected {check.expected}")
     lines += ["", *(f"note: {note}" for note in advice.notes)] if advice.notes else []
     return lines
@@ -164,12 +164,12 @@ def _told(entry: Entry) -> str:
         return f"{entry.what}   tried: {entry.tried.told}"
     more = 100 * ((entry.gain or 1.0) - 1)
     predicted = f"   predicted: at most {more:+.0f} %" if more > 0.5 else ""
-    return f"for you to do: {entry.what}{predicted}"
+    return f"manual change: {entry.what}{predicted}"
 
 
 def _criteria(advice: Advice) -> list[str]:
-    """Return the table of rules of thumb, with what was measured below it."""
-    rows: list[tuple[str, str, str, str]] = [("GPU or CPU?", "here", "rule of thumb", "says")]
+    """Return the table of rules of thumb, followed by the measurement."""
+    rows: list[tuple[str, str, str, str]] = [("GPU or CPU?", "here", "rule of thumb", "result")]
     rows += [
         (row.name, "-" if row.value is None else f"{row.value:,.6g}", row.rule or "-", row.verdict if row.rule else "-")
         for row in advice.criteria
@@ -183,4 +183,4 @@ def _criteria(advice: Advice) -> list[str]:
     measured = advice.measured_verdict
     if not measured.startswith(NOT_MEASURED):
         measured = f"measured: {measured}"
-    return [*lines, f"rule of thumb: {advice.rule_of_thumb or 'not known'}", measured]
+    return [*lines, f"rule of thumb: {advice.rule_of_thumb or 'unknown'}", measured]

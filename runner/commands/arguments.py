@@ -1,4 +1,4 @@
-"""The words after a command: flags of ours, the rest are overrides."""
+"""Parse the arguments of a command into flags and overrides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.base.words import for_terminal
 
 @dataclass(frozen=True)
 class Arguments:
-    """What stands behind the command: settings, our own flags, and words without `=`."""
+    """Parsed arguments of a command: settings, flags, and positional arguments."""
 
     request: Request
     multirun: bool = False
@@ -23,10 +23,10 @@ class Arguments:
 
 
 def read(words: list[str], *, positional: int = 0, multirun: bool = False, own: Iterable[str] = ()) -> Arguments:
-    """Separate `--task FILE`, `--config-dir DIR`, `-m` and up to `positional` lone words from the overrides.
+    """Separate `--task FILE`, `--config-dir DIR`, `-m` and up to `positional` positional arguments from the overrides.
 
-    own  keys of the command that were read before: what a slip may have meant
-    Raises ConfigError where a flag lacks its value.
+    own  keys of the command that were parsed before, as candidates for suggestions
+    Raises ConfigError if a flag lacks its value.
     """
     rest = list(words)
     overrides: list[str] = []
@@ -45,7 +45,7 @@ def read(words: list[str], *, positional: int = 0, multirun: bool = False, own: 
         elif word in ("-m", "--multirun") and multirun:
             sweep = True
         elif word.startswith("-") and not has_value and rest and "=" not in rest[0] and not rest[0].startswith("-"):
-            overrides += [word, rest.pop(0)]  # its value, as other tools are given one, and no name of a run
+            overrides += [word, rest.pop(0)]  # an option value in the style of other tools, not a run name
         elif (
             len(lone) < positional
             and "=" not in word
@@ -63,9 +63,9 @@ def read(words: list[str], *, positional: int = 0, multirun: bool = False, own: 
 
 
 def read_of_a_run(words: list[str], own: Iterable[str] = ()) -> Request:
-    """Return the request of `COMMAND [last|NAME|DIR] [key=value ...]`: the run stands in it as run=, if it is named.
+    """Return the request of `COMMAND [last|NAME|DIR] [key=value ...]`, with the run as a run= override.
 
-    Raises ConfigError where two runs are named, and for options of other tools, before the run is looked for.
+    Raises ConfigError if two runs are given, and for unknown options, before the run is looked up.
     """
     arguments = read(words, positional=1, own=own)
     given = arguments.request
@@ -74,16 +74,16 @@ def read_of_a_run(words: list[str], own: Iterable[str] = ()) -> Request:
         raise ConfigError(problems)
     named = [word for word in given.overrides if word.startswith("run=")]
     if arguments.positional and named:
-        what = f"names a second run, besides {arguments.positional[0]}"
-        raise ConfigError(Problem(what, named[-1], "leave one of them out"))
+        what = f"names a second run in addition to {arguments.positional[0]}"
+        raise ConfigError(Problem(what, named[-1], "remove one of them"))
     return replace(given, overrides=(*given.overrides, *(word_of("run", word) for word in arguments.positional)))
 
 
 def own_words(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str, str], list[str], bool]:
-    """Return the values of a command's own keys, the other words, and whether `--json` was among them.
+    """Return the values of a command's own keys, the other arguments, and whether `--json` was given.
 
-    usual  key -> its value where nobody says another
-    Raises ConfigError for a key that stands without a value.
+    usual  key -> default value
+    Raises ConfigError for a key without a value.
     """
     own, rest, problems = dict(usual), [], []
     for word in words:
@@ -100,7 +100,7 @@ def own_words(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str,
 
 
 def teller(command: str) -> Callable[[str], None]:
-    """Return what tells, beside what is printed, what a command is doing."""
+    """Return a function that reports the progress of a command on standard error."""
 
     def say(text: str) -> None:
         print(for_terminal(fit_to_show(f"{command}: {text}"), sys.stderr), file=sys.stderr, flush=True)
@@ -109,7 +109,7 @@ def teller(command: str) -> Callable[[str], None]:
 
 
 def budget(given: str, usual: str) -> float:
-    """Return the seconds of `budget_s=`. Raises ConfigError where they are no number above 0."""
+    """Return `budget_s=` in seconds. Raises ConfigError unless it is a number above 0."""
     try:
         seconds = float(given)
     except ValueError:
@@ -125,14 +125,14 @@ def _absolute(path: Path | None) -> Path | None:
 
 _EXAMPLES = {"--task": "my_task.py", "--config-dir": "conf", "apply": "true", "goal": "min"}
 
-SETTINGS_HELP = """settings are written key=value, in any order; accel-run plan shows all of them
-  task=NAME, --task FILE       what is trained: a task of ours, or a file of yours
-  hardware=NAME                a profile: auto, cpu, t4, rtx3050ti_4gb, pair_11gb_8gb, a100, h100, h200, ...
-  updates=N or epochs=N        how long
-  global_batch_size=N          samples per update; micro_batch_size=N per pass, accumulation follows
+SETTINGS_HELP = """settings: key=value, in any order; accel-run plan lists all of them
+  task=NAME, --task FILE       the task to train: a built-in one, or your own file
+  hardware=NAME                hardware profile: auto, cpu, t4, rtx3050ti_4gb, pair_11gb_8gb, a100, h100, h200, ...
+  updates=N or epochs=N        length of the training
+  global_batch_size=N          samples per update; micro_batch_size=N: samples per forward and backward pass
   optimizer.lr=X, scheduler=NAME, max_grad_norm=X, seed=N
   precision=auto|fp32|tf32|bf16|fp16    compile=off|default|...    device=auto|cpu|cuda:0
-  phases=[NAME,...]            only these phases of a task that has several; phase.NAME.KEY=VALUE sets one of them
-  run=NAME                     the run's folder in output_root (outputs); the same name resumes
-  --config-dir DIR             your own configuration files, found before ours
+  phases=[NAME,...]            run only these phases of the task; phase.NAME.KEY=VALUE changes a setting of one phase
+  run=NAME                     name of the run's folder in output_root (outputs); an existing name resumes
+  --config-dir DIR             your own configuration files, searched before the built-in ones
 """

@@ -1,4 +1,4 @@
-"""`accel-run benchmark`: what settings gain on this machine, measured in turns."""
+"""`accel-run benchmark`: measure the speedup of settings on this machine."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from runner.measure.suites import SUITES
 _SUITES_SHOWN = "\n".join(f"  {name:<12}  {what}" for name, (_, what) in SUITES.items())
 HELP = f"""usage: accel-run benchmark [suite=NAME] [word ...] [key=value ...] [budget_s=300] [--json]
 
-Measures settings against each other: each trains in a process of its own from the same weights, on the same samples,
-and they take turns in blocks of updates, so that neither order nor neighbours decide. What is said is a ratio with its
-interval; where that reaches to 1, there is no clear change.
+Compares settings by measurement. Each variant trains in a separate process from the same weights on the same samples.
+The variants are interleaved in blocks of updates, so that neither order nor other processes decide the result. The
+result is a ratio with its confidence interval; if the interval includes 1, there is no clear change.
 
 suites
 {_SUITES_SHOWN}
 
-  budget_s=300        seconds for all of it, about
-  folder=benchmarks   where results and pictures go
-  prefix=             before the names of these files
-  --json              print all that was measured as JSON
+  budget_s=300        approximate total time in seconds
+  folder=benchmarks   where results and plots are written
+  prefix=             prefix of the names of these files
+  --json              print all measurements as JSON
 
-of the ladder; people add techniques of their own in CONFIG_DIR/benchmark/technique/NAME.yaml
-  NAME ...            only these techniques, each alone; the columns of others stay as they are
-  all                 everything, and pictures of it
-  init, reset, clean  begin the table of results, empty it, remove it with its pictures
+options of the ladder suite; add your own techniques in CONFIG_DIR/benchmark/technique/NAME.yaml
+  NAME ...            measure only these techniques, each alone; the columns of the others are kept
+  all                 measure everything and draw the plots
+  init, reset, clean  create the table of results, empty it, remove it with its plots
   plots               draw the results
-  techniques=all      or [bf16,compile]: which, in the order in which they are put on top of each other
-  modes=all           isolated, cumulative, leave_one_out, best: each alone; each on top of those before it; all but
-                      one; the best combination, measured anew
-  steps=50            updates of each in the table; rounds=60: most blocks of each
-  batch=N             global_batch_size, the samples of an update
+  techniques=all      or [bf16,compile]: techniques to measure, in the order in which they are stacked
+  modes=all           isolated: each alone; cumulative: each on top of the previous ones; leave_one_out: all but one;
+                      best: the best combination, measured again
+  steps=50            updates of each variant in the table; rounds=60: most blocks of each variant
+  batch=N             global_batch_size, the samples per update
 
-of the training, as for accel-run train: task=, --task FILE, hardware=, global_batch_size=, ...
+settings of the training, as for accel-run train: task=, --task FILE, hardware=, global_batch_size=, ...
 """
 
 
@@ -65,7 +65,7 @@ def run(words: list[str]) -> int:
 
 
 def read_words(words: list[str]) -> tuple[Any, Any, bool]:
-    """Return the module of the suite, what it is to do, and whether as JSON. Raises ConfigError."""
+    """Return the module of the suite, its request, and whether to print JSON. Raises ConfigError."""
     from runner.measure.suite import Wanted
 
     given = {key: value for key, has, value in (word.partition("=") for word in words) if has}
@@ -73,7 +73,7 @@ def read_words(words: list[str]) -> tuple[Any, Any, bool]:
     own, rest, as_json = own_words(words, OWN | suite.OPTIONS)
     budget_s = budget(own["budget_s"], OWN["budget_s"])
     arguments = read(rest, positional=len(rest), own=own)
-    compose(arguments.request)  # slips in the settings are said before anything is measured
+    compose(arguments.request)  # report invalid settings before measuring
     options = {key: own[key] for key in suite.OPTIONS}
     wanted = Wanted(
         arguments.request,
@@ -87,7 +87,7 @@ def read_words(words: list[str]) -> tuple[Any, Any, bool]:
 
 
 def suite_of(name: str) -> Any:
-    """Return the module of a suite. Raises ConfigError where there is none of that name."""
+    """Return the module of a suite. Raises ConfigError if there is none of that name."""
     if name not in SUITES:
         what = f"must be one of {', '.join(SUITES)}"
         raise ConfigError(Problem(what, f"suite={name}", did_you_mean(name, SUITES)))

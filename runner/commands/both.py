@@ -1,4 +1,4 @@
-"""`accel-run both`: train, then predict with what was trained."""
+"""`accel-run both`: train, then predict with the trained model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from runner.commands.arguments import SETTINGS_HELP, read
 
 HELP = f"""usage: accel-run both [key=value ...]
 
-Trains as `accel-run train` does, then predicts as `accel-run inference` does, with the run just trained.
+Trains as `accel-run train` does, then predicts with the trained run as `accel-run inference` does.
 
 {SETTINGS_HELP}
 examples
@@ -16,7 +16,7 @@ examples
 
 
 def run(words: list[str]) -> int:
-    """Train and predict; the exit code of the first that does not end well."""
+    """Train and predict; return the exit code of the first step that fails."""
     from runner.launch.start import train
 
     return int(train(read(words).request, then_infer=True)[0])

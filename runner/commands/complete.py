@@ -1,4 +1,4 @@
-"""`accel-run complete -- WORDS...`: what the last word may become. Shells call it; it reads no more than it must."""
+"""`accel-run complete -- WORDS...`: shell completion. Reads only the files it needs, because shells call it often."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from runner.durable.files import listed
 
 HELP = """usage: accel-run complete -- WORDS...
 
-Prints what the last of WORDS, the words after `accel-run`, may become, one candidate per line.
-Your shell asks it after: accel-run completion bash (or zsh, or fish)
+Prints the completions of the last of WORDS (the arguments after `accel-run`), one per line.
+Used by the scripts of: accel-run completion bash (or zsh, or fish)
 """
 
 
 def run(words: list[str]) -> int:
-    """Print the candidates; whatever is wrong with the line, nothing else is printed into it."""
+    """Print the candidates; errors print nothing."""
     found: list[str] = []
     with suppress(Exception):
         found = candidates(words[1:] if words[:1] == ["--"] else words)
@@ -38,9 +38,9 @@ def run(words: list[str]) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[str]:
-    """Return what the last of `words`, those after `accel-run`, may become: whole words.
+    """Return the completions of the last of `words`, the arguments after `accel-run`.
 
-    A candidate that ends with `=`, `.` or `/` is a beginning, to be gone on with.
+    A candidate that ends with `=`, `.` or `/` is a prefix to be completed further.
     """
     from runner.commands import COMMANDS
 
@@ -56,7 +56,7 @@ def candidates(words: Sequence[str]) -> list[str]:
 
 @dataclass
 class TypedLine:
-    """What was typed before the word under the cursor."""
+    """The command line before the word under the cursor."""
 
     command: str
     last: str
@@ -92,7 +92,7 @@ class TypedLine:
 
     @cached_property
     def task_file(self) -> Path | None:
-        """The file of --task; for a run that exists, the one it was trained with."""
+        """The file of --task; for an existing run, the one it was trained with."""
         recorded = self._record.get("task_file")
         return self._path("--task") or (Path(recorded) if recorded and isinstance(recorded, str) else None)
 
@@ -109,7 +109,7 @@ class TypedLine:
 
     @cached_property
     def task(self) -> Mapping[str, Signature]:
-        """The functions of the task's file; none while it cannot be read."""
+        """The functions of the task's file; empty if it cannot be read."""
         with suppress(OSError, SyntaxError, ValueError):
             return read_functions(task_source(self.chosen.get("task", ""), self.task_file))
         return {}
@@ -139,7 +139,7 @@ class TypedLine:
 
     @cached_property
     def _record(self) -> Mapping[str, Any]:
-        """The run.json of the run that `inference` or `resume` would take; nothing for other commands."""
+        """The run.json of the run that `inference` or `resume` would use; empty for other commands."""
         if self.command not in ("inference", "infer", "resume"):
             return {}
         from runner.base.errors import AccelRunError
@@ -155,7 +155,7 @@ class TypedLine:
         return Path(self.flags[flag]).expanduser().absolute() if self.flags.get(flag) else None
 
 
-# ---------------------------------------------------------------- one offer per command
+# ---------------------------------------------------------------- one function per command
 
 
 def _settings_or_flags(line: TypedLine, *more: str) -> list[str]:
@@ -187,7 +187,7 @@ def _search(line: TypedLine) -> list[str]:
 
 
 def _of_sweep(line: TypedLine, own: Mapping[str, str]) -> list[str]:
-    """Return settings, and the words of a sweep that are none."""
+    """Return settings and the options of a sweep."""
     key, has_value, _ = line.last.partition("=")
     if has_value and key in own:
         words = {"together": ("auto",), "goal": ("min", "max"), "retry": ("true", "false"), "metric": ("val/loss",)}
@@ -197,7 +197,7 @@ def _of_sweep(line: TypedLine, own: Mapping[str, str]) -> list[str]:
 
 
 def _profile(line: TypedLine) -> list[str]:
-    """Return what `train` has, and the keys of the profile without their group."""
+    """Return the completions of `train`, and the keys of the profiler without their group."""
     from runner.commands.profile import OWN
 
     key, has_value, _ = line.last.partition("=")
@@ -313,7 +313,7 @@ def _benchmark(line: TypedLine) -> list[str]:
 
 
 def _literals_of(suite: str) -> dict[str, Any]:
-    """Return the literals at the top of a suite's module, which is not imported: it measures, with all that takes."""
+    """Return the top-level literals of a suite's module, without the cost of importing it."""
     source = (PACKAGE / "measure" / "suites" / f"{suite}.py").read_text(encoding="utf-8")
     found: dict[str, Any] = {}
     for statement in ast.parse(source).body:
@@ -371,7 +371,7 @@ def _completion(line: TypedLine) -> list[str]:
 
 
 def _names(line: TypedLine) -> list[str]:
-    """Return the groups and keys that `last` may become; those with a dot only once there is a dot."""
+    """Return the groups and keys that complete `last`; dotted keys only after a dot."""
     plus = "+" if line.last.startswith("+") else ""
     typed = line.last.lstrip("+")
     names = [*GROUPS, *line.keys(typed)]
@@ -379,7 +379,7 @@ def _names(line: TypedLine) -> list[str]:
 
 
 def _beginnings(line: TypedLine) -> list[str]:
-    """Return `optimizer.` and the like for keys whose dot is still to be typed."""
+    """Return prefixes such as `optimizer.` for dotted keys."""
     typed = line.last.lstrip("+")
     groups = {name.split(".")[0] for name in line.keys(typed) if "." in name} if "." not in typed else set()
     plus = "+" if line.last.startswith("+") else ""
@@ -387,7 +387,7 @@ def _beginnings(line: TypedLine) -> list[str]:
 
 
 def _with_values(line: TypedLine, key: str, value: str) -> list[str]:
-    """Return `key=value` for every value that can be named; in a sweep for the last of a comma list."""
+    """Return `key=value` for every known value; in a sweep for the last item of a comma list."""
     lead = ""
     if {"-m", "--multirun"} & line.flags.keys() and "," in value:
         lead, value = value.rpartition(",")[0] + ",", value.rpartition(",")[2]
@@ -400,7 +400,7 @@ def _values_of(line: TypedLine, key: str, value: str) -> Iterable[str]:
     if key == "run":
         if line.command == "search" or {"-m", "--multirun"} & line.flags.keys():
             return _sweeps(line)
-        if line.command in ("train", "both"):  # the name of a trial would begin another run
+        if line.command in ("train", "both"):  # the name of a trial would start another run
             return _runs(line, in_sweeps=False)
         return ["last", *_runs(line)]
     if key == "resume":
@@ -412,7 +412,7 @@ def _values_of(line: TypedLine, key: str, value: str) -> Iterable[str]:
 
 
 def _literals(annotation: Any) -> list[str]:
-    """Return the values of a type that can be listed, as they are typed."""
+    """Return the values of an enumerable type, as typed on the command line."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is bool:
         return ["true", "false"]
@@ -429,7 +429,7 @@ def _literals(annotation: Any) -> list[str]:
 
 
 def _examples(pattern: Matches) -> list[str]:
-    """Return those of the pattern's own words that are values, such as `cuda` but not `cuda:N`."""
+    """Return the example values of a pattern, such as `cuda` but not `cuda:N`."""
     return [word for word in re.split(r", | or ", pattern.words) if pattern.holds(word)]
 
 
@@ -441,7 +441,7 @@ def _typed(value: object) -> str:
 
 
 def _run_names(line: TypedLine, *, several: bool = False) -> list[str]:
-    """Return what names a run, where none is named yet or several may be."""
+    """Return run names, unless one is given already and only one is allowed."""
     return ["last", *_runs(line)] if several or not (line.lone or "run" in line.overrides) else []
 
 
@@ -458,7 +458,7 @@ def _sweeps(line: TypedLine) -> list[str]:
 
 
 def _plain(names: Iterable[str]) -> list[str]:
-    """Return the names that a shell takes for names; a folder from elsewhere may hold others."""
+    """Return the names that are safe in a shell; an untrusted folder may contain others."""
     return [name for name in names if _PLAIN.fullmatch(name)]
 
 
@@ -482,7 +482,7 @@ def _paths(typed: str, suffix: str) -> list[str]:
 
 
 def _yaml(name: str, config_dir: Path | None) -> str:
-    """Return the text of a configuration file, the user's before ours; nothing where there is none."""
+    """Return the text of a configuration file, the user's before the built-in one; empty if there is none."""
     for folder in ([config_dir] if config_dir else []) + [shipped("conf")]:
         with suppress(OSError):
             return (folder / f"{name}.yaml").read_text(encoding="utf-8")
@@ -490,7 +490,7 @@ def _yaml(name: str, config_dir: Path | None) -> str:
 
 
 def _unquoted(word: str) -> str:
-    """Return a word as the command would get it; shells hand over what was typed."""
+    """Return a word without shell quoting; shells pass it as typed."""
     if not set(word) & set("\\\"'"):
         return word
     try:
@@ -503,15 +503,15 @@ def _beginning_with(typed: str, words: Iterable[str]) -> list[str]:
     return [word for word in words if word.startswith(typed)]
 
 
-_PLAIN = re.compile(r"[A-Za-z0-9_][\w.-]*")  # a name that means nothing else to a shell
-_UNQUOTED = re.compile(r"[\w./=:,+-]*")  # what is added to a word as it was typed
-# The defaults list, read as text: a parser of YAML costs more than all of this.
+_PLAIN = re.compile(r"[A-Za-z0-9_][\w.-]*")  # a name without special meaning in a shell
+_UNQUOTED = re.compile(r"[\w./=:,+-]*")  # allowed characters in the completed part
+# The defaults list, matched as text: importing a YAML parser would take longer than all the rest.
 _DEFAULT = re.compile(r"^ *- (\w+): [\"']?([\w-]+)", re.MULTILINE)
 _OVERRIDE = re.compile(r"^ *- override /(\w+): [\"']?([\w-]+)", re.MULTILINE)
 _PATH_KEYS = {"output_root": "/", "data.path": "", "weights": ".safetensors"}
 _FOREIGN = (".pt", ".pth", ".bin", ".ckpt")
 _PATH_FLAGS = {"--task": ".py", "--config-dir": "/"}
-# module of the command -> what it offers
+# module of the command -> completion function
 _COMMANDS: Mapping[str, Callable[[TypedLine], list[str]]] = {
     "train": _train,
     "search": _search,

@@ -1,17 +1,17 @@
-"""`accel-run completion SHELL`: the script that makes a shell complete commands, options, keys and runs."""
+"""`accel-run completion SHELL`: print the shell completion script."""
 
 from __future__ import annotations
 
 HELP = """usage: accel-run completion bash|zsh|fish
 
-Prints a script that completes commands, options, keys, values and run names with the Tab key. To install it:
+Prints a shell completion script for commands, options, keys, values and run names. To install it:
 
   bash   echo 'source <(accel-run completion bash)' >> ~/.bashrc
   zsh    echo 'source <(accel-run completion zsh)' >> ~/.zshrc        (after the line with compinit)
   fish   accel-run completion fish > ~/.config/fish/completions/accel-run.fish
 """
 
-# readline splits words at = and :, so they are put together again, and only the last piece is replaced.
+# readline splits words at = and :. The script joins them again; readline replaces only the last piece.
 BASH = """\
 _accel_run() {
     local -a words=()
@@ -74,7 +74,7 @@ def run(words: list[str]) -> int:
     from runner.base.schema import did_you_mean
 
     if len(words) != 1:
-        raise ConfigError(Problem("which shell?", "completion", "use accel-run completion bash, zsh or fish"))
+        raise ConfigError(Problem("needs a shell", "completion", "use accel-run completion bash, zsh or fish"))
     if words[0] not in SCRIPTS:
         fix = did_you_mean(words[0], SCRIPTS) or "use accel-run completion bash, zsh or fish"
         raise ConfigError(Problem("unknown shell", words[0], fix))

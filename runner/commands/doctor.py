@@ -1,4 +1,4 @@
-"""`accel-run doctor`: what training needs on this machine, tried, and what to change."""
+"""`accel-run doctor`: check what training needs on this machine, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from runner.commands.arguments import read
 HELP = """usage: accel-run doctor [--quick] [--json] [device=DEVICE] [checks=[NAME,...]] [output_root=DIR]
        accel-run doctor first_contact [--json] [device=DEVICE] [output_root=DIR] [key=value ...]
 
-Tries what training needs here: products and convolutions against float64, attention kernels, compile, copies, a sum
-over processes, workers, limits, disk, packages, driver. Each thing is ok, warn, FAIL or skip, with what was seen;
-below stands why it matters and the line that mends it. A check that crashes or hangs is a FAIL; the others go on.
+Checks what training needs on this machine: matrix products and convolutions against float64, attention kernels,
+compile, copies, all-reduce between processes, workers, limits, disk, packages, driver. Each check prints ok, warn, FAIL
+or skip with its result, and below it why it matters and how to fix it. A check that crashes or hangs counts as FAIL;
+the remaining checks still run.
 
-first_contact compares what the program predicts of a GPU (formats, kernels, memory, times, waits) with what happens
-there, in at most five minutes: for a kind of GPU that it has not run on. It writes first_contact.json and
-first_contact.md, a page to send, into output_root. Settings of train choose another model to run.
+first_contact compares the program's predictions for a GPU (formats, kernels, memory, times, waits) with measurements,
+in at most five minutes. Use it for a kind of GPU that accel-run has not been tested on. It writes first_contact.json
+and first_contact.md, a page to send, to output_root. Settings of train select another model.
 
-  --quick           without compile, bandwidth and the packages of the extras
-  --json            one JSON object: findings, counts, hardware
-  device=DEVICE     auto (all there are), cpu, cuda, cuda:1, mps
-  checks=[NAME,..]  only these, and those they need; accel-run doctor checks=help lists them
-  output_root=DIR   where runs are written (outputs)
+  --quick           skip compile, bandwidth and the packages of the extras
+  --json            print one JSON object: findings, counts, hardware
+  device=DEVICE     auto (all devices), cpu, cuda, cuda:1, mps
+  checks=[NAME,..]  run only these checks and those they depend on; list them with accel-run doctor checks=help
+  output_root=DIR   the folder for runs (outputs)
 
-Exit codes: 0 also with warnings, 69 where something FAILs.
+Exit codes: 0 if no check fails (warnings included), 69 if any check FAILs.
 
 examples
   accel-run doctor
@@ -45,7 +46,7 @@ examples
 
 
 def run(words: list[str]) -> int:
-    """Make the checks, show what they find, and tell by the exit code whether all is well."""
+    """Run the checks and print their findings; the exit code tells whether any failed."""
     from runner.doctor.checks import CHECKS
     from runner.doctor.examine import Examination
     from runner.doctor.findings import Finding
@@ -136,7 +137,7 @@ def _check_device(device: str) -> None:
 
 
 def read_words(words: list[str]) -> tuple[dict[str, str], set[str]]:
-    """Return settings and flags. Raises ConfigError with everything that is neither."""
+    """Return settings and flags. Raises ConfigError listing all unknown arguments."""
     settings: dict[str, str] = {}
     flags, problems = set[str](), list[Problem]()
     for word in words:
@@ -146,7 +147,7 @@ def read_words(words: list[str]) -> tuple[dict[str, str], set[str]]:
         elif has_value and key in KEYS:
             settings[key] = value
         else:
-            problems.append(Problem("is not known to doctor", word, _meant(key)))
+            problems.append(Problem("unknown argument", word, _meant(key)))
     device = settings.get("device", "auto")
     if not re.fullmatch(_DEVICES, device):
         problems.append(Problem(_WRONG_DEVICE.format(device), "device"))
@@ -156,19 +157,19 @@ def read_words(words: list[str]) -> tuple[dict[str, str], set[str]]:
 
 
 def _meant(word: str) -> str:
-    """Return what to type in place of a word that is no setting."""
+    """Return a suggestion for an unknown argument."""
     from runner.doctor.checks import CHECKS
 
     if word in CHECKS:
         return f"use checks=[{word}]"
     close = difflib.get_close_matches(word, [*_FLAGS, *KEYS], n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else "accel-run doctor --help shows what there is"
+    return f"did you mean {close[0]}?" if close else "see accel-run doctor --help"
 
 
 def chosen_checks(text: str | None, is_quick: bool) -> list[str]:
-    """Return the names of the checks to make; text None: all, or all quick ones.
+    """Return the names of the checks to run; text None: all, or all quick ones.
 
-    Raises ConfigError for a name that there is not, for no name, and for one that --quick leaves out.
+    Raises ConfigError for an unknown name, an empty list, and a check that --quick skips.
     """
     from runner.doctor.checks import CHECKS
 
@@ -179,19 +180,19 @@ def chosen_checks(text: str | None, is_quick: bool) -> list[str]:
     for name in dict.fromkeys(names):
         if name not in CHECKS:
             close = difflib.get_close_matches(name, CHECKS, n=1, cutoff=0.5)
-            fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(CHECKS)}"
-            problems.append(Problem(f"there is no check {name}", "checks", fix))
+            fix = f"did you mean {close[0]}?" if close else f"available: {', '.join(CHECKS)}"
+            problems.append(Problem(f"unknown check {name}", "checks", fix))
         elif is_quick and not CHECKS[name].is_quick:
-            problems.append(Problem(f"asks for {name}, which --quick leaves out", "checks", "leave out one of the two"))
+            problems.append(Problem(f"includes {name}, which --quick skips", "checks", "remove one of them"))
     if not names:
-        problems.append(Problem("names no check", "checks", "leave it out to make all of them"))
+        problems.append(Problem("names no check", "checks", "leave it out to run all checks"))
     if problems:
         raise ConfigError(problems)
     return names
 
 
 def _shown(value: Any) -> str:
-    """Return JSON in which no secret stands, nor what a terminal would obey."""
+    """Return JSON without secrets and terminal control characters."""
     from runner.base.secret import fit_to_show
 
     return fit_to_show(json.dumps(value, indent=1))

@@ -1,4 +1,4 @@
-"""`accel-run explain KEY`: who set a value, and what it would be without each of them."""
+"""`accel-run explain KEY`: show what set a value, and its value without each source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 HELP = """usage: accel-run explain KEY [key=value ...]
 
-Tells which default, task, profile or override set the value of KEY, and what it would be without each.
+Shows which default, task, profile or override set the value of KEY, and its value without each of them.
 
 examples
   accel-run explain precision +hardware=t4
@@ -26,13 +26,13 @@ examples
 
 
 def run(words: list[str]) -> int:
-    """Print the chain of who set the key, strongest first."""
+    """Print the sources of the key, highest precedence first."""
     from runner.base.configuration import compose
     from runner.base.errors import ConfigError, Problem
 
     arguments = read(words, positional=1)
     if not arguments.positional:
-        raise ConfigError(Problem("which key?", "explain", "use accel-run explain optimizer.lr"))
+        raise ConfigError(Problem("needs a key", "explain", "use accel-run explain optimizer.lr"))
     key, request = arguments.positional[0], arguments.request
     configuration = compose(request)
     if key not in configuration.flat():
@@ -49,7 +49,7 @@ def run(words: list[str]) -> int:
 
 
 def _without(key: str, request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield the request without the words for the key, then also without its group, then without the profile."""
+    """Yield the request without the overrides of the key, then also without its group, then without the profile."""
     kept, left_out = request.overrides, []
     for name in (key, key.split(".", maxsplit=1)[0], "hardware"):
         if any(_named(word).startswith(f"{name}.") for word in kept):
@@ -74,20 +74,20 @@ def _meaning(key: str, value: str, configuration: Configuration) -> Iterator[str
     if key in GROUPS:
         yield f"  options: {', '.join(options_of(key, configuration.request.config_dir))}"
     if value == "auto":
-        yield "  what auto comes to on this machine, and why: accel-run plan"
+        yield "  see how auto is resolved on this machine: accel-run plan"
 
 
 def _told(key: str, configuration: Configuration) -> str:
-    """Return the value and who set it."""
+    """Return the value and its source."""
     found = configuration.flat()
     if key in found:
         return f"{shown(found[key])}, set by {source_of(key, configuration)}"
     group = key.split(".", maxsplit=1)[0]
-    return f"not there, {group}={configuration.choices[group].name} has no such key"
+    return f"not defined, because {group}={configuration.choices[group].name} has no such key"
 
 
 def source_of(key: str, configuration: Configuration) -> str:
-    """Return who set the key, with the file or the words."""
+    """Return the source of the key, with the file or override."""
     from runner.base.configuration import options_of
 
     request, source = configuration.request, configuration.sources.get(key, "default")
@@ -115,7 +115,7 @@ def source_of(key: str, configuration: Configuration) -> str:
 
 
 def _word_for(key: str, request: Request) -> str:
-    """Return the word that set the key: its own, or for a phase the word of the whole run or of its option."""
+    """Return the override that set the key: its own, or for a phase that of the run or of its option."""
     from runner.base.phases import LENGTHS
 
     name = key.split(".", 2)[2] if key.startswith("phase.") else key
@@ -128,7 +128,7 @@ def _word_for(key: str, request: Request) -> str:
 
 
 def _file(name: str, request: Request) -> str:
-    """Return the configuration file of this name: the user's, or ours as a path in the repository."""
+    """Return the configuration file of this name: the user's, or the built-in one as a repository path."""
     own = request.config_dir / f"{name}.yaml" if request.config_dir else None
     return str(own) if own and own.is_file() else f"conf/{name}.yaml"
 
@@ -151,7 +151,7 @@ def _key(key: str, configuration: Configuration) -> Key | None:
 
 
 def _instead(key: str, configuration: Configuration) -> str:
-    """Return what to ask instead of a key that is not there."""
+    """Return a suggestion for an unknown key."""
     from runner.base.configuration import AXES, GROUPS, function_of, options_of
     from runner.base.foreign import FOREIGN_KEYS
     from runner.base.schema import did_you_mean

@@ -1,4 +1,4 @@
-"""`accel-run export`: the model of a run in formats that other programs read."""
+"""`accel-run export`: export the model of a run to standard formats."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from runner.commands.arguments import read_of_a_run
 
 HELP = """usage: accel-run export [last|NAME|DIR] [format=FORMAT,...] [output_root=DIR]
 
-Writes export/ in the run's folder, and compares each file with the model: the same outputs, for a batch and one sample.
+Exports the model of a run to export/ in the run's folder. Each file is verified to give the model's outputs, for a full
+batch and for one sample.
 
-  safetensors   the weights alone
+  safetensors   only the weights
   program       a graph that torch.export.load runs without the model's code
-  onnx          a graph for ONNX runtimes; needs the extra onnx
+  onnx          a graph for ONNX runtimes; requires the extra onnx
 
 examples
   accel-run export
@@ -19,7 +20,7 @@ examples
 
 
 def run(words: list[str]) -> int:
-    """Export; 0 when every file made gives the model's outputs."""
+    """Export; return 0 if every file gives the model's outputs."""
     formats = [name for word in words if word.startswith("format=") for name in word.partition("=")[2].split(",")]
     request = read_of_a_run([word for word in words if not word.startswith("format=")])
     from runner.engine.export import export

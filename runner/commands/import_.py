@@ -1,4 +1,4 @@
-"""`accel-run import FILE`: a weights file of ours from a .pt, .pth or .bin file of somebody else."""
+"""`accel-run import FILE`: convert an untrusted .pt, .pth or .bin file to safetensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from runner.commands.arguments import read
 
 HELP = """usage: accel-run import FILE [NEW.safetensors] [key=ENTRY]
 
-Makes a safetensors file of what torch.save wrote elsewhere, in a process apart that has no network, starts nothing
-and builds nothing but tensors and plain data: a file that asks for more is refused, and says what it asks for.
+Converts a file written by torch.save to safetensors. The file is read in a subprocess without network access that can
+start no process and create only tensors and plain data. A file that requests anything else is refused, with the name of
+what it requested.
 
-  NEW.safetensors   the new file (default: FILE with that ending); never over another one
-  key=ENTRY         which entry holds the weights, e.g. key=ema.model; found by itself in the usual ones
+  NEW.safetensors   the new file (default: FILE with that extension); existing files are not overwritten
+  key=ENTRY         the entry that holds the weights, for example key=ema.model; common entries are found automatically
 
-Then begin with it:  accel-run train weights=NEW.safetensors
+To start from these weights: accel-run train weights=NEW.safetensors
 
 examples
   accel-run import model.pt
@@ -26,19 +27,19 @@ examples
 
 
 def run(words: list[str]) -> int:
-    """Make the file, and say what it holds."""
+    """Convert the file and print a summary."""
     from runner.base.errors import ConfigError, InputMissing, Problem
 
     arguments = read(words, positional=2)
     keys = [word.partition("=")[2] for word in arguments.request.overrides if word.startswith("key=")]
     if not arguments.positional or len(keys) < len(arguments.request.overrides) or len(keys) > 1:
-        raise ConfigError(Problem("needs the name of one file", "import", _EXAMPLE))
+        raise ConfigError(Problem("needs exactly one file", "import", _EXAMPLE))
     source = Path(arguments.positional[0]).expanduser()
     if not source.is_file():
-        raise InputMissing("there is no such file", where=arguments.positional[0] or "import", fix=_EXAMPLE)
+        raise InputMissing("file not found", where=arguments.positional[0] or "import", fix=_EXAMPLE)
     target = Path(arguments.positional[1]).expanduser() if arguments.positional[1:] else source.with_suffix(_ENDING)
     if source.suffix == _ENDING:
-        raise ConfigError(Problem("needs no import", str(source), f"use accel-run train weights={source}"))
+        raise ConfigError(Problem("is already safetensors", str(source), f"use accel-run train weights={source}"))
     if target.suffix != _ENDING:
         raise ConfigError(Problem("must end with .safetensors", str(target), f"use {target.with_suffix(_ENDING)}"))
     from concurrent.futures.process import BrokenProcessPool
@@ -55,17 +56,17 @@ def run(words: list[str]) -> int:
         made = in_subprocess(convert, source.absolute(), temporary, keys[0] if keys else None)
         settle(temporary, target.absolute())
     except BrokenProcessPool as error:
-        raise DataError("ended the process that read it", where=str(source), fix="it is damaged, or hostile") from error
+        raise DataError("crashed the reader process", where=str(source), fix="it is damaged or malicious") from error
     finally:
         if files.exists(temporary):
             files.remove(temporary)
         signal.signal(signal.SIGTERM, before)
     entry = f" of {made.entry}" if made.entry else ""
-    left_out = f"; {made.left_out} entries that are no tensors were left out" if made.left_out else ""
+    left_out = f"; {made.left_out} entries that are not tensors were skipped" if made.left_out else ""
     print(f"wrote {target}: {made.num_tensors} tensors{entry}, {made.num_bytes / 2**20:.1f} MiB{left_out}")
     if made.had_network:
-        print("this system did not let the process that read it go without a network")
-    print(f"begin with it: accel-run train weights={target}")
+        print("warning: this system does not allow network isolation; the file was read with network access")
+    print(f"start from it: accel-run train weights={target}")
     return 0
 
 

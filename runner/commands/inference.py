@@ -7,14 +7,14 @@ from runner.commands.complete import candidates
 
 HELP = """usage: accel-run inference [last|NAME|DIR] [key=value ...]      (short: accel-run infer)
 
-Loads the newest valid checkpoint of the run, predicts with the task it was trained on, and writes into its
-predictions folder, with latency and throughput in predictions/summary.json.
+Loads the newest valid checkpoint of a run, predicts with its task, and writes the results to the run's predictions
+folder. Latency and throughput are in predictions/summary.json.
 
 settings
-  last, NAME or DIR            the run trained last (default), a run's name, or its folder; also as run=NAME
-  inference.KEY=VALUE          what the task offers, e.g. inference.prompt="def " inference.samples=5
-  inference.seed=0             the same seed predicts the same
-  device=auto                  auto takes the GPU with the most free memory
+  last, NAME or DIR            the most recent run (default), a run by name, or its folder; also as run=NAME
+  inference.KEY=VALUE          options of the task, for example inference.prompt="def " inference.samples=5
+  inference.seed=0             random seed; the same seed gives the same predictions
+  device=auto                  auto selects the GPU with the most free memory
 
 examples
   accel-run inference
@@ -30,9 +30,9 @@ def run(words: list[str]) -> int:
 
 
 def _own_keys(words: list[str]) -> tuple[str, ...]:
-    """Return the keys of the prediction, such as inference.samples, where a word may have meant one of them.
+    """Return the inference keys, such as inference.samples, if an argument may have meant one of them.
 
-    They are those of the run's task, or of the default task where there is no such run.
+    They belong to the run's task, or to the default task if the run does not exist.
     """
     arguments = read(words, positional=1)
     overrides = arguments.request.overrides

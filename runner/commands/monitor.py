@@ -1,4 +1,4 @@
-"""`accel-run monitor`: watch the machine live, or show what a run has left in its gpu.csv."""
+"""`accel-run monitor`: monitor the machine live, or show the recorded metrics of a run."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 
 HELP = """usage: accel-run monitor [seconds=N] [interval_s=N] [log_dir=DIR] [--once] [--json] [run=NAME]
 
-Shows GPUs, CPU, RAM and who uses which GPU, until Ctrl-C; trains nothing. Without a GPU it shows the rest and says why.
-At the end: lowest, mean and highest of each figure, what they mean, and a new folder in gpu_logs with gpu.csv,
-monitor.json and plots. Through a pipe it prints a line per sample.
+Shows GPUs, CPU, RAM and the processes on each GPU until Ctrl-C. Does not train. Without a GPU it shows the rest and the
+reason. At the end it prints minimum, mean and maximum of each metric with an assessment, and writes gpu.csv,
+monitor.json and plots to a new folder in gpu_logs. In a pipe it prints one line per sample.
 
-  seconds=30          how long; without it until Ctrl-C
+  seconds=30          duration; default: until Ctrl-C
   interval_s=1        seconds between samples
-  log_dir=DIR         where that folder is made; null: nothing is written
-  --once              one sample as text, and nothing is written
-  --json              a JSON object per sample on standard output, all words on standard error
-  run=last|NAME|DIR   what a run has left, finished or not: figures, what they mean, and plots in its folder;
-                      with --json the summary as one object. output_root=DIR is where the runs lie; log_dir=DIR
-                      puts summary and plots of each of its machines into a new folder there
+  log_dir=DIR         where that folder is created; null: write nothing
+  --once              print one sample as text and write nothing
+  --json              print a JSON object per sample on standard output, and all messages on standard error
+  run=last|NAME|DIR   show the recorded metrics of a run, finished or not, and write plots to its folder; with --json:
+                      print the summary as one object. output_root=DIR is the folder of the runs; log_dir=DIR writes
+                      summary and plots of each machine to a new folder there instead
 
 examples
   accel-run monitor
@@ -66,7 +66,7 @@ examples
 
 @dataclass(frozen=True)
 class Options:
-    """What is typed as key=value."""
+    """Options of the form key=value."""
 
     seconds: Positive | None = None
     interval_s: Interval = 1.0
@@ -76,7 +76,7 @@ class Options:
 
 
 def run(words: list[str]) -> int:
-    """Watch, or show what was watched."""
+    """Monitor the machine, or show recorded metrics."""
     options, given, flags = read_words(words)
     root = as_path(options.output_root)
     if options.run is not None:
@@ -87,7 +87,7 @@ def run(words: list[str]) -> int:
     return _live(RunningRuns(root), options, folder, as_json="--json" in flags)
 
 
-# ---------------------------------------------------------------- watching
+# ---------------------------------------------------------------- live
 
 
 def _once(runs: RunningRuns, options: Options, *, as_json: bool) -> int:
@@ -105,7 +105,7 @@ def _once(runs: RunningRuns, options: Options, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(as_object(view)))
     else:
-        view.history.clear()  # of one sample there is no curve
+        view.history.clear()  # a single sample has no curve
         columns, _ = os.get_terminal_size(1) if sys.stdout.isatty() else (120, 0)
         lines = lines_of(view, columns, 10_000, ascii_only=_prints_only_ascii())
         print(fit_to_show("\n".join(line.plain.rstrip() for line in lines[1:])))
@@ -113,7 +113,7 @@ def _once(runs: RunningRuns, options: Options, *, as_json: bool) -> int:
 
 
 def _live(runs: RunningRuns, options: Options, folder: Path | None, *, as_json: bool) -> int:
-    """Show each sample until the end, then what they say together."""
+    """Show each sample until the end, then a summary."""
     from runner.observe.machine_display import make_display
     from runner.observe.machine_screen import View
     from runner.observe.samples import read_samples
@@ -149,7 +149,7 @@ def _follow(
         view.seconds = now - begun
         if seconds is not None:
             view.remaining = max(0.0, seconds - view.seconds)
-            if view.seconds >= seconds + min(0.15, view.interval_s / 2):  # the last sample is just due
+            if view.seconds >= seconds + min(0.15, view.interval_s / 2):  # leave time for the last sample
                 break
         readings = monitor.latest()
         if readings and readings is not view.latest:
@@ -165,7 +165,7 @@ def _follow(
 
 
 def _take(view: View, readings: Mapping[str, float], monitor: NoMonitor, runs: RunningRuns) -> None:
-    """The sample is in the view, where there is one."""
+    """Add the sample to the view, if there is one."""
     if not readings:
         return
     view.add(readings)
@@ -176,13 +176,13 @@ def _take(view: View, readings: Mapping[str, float], monitor: NoMonitor, runs: R
 
 
 def _nothing(monitor: NoMonitor) -> DeviceMissing:
-    why = "; ".join(monitor.notes) or "the driver does not answer"
-    fix = "look for the reason with: accel-run doctor"
-    return DeviceMissing(f"the machine cannot be watched: {why}", where="monitor", fix=fix)
+    why = "; ".join(monitor.notes) or "the driver does not respond"
+    fix = "to find the reason, run accel-run doctor"
+    return DeviceMissing(f"the machine cannot be monitored: {why}", where="monitor", fix=fix)
 
 
 def _uses(users: Mapping[str, Sequence[GpuUser]], runs: RunningRuns) -> list[Use] | None:
-    """Return who uses which GPU, None where the driver does not tell of any."""
+    """Return the processes on each GPU, None if the driver does not report them."""
     from runner.observe.machine_screen import Use
 
     if not users:
@@ -199,7 +199,7 @@ def _uses(users: Mapping[str, Sequence[GpuUser]], runs: RunningRuns) -> list[Use
 
 
 class RunningRuns:
-    """Which processes belong to the runs that are under way here; looked up as seldom as the processes are."""
+    """Maps processes to active runs on this machine; refreshed every 10 s."""
 
     SELDOM_S = 10.0
 
@@ -209,7 +209,7 @@ class RunningRuns:
         self._next_s = 0.0
 
     def by_pid(self) -> Mapping[int, str]:
-        """Return process number -> name of its run."""
+        """Return PID -> name of its run."""
         if time.monotonic() >= self._next_s:
             self._found = dict(self._look())
             self._next_s = time.monotonic() + self.SELDOM_S
@@ -230,12 +230,12 @@ class RunningRuns:
                 several = isinstance(ranks, list) and len(ranks) > 1
                 with suppress(psutil.Error):
                     process = psutil.Process(pid)
-                    process = (process.parent() or process) if several else process  # who started all ranks here
+                    process = (process.parent() or process) if several else process  # the launcher of all ranks
                     yield from ((each.pid, path.name) for each in [process, *process.children(recursive=True)])
 
 
 def _hear(monitor: NoMonitor, view: View) -> None:
-    """What is not watched, and why, and what went wrong is in the view; who uses the GPUs is shown anyway."""
+    """Add notices about missing metrics and GPU errors to the view; GPU processes are shown separately."""
     for notice in monitor.news():
         if notice.level == "debug":
             view.unsaid.append(notice.text)
@@ -244,7 +244,7 @@ def _hear(monitor: NoMonitor, view: View) -> None:
         elif notice.kind not in _SHOWN_ANYWAY:
             view.missing.append(notice.text)
     if monitor.latest():
-        lead = "" if monitor.devices() else "GPUs are not watched: "
+        lead = "" if monitor.devices() else "GPUs are not monitored: "
         view.missing += [lead + text for text in view.unsaid]
         view.unsaid.clear()
 
@@ -257,7 +257,7 @@ def _monitor(folder: Path | None, options: Options) -> Monitor:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[threading.Event]:
-    """Give what the first SIGINT, SIGTERM or SIGHUP sets; the second one ends the program as it would have."""
+    """Yield an event that the first SIGINT, SIGTERM or SIGHUP sets; a second signal has its previous effect."""
     stop = threading.Event()
     before: dict[int, Any] = {}
 
@@ -271,7 +271,7 @@ def _asked_to_stop() -> Iterator[threading.Event]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that starts it in the background
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup, or in the background of a shell
             before[number] = signal.signal(number, handle)
     try:
         yield stop
@@ -283,7 +283,7 @@ def _asked_to_stop() -> Iterator[threading.Event]:
 
 
 def _of_run(root: Path, options: Options, *, as_json: bool, in_its_folder: bool) -> int:
-    """Show what a run has left; the plots lie in its folder, or in a new one in log_dir."""
+    """Show the recorded metrics of a run; write plots to its folder, or to a new one in log_dir."""
     from runner.durable.directory import LAST, RunDirectory
     from runner.durable.files import read_object
     from runner.durable.origin import say_skipped
@@ -293,8 +293,8 @@ def _of_run(root: Path, options: Options, *, as_json: bool, in_its_folder: bool)
     say_skipped(directory, teller("monitor"))
     samples = read_samples(directory.gpu_csv)
     if not len(samples):
-        what = "there is no sample in it yet"
-        raise InputMissing(what, where=str(directory.gpu_csv), fix="the first one comes when the run has begun")
+        what = "contains no samples yet"
+        raise InputMissing(what, where=str(directory.gpu_csv), fix="wait until the run has started")
     say = _say_aside if as_json else _say
     summary = Summary.of(samples)
     others = {path: read_samples(path) for path in sorted(directory.path.glob("gpu-rank*.csv"), key=_rank)}
@@ -307,7 +307,7 @@ def _of_run(root: Path, options: Options, *, as_json: bool, in_its_folder: bool)
     on_gpu = not str(read_object(directory.path / "plan.json").get("device", "")).startswith("cpu")
     _tell(summary, say, _reported(directory.events), of_run=True, on_gpu=on_gpu)
     for path, found in summaries.items():
-        say(f"\nthe machine of rank {_rank(path)}: {directory.shown / path.name}")
+        say(f"\nmachine of rank {_rank(path)}: {directory.shown / path.name}")
         reported = _reported(directory.path / f"events-rank{_rank(path)}.jsonl")
         _tell(found, say, reported, of_run=True, on_gpu=on_gpu)
     machines = {"": samples} | {f"rank{_rank(path)}-": seen for path, seen in others.items()}
@@ -334,7 +334,7 @@ def _rank(path: Path) -> int:
 
 
 def _reported(events: Path) -> list[Notice]:
-    """Return what the driver reported of the GPUs while the run was watched."""
+    """Return the GPU errors that the driver reported during the run."""
     from runner.durable.files import read_rows
     from runner.observe.notices import Notice
 
@@ -350,7 +350,7 @@ def _tell(
     of_run: bool,
     on_gpu: bool = True,
 ) -> None:
-    """Say the figures, and what they mean."""
+    """Print the figures and their assessment."""
     from runner.observe import verdicts
 
     is_ascii = _prints_only_ascii()
@@ -360,7 +360,7 @@ def _tell(
 
     seconds, count = summary.whole.seconds, summary.whole.samples
     length = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
-    put(f"watched for {length} s, {count:,} sample{'' if count == 1 else 's'}\n")
+    put(f"monitored for {length} s, {count:,} sample{'' if count == 1 else 's'}\n")
     for line in [*verdicts.table(summary), *verdicts.phases(summary)]:
         put(line)
     found = verdicts.verdicts(summary, notices, of_run=of_run, on_gpu=on_gpu)
@@ -377,7 +377,7 @@ def _tell(
 
 
 def _wrapped(text: str) -> str:
-    """Return a paragraph as lines that break between words where a terminal is not wide enough."""
+    """Wrap a paragraph to the width of the terminal."""
     if not sys.stdout.isatty():
         return text
     columns = max(30, os.get_terminal_size(1).columns or 80)
@@ -391,11 +391,11 @@ def _leave(
     samples: Callable[[], Mapping[str, Samples]],
     lost: str = "",
 ) -> None:
-    """Write summary and plots of each machine; the keys are what the names begin with, empty for the first one.
+    """Write summary and plots of each machine; the keys are prefixes of the file names, empty for the first machine.
 
-    samples  gives what is drawn, by the same keys
+    samples  returns the samples to draw, by the same keys
     lost     why gpu.csv in the folder lacks samples
-    Raises StorageError, when all that can be written is, where something is not.
+    Raises StorageError after everything else is written, if a file cannot be written.
     """
     from runner.durable import files
 
@@ -408,13 +408,13 @@ def _leave(
             files.atomic_write(folder / name, json.dumps(summary.to_json(), indent=2) + "\n")
             written.append(name)
         except StorageError as error:
-            faults.append(f"{name} is not written: {error.problems[0].what}")
+            faults.append(f"{name} was not written: {error.problems[0].what}")
     if written:
         say(f"written to {folder}: {', '.join(written)}")
     try:
         drawn = samples()
     except (InputMissing, DataError) as error:
-        faults.append(f"there are no plots: gpu.csv: {error.problems[0].what}")
+        faults.append(f"no plots: gpu.csv: {error.problems[0].what}")
         drawn = {}
     for lead, seen in drawn.items():
         faults += _draw(seen, partial(_write_into, folder, lead), folder, say, lead)
@@ -428,9 +428,9 @@ def _write_into(folder: Path, lead: str, name: str, content: bytes) -> None:
 
 
 def _judge(faults: Sequence[str], folder: Path) -> None:
-    """Raise StorageError where something could not be written."""
+    """Raise StorageError if a file could not be written."""
     if faults:
-        fix = "have room there, or use log_dir=DIR; what is missing does not come back, the figures above are whole"
+        fix = "free space there, or use log_dir=DIR; missing samples are lost, but the figures above are complete"
         raise StorageError("; ".join(faults), where=str(folder), fix=fix)
 
 
@@ -441,9 +441,9 @@ def _draw(
     say: Callable[[str], None],
     lead: str = "",
 ) -> list[str]:
-    """Write the pictures, and say where; return what could not be written.
+    """Write the plots and print where; return the errors.
 
-    lead  what their names begin with there
+    lead  prefix of the file names
     """
     from runner.observe.machine_plots import pictures
 
@@ -453,7 +453,7 @@ def _draw(
             write(name, content)
             written.append(f"{lead}{name}")
         except StorageError as error:
-            faults.append(f"{lead}{name} is not written: {error.problems[0].what}")
+            faults.append(f"{lead}{name} was not written: {error.problems[0].what}")
     if written:
         say(f"plots in {place}: {', '.join(written)}")
     return faults
@@ -462,7 +462,7 @@ def _draw(
 def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
     """Return a new folder in `log_dir`, named by the time.
 
-    Where it cannot be made, that is an error if somebody asked for it, and else said: who wants to look may look.
+    Failure is an error if log_dir was given, otherwise a message: monitoring works without the folder.
     """
     from runner.durable import files
 
@@ -478,7 +478,7 @@ def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
     except StorageError as error:
         if by_name:
             raise CannotCreate(error.problems[0].what, where=error.problems[0].where, fix=_ELSEWHERE) from error
-        _say_aside(f"nothing is written: {error.problems[0].where}: {error.problems[0].what}")
+        _say_aside(f"no files are written: {error.problems[0].where}: {error.problems[0].what}")
     return None
 
 
@@ -486,7 +486,7 @@ def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
 
 
 def read_words(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
-    """Return the options, the keys that were given, and the flags. Raises ConfigError with every problem."""
+    """Return the options, the given keys, and the flags. Raises ConfigError listing all problems."""
     from runner.base.schema import fault, settings_keys
 
     keys, problems = settings_keys(Options), []
@@ -509,10 +509,10 @@ def read_words(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
         ["--once"] if "--once" in flags else []
     )
     if values.get("run") is not None and with_run:
-        problems.append(Problem(f"leave it out: run={values['run']} shows what was watched", ", ".join(with_run)))
+        problems.append(Problem(f"leave it out: run={values['run']} shows recorded metrics", ", ".join(with_run)))
     elif "--once" in flags and (idle := [key for key in ("seconds", "log_dir") if values.get(key) is not None]):
         problems.append(
-            Problem("has no effect with --once, which takes one sample and writes nothing", ", ".join(idle))
+            Problem("has no effect with --once, which prints one sample and writes nothing", ", ".join(idle))
         )
     if problems:
         raise ConfigError(problems)
@@ -520,14 +520,14 @@ def read_words(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
 
 
 def _slip(word: str, keys: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return what is wrong with a word, the word, and what to say instead."""
+    """Return the problem with an argument, the argument, and a suggestion."""
     from runner.base.schema import did_you_mean, nearest
 
     key, has_value, value = word.partition("=")
     if word.startswith("-"):
         plain = key.lstrip("-").replace("-", "_")
         near = f"use {plain}={value or '...'}" if plain in keys else did_you_mean(word, FLAGS)
-        return "unknown option", word, near or f"there are {', '.join(FLAGS)}, and settings written key=value"
+        return "unknown option", word, near or f"options are {', '.join(FLAGS)} and key=value"
     if has_value:
         return "unknown key", word, did_you_mean(key, keys) or f"known: {', '.join(keys)}"
     meant = nearest(f"--{word}", FLAGS, cutoff=0.8)
@@ -535,7 +535,7 @@ def _slip(word: str, keys: Mapping[str, Any]) -> tuple[str, str, str]:
         meant = f"{word}={_EXAMPLES[word]}"
     elif meant is None:
         meant = f"{'run' if isinstance(_typed(word), str) else 'seconds'}={word}"
-    return "is not a setting; settings are written key=value", word, f"use {meant}"
+    return "is not a setting; settings have the form key=value", word, f"use {meant}"
 
 
 def _typed(text: str) -> Any:
@@ -561,7 +561,7 @@ def _say_aside(text: str) -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    with suppress(BrokenPipeError):  # who reads no further still gets the files
+    with suppress(BrokenPipeError):  # on a broken pipe the files are still written
         print(fit_to_show(text), file=stream, flush=True)
 
 
@@ -570,8 +570,8 @@ _EXAMPLES = {"seconds": "30", "interval_s": "1", "log_dir": "gpu_logs", "run": "
 _NUMBERS = ("seconds", "interval_s")
 _PATIENCE_S = 30.0  # for the one sample of --once
 _SLOW_S = 5.0
-_SHOWN_ANYWAY = ("slowed", "shared")  # kinds of notices that the figures and the table of processes show
+_SHOWN_ANYWAY = ("slowed", "shared")  # kinds of notices already visible in the figures and the process table
 _TROUBLES = ("lost", "xid", "ecc")  # kinds of notices about a GPU itself
-_ELSEWHERE = "set log_dir to a folder that you may write to, or to null"
-_NAME = 60  # characters of a name
-_NEWEST = 20  # runs among which those under way are looked for
+_ELSEWHERE = "set log_dir to a writable folder, or to null"
+_NAME = 60  # maximum length of a name in characters
+_NEWEST = 20  # number of runs searched for active ones

@@ -1,4 +1,4 @@
-"""`accel-run new FILE`: write a task of one's own that works as it is, to be changed."""
+"""`accel-run new FILE`: write a complete task template to a new file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from runner.commands.arguments import read
 
 HELP = """usage: accel-run new my_task.py
 
-Writes a task in one file of under 40 lines that trains as it is: change the model, the data and the loss.
-Then: accel-run train --task ./my_task.py
+Writes a complete task of under 40 lines to one file: edit the model, the data and the loss.
+Then run: accel-run train --task ./my_task.py
 
-Everything works with it unchanged: precision, accumulation, checkpoints and resume, workers, sweeps, inference.
+All features work without changes: precision, accumulation, checkpoints and resume, workers, sweeps, inference.
 """
 
 TEMPLATE = '''\
@@ -57,30 +57,30 @@ class {task}(Task):
 
 
 def run(words: list[str]) -> int:
-    """Write the file, and never over another one."""
+    """Write the file; never overwrite an existing one."""
     from runner.base.errors import AccelRunError, CannotCreate, ConfigError, Exit, Problem
 
     arguments = read(words, positional=1)
     if not arguments.positional or arguments.request.overrides:
-        raise ConfigError(Problem("needs the name of one file", "new", "use accel-run new my_task.py"))
+        raise ConfigError(Problem("needs exactly one file name", "new", "use accel-run new my_task.py"))
     path = Path(arguments.positional[0])
     if path.suffix != ".py" or not path.stem.isidentifier() or keyword.iskeyword(path.stem):
         raise ConfigError(Problem("must be a Python file with a plain name", str(path), "use accel-run new my_task.py"))
     if path.stem in sys.stdlib_module_names or _is_taken(path):
         fix = f"use accel-run new my_{path.name}"
         raise ConfigError(
-            Problem("has the name of a Python module, which it would hide or be hidden by", str(path), fix)
+            Problem("has the name of an existing Python module and would shadow it or be shadowed", str(path), fix)
         )
     task = "".join(word.capitalize() for word in path.stem.split("_"))
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(TEMPLATE.format(name=path.name, task=task))
     except FileExistsError:
-        error = AccelRunError("exists already, and is left as it is", where=str(path), fix="take another name")
+        error = AccelRunError("already exists and was not changed", where=str(path), fix="choose another name")
         error.exit_code = Exit.CANNOT_CREATE
         raise error from None
     except OSError as error:
-        fix = "go to a folder that is there and that you may write to"
+        fix = "choose an existing folder with write permission"
         raise CannotCreate(f"cannot be written: {error.strerror}", where=str(path), fix=fix) from error
     print(f"wrote {path}; try it: accel-run train --task ./{path}")
     return 0

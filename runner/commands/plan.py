@@ -1,4 +1,4 @@
-"""`accel-run plan`: what would be done here, or on the machine of a profile, and why; what it takes, and if it fits."""
+"""`accel-run plan`: show the plan of a run with reasons, predicted memory and estimated time."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 PROBE = "--probe"
 HELP = f"""usage: accel-run plan [--probe] [key=value ...]
 
-Shows every value of the run with its reason, what it takes of memory and about how long an update takes, and stops.
-With a hardware profile it plans for that machine, also when it is not here; without one, for this machine. Where the
-run would not fit, it lists what would. Exit 78 with all problems when something cannot be.
+Shows every value of the run with its reason, the predicted memory, and the estimated time of an update, without
+training. With a hardware profile it plans for that machine, even if it is not this one. If the run would not fit, it
+lists settings that would. Exits with 78 and lists all problems if the configuration is invalid.
 
-  --probe    make three real updates here, in a folder of their own, and keep what they show of this machine: later
-             plans are corrected by it
+  --probe    run three real updates on this machine, in a temporary folder, and save the measurements; later plans are
+             corrected by them
 
 {SETTINGS_HELP}
 examples
@@ -57,9 +57,9 @@ def run(words: list[str]) -> int:
         lines = probe(configuration.request, teller("probe"))
         print(for_terminal(fit_to_show("\n".join(lines))), end="\n\n", flush=True)
     inventory, whose = inventory_for(configuration)
-    make_plan(configuration, inventory)  # what cannot be is said at once, before torch is loaded to trace it
+    make_plan(configuration, inventory)  # report invalid settings before importing torch for the trace
     tell = teller("plan")
-    long = cache(lambda: tell("follows the model on tensors without content: a large one takes up to a minute"))
+    long = cache(lambda: tell("tracing the model on fake tensors; a large model takes up to a minute"))
     needs = _needs(configuration, inventory, long)
     plan = make_plan(configuration, inventory, needs=needs)
     memory, changes = _memory(configuration, inventory, plan, needs, long)
@@ -78,14 +78,14 @@ def run(words: list[str]) -> int:
 
 
 def _means_probe(word: str) -> bool:
-    """Tell whether it is meant for `--probe` and for no setting, such as profiler."""
+    """Return whether the argument is a misspelled `--probe`, not a setting such as profiler."""
     key, flag = word.partition("=")[0], PROBE.lstrip("-")
     is_near = key.startswith("-") and not key.startswith("--prof") and did_you_mean(key.lstrip("-"), [flag])
     return key == flag or bool(is_near)
 
 
 def _needs(configuration: Configuration, inventory: Inventory, long: Callable[[], object]) -> Needs:
-    """Return what the run takes, traced in a process of its own."""
+    """Return the resource demand of the run, traced in a subprocess."""
     from runner.launch.needs import needs_in_subprocess
 
     return needs_in_subprocess(configuration, inventory, beyond=True, long=long)
@@ -94,7 +94,7 @@ def _needs(configuration: Configuration, inventory: Inventory, long: Callable[[]
 def _memory(
     configuration: Configuration, inventory: Inventory, plan: Plan, needs: Needs, long: Callable[[], object]
 ) -> tuple[list[str], Sequence[Change]]:
-    """Return the lines about memory and time, and what would fit where the plan does not."""
+    """Return the lines about memory and time, and changes that would fit if the plan does not."""
     from runner.plan.sheet import peaks_of_ranks, sheet
 
     profiles = [configuration.hardware, *facts_of_profiles(configuration.request.config_dir).values()]
@@ -109,7 +109,7 @@ def _memory(
 
 
 def command(configuration: Configuration, changes: Sequence[str] = ()) -> str:
-    """Return the command that trains as planned, with these changes."""
+    """Return the command that trains according to the plan, with these changes."""
     request = configuration.request
     words = [word for word in merge_overrides(request.overrides, changes) if not word.startswith("--")]
     if request.task_file:

@@ -1,4 +1,4 @@
-"""`accel-run profile`: what an update of a task is made of, found in a short training of its own."""
+"""`accel-run profile`: profile the updates of a task in a short separate training."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from runner.commands.arguments import SETTINGS_HELP, read
 
 HELP = f"""usage: accel-run profile [key=value ...]
 
-Trains for a few updates and shows what they are made of: the ten operators that take most, the time of each module
-forward and backward, who holds memory when, how much of the time the device works, and the lines of the task that
-wait for it. Tables, a picture of the memory and a trace for ui.perfetto.dev go to outputs/profiles/<run name>/profile.
-Nothing is evaluated or saved, and other runs are left as they are.
+Profiles a few updates of a training: the ten most expensive operators, forward and backward time of each module,
+allocated memory over time, device utilization, and the lines of the task that wait for the device. Writes tables, a
+memory plot and a trace for ui.perfetto.dev to outputs/profiles/<run name>/profile. Nothing is evaluated or saved, and
+other runs are not changed.
 
-of the profile
-  skip=5                       updates that pass first
-  updates=10                   updates timed as they are; as many with operators recorded, as many with modules timed
-  depth=3                      modules deeper than this count as part of the one that holds them
-  sort_by=self|total|calls     what the ten operators have most of
-  with_stack=true              name the line of the task for each operator; record_shapes=true: tell shapes apart
+options of the profiler
+  skip=5                       warm-up updates that are not recorded
+  updates=10                   updates timed without instruments; then as many with operators and as many with modules
+  depth=3                      modules nested deeper than this count toward their parent
+  sort_by=self|total|calls     sort order of the operator table
+  with_stack=true              show the line of the task for each operator; record_shapes=true: separate rows per shape
 
-of the training, as for accel-run train; checkpoint and tracker have no effect
-{SETTINGS_HELP.partition(chr(10))[2].replace("  updates=N or epochs=N        how long" + chr(10), "")}
+settings of the training, as for accel-run train; checkpoint and tracker have no effect
+{SETTINGS_HELP.partition(chr(10))[2].replace("  updates=N or epochs=N        length of the training" + chr(10), "")}
 examples
   accel-run profile
   accel-run profile task=nmt precision=bf16 updates=20
@@ -36,22 +36,22 @@ examples
 
 
 def run(words: list[str]) -> int:
-    """Train for a profile; return 0, or 130 when it was broken off, with what there was until then."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once; its allocator would warn of what is older
+    """Train for a profile; return 0, or 130 if interrupted, with the results so far."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once by torch; hides warnings of its allocator
     given = read(words, own=OWN).request
     request = as_training(given)
     unheard = [word for word in given.overrides if _is_without_effect(word)]
     if unheard:
-        print(f"profile: {' '.join(unheard)}: no effect here, nothing is saved or sent", file=sys.stderr, flush=True)
+        print(f"profile: {' '.join(unheard)}: no effect in a profile", file=sys.stderr, flush=True)
     from runner.launch.start import train
 
     return int(train(request)[0])
 
 
 def as_training(request: Request) -> Request:
-    """Return the request for the training that makes the profile, in a folder beside the runs.
+    """Return the request for the profiled training, in a folder beside the runs.
 
-    Raises ConfigError where another profiler, or none, is asked for.
+    Raises ConfigError if another profiler, or none, is requested.
     """
     overrides: list[str] = []
     root, resume = "outputs", ""
@@ -64,7 +64,7 @@ def as_training(request: Request) -> Request:
         elif key == "resume":
             resume = value
         elif key == "profiler" and value != "trace":
-            raise ConfigError(Problem("a profile is made by profiler=trace", word, "leave it out"))
+            raise ConfigError(Problem("accel-run profile always uses profiler=trace", word, "leave it out"))
         elif key != "profiler":
             overrides.append(f"profiler.{key}={value}" if key in OWN else word)
     if resume and resume not in ("auto", "fresh"):
@@ -81,7 +81,7 @@ def _is_without_effect(word: str) -> bool:
 
 
 def _of_a_run(root: str, resume: str) -> str:
-    """Return the run to start from by its path: it does not lie where profiles do."""
+    """Return the run to start from as a path, because profiles are stored in another folder."""
     path = Path(root).expanduser() / resume
     return str(path) if path.is_dir() else resume
 

@@ -1,4 +1,4 @@
-"""`accel-run report`: a page about a run, about several beside each other, or about a sweep."""
+"""`accel-run report`: write an HTML page about a run, several runs, or a sweep."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ if TYPE_CHECKING:
 
 HELP = """usage: accel-run report [last|NAME|DIR ...] [out=FILE.html] [benchmarks=DIR] [output_root=outputs]
 
-Writes one HTML page that needs nothing but itself: what was run and where, its figures, what limited it, its curves,
-time and memory by part, the machine over time, what it predicts, its settings, and how to repeat it. What is not known
-is named with the reason. With several runs they are compared: curves over each other, figures, differing settings.
-Runs are read and not changed, finished or not.
+Writes a self-contained HTML page: task and machine, key figures, the bottleneck, training curves, time and memory by
+part, machine metrics over time, predictions, settings, and how to reproduce the run. Missing data is listed with the
+reason. With several runs, the page compares their curves, figures and differing settings. Runs are only read, finished
+or not.
 
-  last, NAME, DIR   the run written to last (default), runs by name, or their folders; also as run=NAME; or a sweep or
-                    search: the table of its trials, what they reached, and the best of them compared
-  out=FILE.html     where the page goes (default: report.html in the run's folder; of several runs
-                    comparison.html beside the first of them)
-  benchmarks=DIR    show the results of accel-run benchmark in that folder too (default: those in the run's folder)
-
+  last, NAME, DIR   the most recent run (default), runs by name, or their folders; also as run=NAME; for a sweep or
+                    search: the table of its trials and a comparison of the best ones
+  out=FILE.html     output file (default: report.html in the run's folder; for several runs comparison.html beside the
+                    first one)
+  benchmarks=DIR    include the results of accel-run benchmark in that folder (default: those in the run's folder)
 
 examples
   accel-run report
@@ -37,7 +36,7 @@ OWN = {"out": "", "benchmarks": "", "output_root": "outputs", "run": ""}
 
 
 def run(words: list[str]) -> int:
-    """Write the page, and say where it is."""
+    """Write the page and print its path."""
     from runner.base.places import as_path
     from runner.durable.directory import LAST, RunDirectory, find_sweep
     from runner.durable.origin import say_skipped
@@ -52,10 +51,10 @@ def run(words: list[str]) -> int:
     _refuse_twice(directories, rest)
     benchmarks = as_path(own["benchmarks"]) if own["benchmarks"] else None
     if benchmarks is not None and not benchmarks.is_dir():
-        raise InputMissing("there is no such folder", where=f"benchmarks={own['benchmarks']}", fix="leave it out")
+        raise InputMissing("folder not found", where=f"benchmarks={own['benchmarks']}", fix="leave it out")
     if benchmarks is not None and not (benchmarks / "results.csv").is_file():
         what = "has no results.csv, which accel-run benchmark writes"
-        raise InputMissing(what, where=f"benchmarks={own['benchmarks']}", fix="name the folder that has it")
+        raise InputMissing(what, where=f"benchmarks={own['benchmarks']}", fix="give the folder that contains it")
     out = as_path(own["out"]) if own["out"] else _usual_place(directories)
     _refuse_place(out)
     from runner.report.comparison import comparison_of
@@ -74,7 +73,7 @@ def run(words: list[str]) -> int:
 
 
 def _of_sweep(folder: Path, given: str) -> int:
-    """Write the page about a sweep or a search, and say where it is."""
+    """Write the page about a sweep or a search and print its path."""
     from runner.base.places import as_path
     from runner.durable import files
     from runner.launch.trials import Sweep
@@ -90,7 +89,7 @@ def _of_sweep(folder: Path, given: str) -> int:
 
 
 def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the values of the command's keys, and the runs. Raises ConfigError with every slip."""
+    """Return the values of the command's keys, and the runs. Raises ConfigError listing all problems."""
     from runner.base.schema import did_you_mean
 
     own, rest, _ = own_words(words, OWN)
@@ -102,9 +101,11 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
         elif has_value and key not in OWN and not Path(word).is_dir():
             problems.append(Problem("unknown key", word, did_you_mean(key, OWN) or f"known: {', '.join(OWN)}"))
     if own["run"] and rest:
-        problems.append(Problem(f"names a second run, besides {rest[0]}", f"run={own['run']}", "leave out run="))
+        problems.append(Problem(f"names a second run in addition to {rest[0]}", f"run={own['run']}", "leave out run="))
     if own["benchmarks"] and len(rest) > 1:
-        problems.append(Problem("is for the page of one run", f"benchmarks={own['benchmarks']}", "leave it out"))
+        problems.append(
+            Problem("applies only to the page of a single run", f"benchmarks={own['benchmarks']}", "leave it out")
+        )
     if own["out"] and not own["out"].endswith(".html"):
         problems.append(Problem("must end with .html", f"out={own['out']}", f"use out={own['out'] or 'report'}.html"))
     if problems:
@@ -113,10 +114,10 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _refuse_twice(directories: list[RunDirectory], words: list[str]) -> None:
-    """Raise ConfigError where a run is named twice: there is nothing to be compared with itself."""
+    """Raise ConfigError if a run is given twice."""
     paths = [directory.path.resolve() for directory in directories]
     if twice := [word for at, word in enumerate(words) if paths[at] in paths[:at]]:
-        raise ConfigError(Problem("is a run that was named before", word, "name another one") for word in twice)
+        raise ConfigError(Problem("is the same run as an earlier argument", word, "remove it") for word in twice)
 
 
 def _usual_place(directories: list[RunDirectory]) -> Path:
@@ -125,25 +126,25 @@ def _usual_place(directories: list[RunDirectory]) -> Path:
 
 
 def _refuse_place(out: Path) -> None:
-    """Raise CannotCreate where there is no such folder, and ConfigError where what is there is no report.
+    """Raise CannotCreate if the folder does not exist, and ConfigError if the file exists and is not a report.
 
-    Somebody else's work is not written over.
+    Other files are never overwritten.
     """
     from runner.base.errors import CannotCreate
     from runner.durable import files
     from runner.report.page import MARK, MOST_BYTES
 
     if not out.absolute().parent.is_dir():
-        raise CannotCreate("there is no such folder", where=str(out.parent), fix="make it, or choose another out=")
+        raise CannotCreate("folder not found", where=str(out.parent), fix="create it, or choose another out=")
     if files.exists(out):
         is_small = files.is_plain_file(out) and files.size_of(out) < 2 * MOST_BYTES
         is_ours = is_small and MARK.encode() in files.read(out)[:4096]
         if not is_ours:
-            raise ConfigError(Problem("is there already, and is no report", f"out={out}", "choose another name"))
+            raise ConfigError(Problem("already exists and is not a report", f"out={out}", "choose another name"))
 
 
 def _written(html: str, out: Path, directory: RunDirectory) -> Path:
-    """Write the page; the folder of a run is written to through its own door. Returns the path as it was given."""
+    """Write the page, through RunDirectory if it belongs to the run. Returns the path as given."""
     from runner.base.errors import StorageError
     from runner.durable import files
 
@@ -153,7 +154,7 @@ def _written(html: str, out: Path, directory: RunDirectory) -> Path:
             directory.write("report.html", html)
         else:
             files.atomic_write(out.absolute(), html)
-    except StorageError as error:  # such as a run that is not ours to write to
-        fix = error.problems[0].fix or "use out=FILE.html, in a folder that you may write to"
+    except StorageError as error:  # for example no write permission in the run's folder
+        fix = error.problems[0].fix or "use out=FILE.html in a writable folder"
         raise StorageError(error.problems[0].what, where=str(out), fix=fix) from error
     return directory.shown / "report.html" if is_of_the_run else out

@@ -1,4 +1,4 @@
-"""`accel-run runs`: the runs of a folder, and how each of them stands."""
+"""`accel-run runs`: list the runs of a folder with their state."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from runner.commands.arguments import own_words
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
 
-Lists the runs, the one that was written to last first: task, how it stands, updates made, its last metric, when it was
-last written to, and its size on disk. Where a command takes a run it takes a name of this list, `last`, or a folder.
-A sweep or a search is one row, with its best trial; status and report of its name show its trials.
+Lists the runs, most recently written first: task, state, updates, last metric, throughput, time of the last write, and
+size on disk. Commands that take a run accept a name from this list, `last`, or a folder. A sweep or search is one row
+with its best trial; status and report show its trials.
 
 examples
   accel-run runs
@@ -34,13 +34,13 @@ examples
 
 @dataclass(frozen=True)
 class Row:
-    """A run; None is not known.
+    """A row of the list; None means unknown.
 
-    phase    the one it is in, or was in last; trials: it is a sweep, and the updates are trials
-    update   of that phase, and `total` of it
-    metrics  of the last evaluation, None for one without items; of a run without an evaluation the last loss
+    phase    the current or last phase; "trials" for a sweep, whose updates are trials
+    update   number of updates of that phase, out of `total`
+    metrics  metrics of the last evaluation, None for one without items; without an evaluation, the last loss
     items_per_s  throughput
-    written  seconds since 1970
+    written  time of the last write, in seconds since 1970
     """
 
     name: str
@@ -64,7 +64,7 @@ def run(words: list[str]) -> int:
 
     own, rest, is_json = own_words(words, {"output_root": "outputs"})
     if rest:
-        raise ConfigError(Problem("is nothing that can be asked of all runs", word, _fix_of(word)) for word in rest)
+        raise ConfigError(Problem("is not an option of accel-run runs", word, _fix_of(word)) for word in rest)
     root = as_path(own["output_root"])
     rows = [row_of(path) for path in runs(root, in_sweeps=False)] + [row_of_sweep(path) for path in sweeps(root)]
     rows.sort(key=lambda row: -row.written)
@@ -73,7 +73,7 @@ def run(words: list[str]) -> int:
     elif rows:
         print(for_terminal("\n".join(table(rows, time.time(), columns_of()))))
     else:
-        print(f"there is no run in {root} yet; start one with: accel-run train", file=sys.stderr)
+        print(f"no runs in {root} yet; start one with: accel-run train", file=sys.stderr)
     return 0
 
 
@@ -82,12 +82,12 @@ def _fix_of(word: str) -> str:
 
     key, has_value, _ = word.partition("=")
     if not has_value and not word.startswith("-"):
-        return f"of one run: accel-run status {word}"
+        return f"for a single run: accel-run status {word}"
     return did_you_mean(key, ("output_root", "--json")) or _FIX
 
 
 def row_of(path: Path) -> Row:
-    """Return what the files of a run tell; what is damaged or missing is not known."""
+    """Read the files of a run; damaged or missing values are None."""
     from runner.durable.directory import last_written
     from runner.durable.files import read_last_row, read_object
     from runner.durable.standing import standing
@@ -125,7 +125,7 @@ def row_of(path: Path) -> Row:
 
 
 def row_of_sweep(path: Path) -> Row:
-    """Return a sweep or a search as a row: its trials in the place of updates, the best of them in that of metrics."""
+    """Return a sweep or search as a row: trials instead of updates, the best trial instead of metrics."""
     from runner.durable.directory import SWEEP
     from runner.durable.standing import standing
     from runner.launch.trials import Sweep, winner
@@ -147,10 +147,10 @@ def row_of_sweep(path: Path) -> Row:
 
 
 def table(rows: Sequence[Row], now: float, columns: int = 0) -> list[str]:
-    """Return the head and a line per run, fit to be shown: folders have the names that strangers gave them.
+    """Return a header and a line per run, escaped for the terminal, because folder names may be untrusted.
 
     now      seconds since 1970
-    columns  of the terminal, 0 for none
+    columns  width of the terminal, 0 for none
     """
     head = ("run", "task", "state", "updates", "metric", "items/s", "written", "size")
     lines = [head, *(_cells(row, now) for row in rows)]
@@ -183,7 +183,7 @@ def _ago(seconds: float) -> str:
 
 
 def _size_of(path: Path) -> int:
-    """Return the bytes of all files in the folder; links are not followed, what goes away meanwhile is not counted."""
+    """Return the total size of the files in the folder in bytes, without following links."""
     total, folders = 0, [str(path)]
     while folders:
         try:
@@ -199,9 +199,9 @@ def _size_of(path: Path) -> int:
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    """Return the row with its time in words; there is no NaN in it."""
+    """Return the row with an ISO time and without NaN."""
     written = datetime.fromtimestamp(row.written, UTC).isoformat(timespec="seconds") if row.written else None
     return {**asdict(row), "written": written}
 
 
-_FIX = "use accel-run runs, output_root=DIR or --json"
+_FIX = "options: output_root=DIR, --json"

@@ -1,4 +1,4 @@
-"""`accel-run search`: settings that are best by a metric, each tried by a training of its own."""
+"""`accel-run search`: search for the settings that give the best metric."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from runner.commands.sweep_words import BOTH, TOGETHER_HELP, wish_of
 
 HELP = f"""usage: accel-run search 'KEY=RANGE' ... [trials=20] [metric=val/loss] [goal=min] [budget_s=S] [key=value ...]
 
-Searches the settings that are best by a metric: trains with some, and lets Optuna (TPE) say what to try next. Each
-trial is a run of its own in outputs/<run name>. A trial that fails, or whose metric is not finite, counts as failed.
-The same command with the same run=NAME goes on, after Ctrl-C (exit 75), a crash or a kill, and with a larger trials=.
+Searches for the settings that give the best metric; Optuna (TPE) proposes each trial. A trial is a separate run in
+outputs/<run name>. A trial that raises an error, or whose metric is not finite, counts as failed. To resume after
+Ctrl-C (exit 75), a crash or a kill, or to add trials, run the same command with the same run=NAME.
 
-ranges, in quotes, for brackets mean something to a shell
-  'KEY=log(1e-4,1e-2)'         a number between them, on a log scale; also tag(log,interval(1e-4,1e-2))
-  'KEY=interval(0,0.5)'        a number between them; whole where the key is
+ranges; quote them, because shells interpret brackets
+  'KEY=log(1e-4,1e-2)'         a number in this range, on a log scale; also tag(log,interval(1e-4,1e-2))
+  'KEY=interval(0,0.5)'        a number in this range; an integer if the key is an integer
   'KEY=range(16,129,16)'       one of 16, 32, ..., 128
-  'KEY=a,b', 'KEY=choice(a,b)', 'GROUP=glob(adam*)'    one of them
+  'KEY=a,b', 'KEY=choice(a,b)', 'GROUP=glob(adam*)'    one of these
 
-  trials=20                    of the whole search
+  trials=20                    total number of trials of the search
 {TOGETHER_HELP}
-  budget_s=S                   after so many seconds no other trial is begun
+  budget_s=S                   start no new trial after this many seconds
 
 {SETTINGS_HELP}
-needs Optuna: pip install "accel-run[search]"
+Requires Optuna: pip install "accel-run[search]"
 
 examples
   accel-run search 'optimizer.lr=log(1e-4,1e-2)' run=lr
@@ -36,11 +36,11 @@ OWN = {"trials": "20", "budget_s": "", **BOTH}
 
 
 def run(words: list[str]) -> int:
-    """Search; return 0 where a trial has a value, or 75 when it was saved and stopped."""
+    """Search; return 0 if a trial has a value, or 75 if it was saved and stopped."""
     own, rest, _ = own_words(words, OWN)
     wish, trials, given = wish_of(own), own["trials"], own["budget_s"]
     if not trials.isdecimal() or not int(trials):
-        what = "must be a whole number of at least 1: how many trials there will be"
+        what = "must be an integer of at least 1, the number of trials"
         raise ConfigError(Problem(what, f"trials={trials}", f"use trials={OWN['trials']}"))
     from runner.launch.search import search
 

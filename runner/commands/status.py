@@ -1,4 +1,4 @@
-"""`accel-run status`: what a run has reached, which checkpoints are whole, and its last error."""
+"""`accel-run status`: progress, checkpoints and last error of a run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from runner.durable.files import TEMPORARY, mapped, read_object, read_rows
 
 HELP = """usage: accel-run status [last|NAME|DIR] [output_root=DIR]
 
-Shows the state of a run: progress by phase, every checkpoint with valid or damaged and why, the last error. Of a sweep
-or a search it shows the table of its trials.
+Shows the state of a run: progress of each phase, whether each checkpoint is valid or damaged and why, and the last
+error. For a sweep or search it shows the table of trials.
 
 examples
   accel-run status
@@ -52,15 +52,15 @@ def run(words: list[str]) -> int:
 
 
 def _of_sweep(folder: Path) -> int:
-    """Print how the trials of a sweep or a search stand."""
+    """Print the trials of a sweep or a search."""
     from runner.durable.standing import standing
     from runner.launch.trials import Sweep, summary, table
 
     sweep = Sweep.read(folder)
     results = sweep.results()
     word = standing(sweep.record).word
-    goes_on = f"; the same command with run={folder.name} goes on" if word in ("preempted", "killed") else ""
-    _print(f"{folder.name}: {'stopped' if goes_on else word}{goes_on}   ({folder})")
+    to_resume = f"; to resume, run the same command with run={folder.name}" if word in ("preempted", "killed") else ""
+    _print(f"{folder.name}: {'stopped' if to_resume else word}{to_resume}   ({folder})")
     _print(f"  {sweep.kind:<10}  {sweep.task}: {summary(results, sweep.goal)}")
     _print(f"  command     {sweep.command or 'unknown'}")
     _print("\n".join(["", *table(results, sweep.goal, columns_of())]))
@@ -68,13 +68,13 @@ def _of_sweep(folder: Path) -> int:
 
 
 def _last_error(directory: Any, record: dict[str, Any]) -> None:
-    """Print why the last attempt failed; while another one is under way, or was killed, that of an earlier one."""
+    """Print the error of the last attempt; of an earlier one if the last attempt is running or was killed."""
     error = read_object(directory.error)
     if not error:
         return
     where = f"{error['where']}: " if error.get("where") else ""
-    is_newer = _is_newer(directory.error, directory.run_json)  # a refused attempt does not change what the run is
-    earlier = " (the attempt after that)" if is_newer and record.get("state") != "failed" else " (an earlier attempt)"
+    is_newer = _is_newer(directory.error, directory.run_json)  # a refused attempt does not change the state of the run
+    earlier = " (a later attempt)" if is_newer and record.get("state") != "failed" else " (an earlier attempt)"
     earlier = "" if record.get("state") == "failed" else earlier
     cause, *more = f"{where}{error.get('cause', '')} (exit {error.get('exit_code')}){earlier}".splitlines()
     _print(f"  last error  {cause}")
@@ -89,11 +89,11 @@ def _is_newer(one: Path, other: Path) -> bool:
         return False
 
 
-_WELL = ("done", "preempted")  # nothing is wrong any more
+_WELL = ("done", "preempted")  # states without an error
 
 
 def _print(text: str) -> None:
-    """Print what a run says of itself, which a stranger may have written."""
+    """Print text from the files of a run, which may be untrusted."""
     print(for_terminal(fit_to_show(text)))
 
 
@@ -123,14 +123,14 @@ def _phases(directory: Any) -> None:
         early = ", finished" if mapped(ended.get(phase)).get("finished") and row.get("update") != total else ""
         _print(f"  phase       {phase}: update {row.get('update')} of {total}{early}   {shown}")
     if not reached:
-        _print("  phase       no update reported yet")
+        _print("  phase       no update yet")
     found = throughput(evidence_in(record), last)
     if found is not None:
-        _print(f"  throughput  {rate(found)} items/s after the first update")
+        _print(f"  throughput  {rate(found)} items/s, first update excluded")
 
 
 def _is_number(value: Any) -> bool:
-    """Tell whether it can be shown as a loss; an integer of 400 digits is none."""
+    """Return whether this can be shown as a loss; an integer of 400 digits cannot."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
@@ -148,4 +148,4 @@ def _checkpoints(directory: Any) -> None:
             _print(f"  {lead:<11} {path.name}: {'damaged: ' + '; '.join(problems) if problems else 'valid'}")
         else:
             is_begun = path.name.startswith(TEMPORARY)
-            _print(f"  {lead:<11} {path.name}: {'half written, swept by the next start' if is_begun else 'put aside'}")
+            _print(f"  {lead:<11} {path.name}: {'incomplete, removed at the next start' if is_begun else 'set aside'}")

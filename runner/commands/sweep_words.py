@@ -1,4 +1,4 @@
-"""The words of a sweep and of a search that are no settings: how many trials at once, and which is the best."""
+"""Options of sweeps and searches: concurrent trials, metric and goal."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from runner.base.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from runner.launch.sweep import Wish
 
-# key -> its value where nobody says another
+# key -> default value
 BOTH = {"together": "1", "metric": "", "goal": ""}
 GRID = {**BOTH, "retry": "false"}
 TOGETHER_HELP = """\
-  together=1|N|auto            trials at once; auto: as many as the device's memory holds, by prediction
-  metric=NAME, goal=min|max    by what trials are compared, at their last evaluation (default: early_stopping's)"""
+  together=1|N|auto            number of concurrent trials; auto: as many as fit in device memory, by prediction
+  metric=NAME, goal=min|max    how trials are compared, at their last evaluation (default: as for early_stopping)"""
 
 
 def wish_of(own: Mapping[str, str]) -> Wish:
-    """Return what was said of the sweep, by the values of its own keys. Raises ConfigError with every slip."""
+    """Return the options of the sweep. Raises ConfigError listing all invalid values."""
     from runner.launch.sweep import Wish
 
     problems = []
     together, goal, retry = own["together"], _GOALS.get(own["goal"], own["goal"]), own.get("retry", "false")
     if together != "auto" and not (together.isdecimal() and int(together)):
-        what = "must be a whole number of at least 1, or auto"
+        what = "must be an integer of at least 1, or auto"
         problems.append(Problem(what, f"together={together}", "use together=2, or together=auto"))
     if goal not in ("", "min", "max"):
-        problems.append(Problem("must be min or max", f"goal={goal}", "use goal=min where less is better"))
+        problems.append(Problem("must be min or max", f"goal={goal}", "use goal=min if lower is better"))
     if retry not in ("true", "false"):
         problems.append(Problem("must be true or false", f"retry={retry}", "use retry=true"))
     if problems:
@@ -41,4 +41,4 @@ def wish_of(own: Mapping[str, str]) -> Wish:
     )
 
 
-_GOALS = {"minimize": "min", "minimise": "min", "maximize": "max", "maximise": "max"}  # as other programs call it
+_GOALS = {"minimize": "min", "minimise": "min", "maximize": "max", "maximise": "max"}  # aliases of other tools

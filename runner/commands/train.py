@@ -1,4 +1,4 @@
-"""`accel-run train`: train a task, or several settings of it one after another."""
+"""`accel-run train`: train a task, or sweep over several settings."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from runner.commands.sweep_words import GRID, TOGETHER_HELP, wish_of
 
 HELP = f"""usage: accel-run train [key=value ...] [-m]
 
-Trains the task of the configuration and leaves everything in outputs/<run name>. The same command with the same
-run=NAME goes on where it stopped: after Ctrl-C, SIGTERM (exit 75), a crash or a kill.
+Trains a task and writes everything to outputs/<run name>. To resume a run that was stopped by Ctrl-C, SIGTERM (exit
+75), a crash or a kill, run the same command with the same run=NAME.
 
 {SETTINGS_HELP}
-  -m                           a sweep: every combination of key=1,2, key=range(1,5) and key=choice(a,b), each a run of
-                               its own in outputs/<run name>, which gets sweep.json and results.csv; with it
+  -m                           sweep: train every combination of key=1,2, key=range(1,5) and key=choice(a,b); each is
+                               a separate run in outputs/<run name>, beside sweep.json and results.csv; options:
 {TOGETHER_HELP}
-  retry=true                   try failed trials again when the sweep goes on
+  retry=true                   retry failed trials when the sweep resumes
 
 examples
   accel-run train
@@ -27,7 +27,7 @@ examples
 
 
 def run(words: list[str]) -> int:
-    """Train; return 0, or 75 when it was saved and stopped."""
+    """Train; return 0, or 75 if it was saved and stopped."""
     if {"-m", "--multirun"} & set(words):
         own, rest, _ = own_words(words, GRID)
         wish = wish_of(own)
@@ -37,20 +37,20 @@ def run(words: list[str]) -> int:
     request = read(words).request
     meant = [word for word in request.overrides if word.partition("=")[0] in GRID]
     if meant:
-        raise ConfigError(Problem("is for a sweep over several values", word, "use -m with it") for word in meant)
+        raise ConfigError(Problem("applies only to a sweep over several values", word, "add -m") for word in meant)
     return train_and_point(request)
 
 
 def train_and_point(request: Request) -> int:
-    """Train, and say in a line what would make it faster where that is plain; return 0, or 75."""
+    """Train, and print a one-line hint if a setting would clearly make it faster; return 0, or 75."""
     from runner.launch.start import train
 
     code, job = train(request)
     if job is not None and code == 0:
-        from runner.measure.hint import hint  # now: a slip is answered without it
+        from runner.measure.hint import hint  # imported late: not needed to report invalid settings
         from runner.observe.events import Console
 
         pointed = hint(job)
         if pointed:
-            Console().info(pointed)  # goes on when nobody reads any more
+            Console().info(pointed)  # does not fail on a broken pipe
     return int(code)

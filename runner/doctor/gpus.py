@@ -55,7 +55,7 @@ def gpus(context: Context) -> Iterator[Finding | Answer]:
         known = ", ".join([*(device.torch_name for device in inventory.usable), "cpu"])
         reasons = [device.why_not for device in inventory.devices if not device.usable] or list(inventory.notes[:1])
         because = f": {reasons[0]}" if reasons else ""
-        yield failed(wanted, f"{wanted} is not here; this machine has {known}{because}", "accel-run doctor device=auto")
+        yield failed(wanted, f"{wanted} does not exist; there is {known}{because}", "accel-run doctor device=auto")
         return
     if not inventory.devices:
         yield skip("", "no GPU; training runs on the CPU")

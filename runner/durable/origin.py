@@ -97,9 +97,9 @@ def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> Non
     ):
         return
     raise SecurityRefusal(
-        f"this run says that its task is {task_file}; a folder from elsewhere does not decide what code is run",
+        f"this run was made with task file {task_file}; a run folder alone never decides which code runs",
         where=str(directory.path),
-        fix=f"read that file, and where you trust it use --task {task_file}",
+        fix=f"read that file; if you trust it, use --task {task_file}",
     )
 
 

@@ -35,13 +35,13 @@ def standing(record: Mapping[str, Any]) -> Standing:
     if state == "running" and record.get("host") not in (None, socket.gethostname()):
         return Standing("running", f"running on {record['host']}, if it was not killed there")
     if state == "running" and not _is_alive(record):
-        return Standing("killed", f"killed; {_going_on(record)} goes on where it stopped")
+        return Standing("killed", f"killed; resume it with: {_going_on(record)}")
     known: dict[str, tuple[Word, str]] = {
         "running": ("running", "running"),
         "done": ("finished", "done"),
-        "submitted": ("submitted", "handed to a scheduler; its trials tell how they stand"),
-        "preempted": ("preempted", f"saved and stopped; {_going_on(record)} goes on"),
-        "interrupted": ("interrupted", "stopped before its first checkpoint; the same command begins at update 0"),
+        "submitted": ("submitted", "submitted to a scheduler; see the state of its trials"),
+        "preempted": ("preempted", f"saved and stopped; resume it with: {_going_on(record)}"),
+        "interrupted": ("interrupted", "stopped before its first checkpoint; the same command starts at update 0"),
         "failed": ("failed", f"failed (exit {code})"),
     }
     word, sentence = known.get(state, ("unknown", state))

@@ -46,7 +46,7 @@ def infer(request: Request) -> Exit:
 
     Raises InputMissing where there is no such run or no checkpoint in it, DataError where all are damaged.
     """
-    console = Console()  # goes on when nobody reads any more, as in `| head`
+    console = Console()  # does not fail on a broken pipe, as in `| head`
 
     from runner.engine.redo import release
     from runner.engine.tasks import check_packages

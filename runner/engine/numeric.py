@@ -276,7 +276,7 @@ def _as_written() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------- watching modules
+# ---------------------------------------------------------------- live modules
 
 
 @dataclass
@@ -457,10 +457,10 @@ def _described(call: _Call) -> str:
 
 
 _FIXES = {  # the most telling first
-    "samples": "mend these samples, or let the data set raise for them and use dataloader.bad_samples=skip",
-    "drawn": "mend what the data set draws at random, as augmentation: now and then it makes what is not finite",
-    "module": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits; or mend it",
-    "loss": "mend the loss, or lower optimizer.lr, as resume_allow permits",
+    "samples": "fix these samples, or let the dataset raise an error for them and use dataloader.bad_samples=skip",
+    "drawn": "fix the random draws of the dataset, such as augmentation: they sometimes give non-finite values",
+    "module": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits; or fix it",
+    "loss": "fix the loss, or lower optimizer.lr, as resume_allow permits",
     "parameters": "lower optimizer.lr, as resume_allow permits",
     "applied": "use optimizer.kernel=fused, which is told in time: the same update then ends with the module named",
     "overflow": "make the loss smaller: gradients of this size leave no room for their squares",

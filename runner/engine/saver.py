@@ -227,8 +227,8 @@ class Saver:
             if waited > max(_WAIT_S, 0.5 * held):
                 self._warn_once(
                     "disk",
-                    f"saves come faster than the disk writes: at checkpoint {snapshot.update} training waited"
-                    f" {waited:.1f} s for the one before; {self.policy.advice}",
+                    "checkpoints are requested faster than the disk can write them: training waited"
+                    f" {waited:.1f} s at checkpoint {snapshot.update}; {self.policy.advice}",
                 )
         return held
 
@@ -241,8 +241,8 @@ class Saver:
             return True
         self._warn_once(
             "disk",
-            f"saves come faster than the disk writes: one is due, but the one before has taken {busy_s:.1f} s"
-            f" until now; the next waits for it; {self.policy.advice}",
+            "checkpoints are requested faster than the disk can write them: the previous one has been written for"
+            f" {busy_s:.1f} s, and the next waits for it; {self.policy.advice}",
         )
         return False
 

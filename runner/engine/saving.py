@@ -98,16 +98,14 @@ class SavePolicy:
 
     @property
     def advice(self) -> str:
-        """Return what to do where saves come faster than the disk writes."""
+        """Return what to do when checkpoints are requested faster than the disk can write them."""
         if not self.is_auto:
             return "use checkpoint.every=auto, or save less often"
-        return "use output_root=DIR with a faster disk"
+        return "use output_root=DIR on a faster disk"
 
     def __str__(self) -> str:
         if self.is_auto:
-            return (
-                f"so often that it costs under {COST:.0%} of the time, at most {AT_RISK_S / 60:.0f} min of work at risk"
-            )
+            return f"automatic (overhead below {COST:.0%}, at most {AT_RISK_S / 60:.0f} min of work at risk)"
         if self.seconds is not None:
             return f"every {self.seconds / 60:g} min"
         if self.updates is not None:

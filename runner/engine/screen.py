@@ -89,7 +89,7 @@ class Screen:
         """Keep a row in events.jsonl; a bad sample is also said, once for all of them."""
         self.events.record(kind, **fields)
         if kind == "bad sample":
-            self.console.warn_once("samples that cannot be read are left out; events.jsonl lists them")
+            self.console.warn_once("unreadable samples are skipped; events.jsonl lists them")
 
     def tell(self, notices: Iterable[Notice]) -> None:
         """Say what the monitor has seen, and keep it in events.jsonl."""
@@ -102,9 +102,10 @@ class Screen:
         """A phase begins."""
         self.event("phase", phase=phase, update=done, total=total, samples=order.num_samples)
         epochs = total / order.updates_per_epoch
+        left = f"{total - done} of {total}" if done else str(total)
         self.say(
-            f"{phase}: {total - done} updates of {total} to make ({order.num_samples:,} samples, {epochs:.2g} epochs,"
-            f" {order.global_batch_size} an update)"
+            f"{phase}: {left} updates, {order.num_samples:,} samples, batch {order.global_batch_size}"
+            f" ({epochs:.2g} epochs)"
         )
         is_terse = self._level not in ("debug", "info")
         draws = self.speaks and (sys.stdout.isatty() or not is_terse)
@@ -123,14 +124,14 @@ class Screen:
         self.events.record("first update", update=update, unix_s=time.time(), seconds=seconds)
         if calls:
             ran = ", ".join(f"{number} x {kernel} ({kind})" for (kind, kernel), number in calls.items())
-            self.say(f"attention ran as {ran}")
+            self.say(f"attention kernels used: {ran}")
             if attention.kernels and not any(attention.name in kernel for _, kernel in calls):
                 self.warn(
-                    f"attention={attention.name} was asked for and did not run"
+                    f"attention={attention.name} was requested but did not run"
                     + (f": {attention.reason}" if attention.reason else "")
                 )
         if seconds > SLOW_START_S:
-            self.say(f"the first update took {seconds:.1f} s, with all that is compiled or searched for once")
+            self.say(f"the first update took {seconds:.1f} s, including one-time compilation and autotuning")
 
     def due(self, update: int) -> bool:
         """Tell whether something would be drawn now."""
@@ -189,7 +190,7 @@ class Screen:
     def report_end(self, run: TrainingRun, outcome: Outcome, evidence: Evidence) -> None:
         """Say how the run ended, what limited it, and what can be done next."""
         if run.observers.profiler.only:  # nothing was trained that one could go on with
-            self.say(f"\n{run.observers.profiler.report or 'nothing was profiled: no update was made'}")
+            self.say(f"\n{run.observers.profiler.report or 'nothing was profiled: no update was run'}")
             self.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
             return
         plan, total = run.plan, evidence.seconds or 0.0
@@ -253,7 +254,7 @@ class Screen:
             "" if plan.settings.output_root == "outputs" else f" output_root={shlex.quote(plan.settings.output_root)}"
         )
         if outcome.stopped_by:
-            return [f"accel-run resume run={self.directory.name}{root}   (goes on where it stopped)"]
+            return [f"accel-run resume run={self.directory.name}{root}   (resumes where it stopped)"]
         return [
             f"accel-run inference run={self.directory.name}{root}",
             f"accel-run status run={self.directory.name}{root}",
@@ -281,7 +282,7 @@ def _busy_percent(run: TrainingRun) -> dict[str, float]:
 
 
 def _saves(plan: Plan) -> list[str]:
-    return [] if plan.choices["profiler"].options.get("only") else [f"saves {_policy(plan)}"]
+    return [] if plan.choices["profiler"].options.get("only") else [f"checkpoint interval: {_policy(plan)}"]
 
 
 def _policy(plan: Plan) -> SavePolicy:
@@ -290,14 +291,14 @@ def _policy(plan: Plan) -> SavePolicy:
 
 
 def _toll(toll: Toll, total_s: float) -> str:
-    """Return what the saves on the way cost."""
+    """Return the cost of the checkpoints written during the run."""
     share = (toll.held_s + toll.slowed_s) / total_s
-    saves = f"{toll.num_saves} save{'s' * (toll.num_saves > 1)} on the way"
-    text = f"{saves} held training for {toll.held_s:.2f} s, {share:.2%} of the time"
+    saves = f"{toll.num_saves} checkpoint{'s' * (toll.num_saves > 1)}"
+    text = f"{saves} paused training for {toll.held_s:.2f} s in total (overhead {share:.2%})"
     if toll.last is None:
         return text
     size, seconds = toll.last.nbytes / 1e6, toll.last.write_s
-    return f"{text} with what they slowed it down; the last of {size:,.1f} MB was on disk after {seconds:.2f} s"
+    return f"{text}; the last one ({size:,.1f} MB) took {seconds:.2f} s to write"
 
 
 def _techniques(plan: Plan) -> list[Technique]:
@@ -306,7 +307,7 @@ def _techniques(plan: Plan) -> list[Technique]:
     for group, off in _OFF.items():
         choice, reason = plan.choices[group], plan.reason(group)
         detail = ", ".join(f"{key} {_shown(choice.options[key])}" for key in _SHOWN if key in choice.options)
-        why = "not asked for" if reason == "default" and choice.name in off else reason
+        why = "not requested" if reason == "default" and choice.name in off else reason
         if choice.name in off:
             found.append(Technique(f"{group} {choice.name}" if choice.name != "off" else group, False, why))
         else:

@@ -453,7 +453,7 @@ def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, 
         try:
             directory.write(name, _json(summary.to_json()))
         except AccelRunError as error:  # a full disk, a link: the run ends as it would without a monitor
-            screen.warn(f"{name} is not written: {error.problems[0]}")
+            screen.warn(f"{name} was not written: {error.problems[0]}")
 
 
 def resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metrics: Any) -> Any:

@@ -31,7 +31,7 @@ def search(request: Request, wish: Wish, *, num_trials: int, budget_s: float = m
     """Try settings until there are so many trials or the time is over, and print a table; 0 where one has a value.
 
     num_trials  of the whole search, those of earlier processes among them
-    budget_s    after so many seconds no other trial is begun; one that is under way is not cut short
+    budget_s    start no new trial after this many seconds; one that is under way is not cut short
     Runs, signals and going on are those of a sweep. Raises ConfigError before anything is started, for every problem of
     an end of a range, and later where a trial that is through has no such metric; MissingPackage.
     """

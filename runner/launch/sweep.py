@@ -125,7 +125,7 @@ class opened:  # noqa: N801 - used as a function
 
 def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing, configuration: Configuration) -> int:
     """Run what the source asks for, write down how each trial ended, and print the table; return the exit code."""
-    console = Console()  # goes on when nobody reads any more, as in `| head`
+    console = Console()  # does not fail on a broken pipe, as in `| head`
     say = console.info
     found.together = packing.why
     if packing.why:

@@ -67,7 +67,7 @@ class Report:
 
 
 def screen(report: Report) -> list[str]:
-    """Return what a person reads."""
+    """Return the lines to print."""
     lines: list[str] = []
     for table in report.tables:
         lines += [table.title, *_aligned(table), ""]

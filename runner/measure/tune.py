@@ -467,7 +467,7 @@ def _read_ahead(ground: Ground) -> Proposed:
 def _copies(ground: Ground) -> Proposed:
     """Copies to the GPU from page-locked memory, on a stream of their own, or neither."""
     if not ground.on_gpu:
-        return "there is no GPU to copy to"
+        return "no GPU"
     pinned = str(not ground.get("dataloader.pin_memory")).lower()
     return [*ground.choices("prefetch"), (f"dataloader.pin_memory={pinned}",)]
 

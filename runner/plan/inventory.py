@@ -66,7 +66,7 @@ class Device:
 
     @property
     def native_bf16(self) -> bool:
-        """It computes bfloat16 natively. For a CPU see Cpu.native_bf16."""
+        """It supports bfloat16 natively. For a CPU see Cpu.native_bf16."""
         return self.formats.bf16
 
     @property

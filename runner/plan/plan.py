@@ -71,7 +71,7 @@ class PhasePlan:
         product = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.world_size}"
         is_even = batch.micro_batch_size * batch.accumulation_steps * batch.world_size == batch.global_batch_size
         product = product if is_even else " + ".join(map(str, batch.shares))
-        words.append(f"{batch.global_batch_size} samples an update ({product})")
+        words.append(f"{batch.global_batch_size} samples per update ({product})")
         words += [f"trains {', '.join(self.trains)}"] if self.trains is not None else []
         words += [f"needs {', '.join(self.needs)}"] if self.needs else []
         return "; ".join(words)
@@ -362,9 +362,9 @@ class _Planner:
                 return device
         known = ", ".join([*(device.torch_name for device in usable), "cpu"])
         raise DeviceMissing(
-            f"{wanted} is not here; this machine has {known}{self._unusable('')}",
+            f"{wanted} does not exist; this machine has {known}{self._unusable('')}",
             where=f"device={wanted}",
-            fix="use device=auto to take what is here",
+            fix="use device=auto to select an available device",
         )
 
     def choose_strategy(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> None:
@@ -373,7 +373,7 @@ class _Planner:
             return
         named = self.configuration.settings.device
         if ranks is None and named.startswith("cuda:"):
-            self.choose("parallelism", "single", f"auto: device={named} names one")
+            self.choose("parallelism", "single", f"auto: device={named} selects one device")
             return
         there = self._corrected(ranks or _devices_here(chosen, self.inventory))
         if self.needs is None or len(there) == 1:
@@ -394,7 +394,7 @@ class _Planner:
         """Give every rank its device; return the one that decides what all of them can compute in, None for the CPU."""
         parallelism = self.choices["parallelism"]
         if ranks is not None and len(ranks) > 1 and parallelism.function == "single":
-            what = f"cannot be one of {len(ranks)} ranks that were started"
+            what = f"cannot be one of the {len(ranks)} ranks that were started"
             self.problems.append(Problem(what, "parallelism=single", "use parallelism=ddp, or start one process"))
         if ranks is not None or parallelism.function == "single":
             self.ranks = self._corrected(ranks or [RankDevice.of(chosen, self.inventory)])
@@ -411,7 +411,7 @@ class _Planner:
             used, key=lambda gpu: (gpu.capability or (0, 0), gpu.native_bf16, gpu.fp16_tensor_cores), default=None
         )
         if weakest is not None and len({(gpu.capability, gpu.architecture) for gpu in used}) > 1:
-            self.notes.append(f"all ranks compute in one format: {weakest.name} decides which")
+            self.notes.append(f"all ranks compute in one format, chosen for {weakest.name}")
         return weakest
 
     def _corrected(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:
@@ -434,10 +434,10 @@ class _Planner:
             self.reasons["device"] = f"profile {self.configuration.profile}"
             return None
         if not usable:
-            self.reasons["device"] = f"auto: no GPU here{self._unusable(' that can be used')}"
+            self.reasons["device"] = f"auto: no GPU found{self._unusable(' that can be used')}"
             return None
         best = max(usable, key=lambda gpu: gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes)
-        others = f", the one with most free memory of {len(usable)}" if len(usable) > 1 else ""
+        others = f", which has the most free memory of {len(usable)} GPUs" if len(usable) > 1 else ""
         self.reasons["device"] = f"auto: {best.name}{others}"
         return best
 
@@ -459,19 +459,19 @@ class _Planner:
         if gpu:
             self.notes.append(
                 f"profile {profile} describes {', '.join(names)}; this is {gpu.name}:"
-                " the profile's options are used, what they cannot do here is replaced"
+                " the profile's options are used, and options that do not work here are replaced"
             )
             return
         replaced = []
         for group, choice in self.configuration.choices.items():
             if self.configuration.sources.get(group) == f"profile {profile}" and choice.name != "auto":
                 self.choose(
-                    group, shipped_options()[group], f"default: profile {profile} says {choice.name}, for its GPU"
+                    group, shipped_options()[group], f"default: profile {profile} sets {choice.name} for its GPU"
                 )
                 replaced.append(f"{group}={choice.name}")
         self.notes.append(
-            f"profile {profile} describes {', '.join(names)}; here the run is on the CPU"
-            + (f", so {', '.join(replaced)} of the profile gave way to the defaults" if replaced else "")
+            f"profile {profile} describes {', '.join(names)}; this run is on the CPU"
+            + (f", so {', '.join(replaced)} from the profile fell back to the defaults" if replaced else "")
         )
 
     def choose(self, group: str, name: str, reason: str) -> None:
@@ -551,7 +551,7 @@ class _Planner:
             chosen = max(found, key=len)
             self.set("memory", "recompute", list(chosen), "auto")
             fits = all(each.prediction.fits for each in self.memory(phases))
-            what = "free what the device lacks" if fits else "are computed again, and it still lacks memory"
+            what = "are recomputed so that the run fits" if fits else "are recomputed, but it still does not fit"
             self.set("memory", "recompute", list(chosen), f"auto: {len(chosen)} blocks {what}")
 
     def memory(self, phases: Sequence[PhasePlan]) -> tuple[RankMemory, ...]:
@@ -588,12 +588,12 @@ class _Planner:
         if micro_batch_size == "auto":
             reason = f"auto: {PASSES_PER_STAGE} micro-batches for each of {batch.stages} stages"
             if batch.accumulation_steps > PASSES_PER_STAGE * batch.stages:
-                reason = "auto: what every stage holds"
-            whole = "auto: the whole share of an update in one pass"
+                reason = "auto: the largest that fits every stage"
+            whole = "auto: the whole share of an update as one micro-batch"
             if not batch.in_one_pass:
-                whole = "auto: what the smallest device holds, so that shares are free to follow speed"
+                whole = "auto: the largest that fits the smallest device, so that shares can follow speed"
                 if self.choices["parallelism"].options.get("shares") != "speed":
-                    whole = f"auto: what fits; the whole share of {max(batch.shares)} would not"
+                    whole = f"auto: the largest that fits; the whole share of {max(batch.shares)} would not"
             self.reasons[f"{lead}micro_batch_size"] = reason if batch.stages > 1 else whole
         self.reasons[f"{lead}shares"] = why
         is_even = len(set(batch.shares)) == 1
@@ -608,7 +608,7 @@ class _Planner:
         if function == "pipeline" and count > 1:
             micro = self._of_stages(total, phase) if micro == "auto" else micro
             batch = divide(total, micro, (total,), ragged=True)
-            why = "every rank sees all samples, with some layers"
+            why = "every rank processes all samples with some of the layers"
             return (batch if isinstance(batch, Problem) else dataclasses.replace(batch, stages=count)), why
         wanted = self.choices["parallelism"].options.get("shares", "equal")
         shares, why = shares_of(wanted, total, self.ranks)
@@ -648,13 +648,13 @@ class _Planner:
         if not held:
             rank, demand = min(self.ranks, key=lambda rank: rank.capacity_bytes), needs.worst(1)
             least = predicted(demand, 1, rank, part)
-            text = f"a pass of one sample is predicted to take {sized(least.total)}"
+            text = f"a micro-batch of one sample is predicted to need {sized(least.total)}"
             note = f"{text}, but {rank.device} has {sized(least.capacity)}{LISTED}"
             self.notes += [note] if note not in self.notes else []
         return passes_of(largest, held)
 
 
-LISTED = ": accel-run plan lists what would fit"
+LISTED = ": accel-run plan lists settings that would fit"
 PASSES_PER_STAGE = 4  # micro-batches for each stage of a pipeline: with 2 stages 1 / 9 of the time is idle
 
 
@@ -669,11 +669,11 @@ def _precision(planner: _Planner, gpu: Device | None) -> None:
         needed = "CDNA 2 or RDNA 3" if gpu.architecture else "capability 8.0"
         why = f"needs a GPU of {needed} or above; {gpu.name} has {gpu.generation} and only emulates bfloat16"
         instead = "fp16" if gpu.fp16_tensor_cores else "fp32"
-        planner.refuse_or_replace("precision", why, instead, "bfloat16 is not native here")
+        planner.refuse_or_replace("precision", why, instead, "no native bfloat16")
     elif name == "tf32" and not (gpu and gpu.native_tf32):
         here = f"{gpu.name} has {gpu.generation}" if gpu else "this is a CPU"
         why = f"needs a GPU of capability 8.0 or above; {here}"
-        planner.refuse_or_replace("precision", why, "fp32", "TF32 is not there")
+        planner.refuse_or_replace("precision", why, "fp32", "no TF32 support")
     elif name == "fp16" and not gpu:
         planner.notes.append(
             "precision=fp16 on a CPU is emulated and slow (about 1 GFLOP/s a core): good for tests only"
@@ -683,11 +683,11 @@ def _precision(planner: _Planner, gpu: Device | None) -> None:
 def _native_precision(gpu: Device | None) -> tuple[str, str]:
     """Return the best format that the device computes in natively, and why it is that one."""
     if gpu is None:
-        return "fp32", "auto: a CPU gains from bfloat16 only with large models; measure before choosing it"
+        return "fp32", "auto: on a CPU bfloat16 helps only large models; measure before using it"
     if gpu.native_bf16:
-        return "bf16", f"auto: {gpu.name} ({gpu.generation}) computes bfloat16 natively"
+        return "bf16", f"auto: {gpu.name} ({gpu.generation}) supports bfloat16 natively"
     if gpu.fp16_tensor_cores:
-        why = "has float16 tensor cores and bfloat16 only by emulation"
+        why = "has float16 tensor cores but only emulates bfloat16"
         return "fp16", f"auto: {gpu.name} ({gpu.generation}) {why}"
     return "fp32", f"auto: {gpu.name} has no tensor cores"
 
@@ -701,15 +701,15 @@ def _optimizer(planner: _Planner, gpu: Device | None) -> None:
     if _is_cuda(gpu) and planner.choices["precision"].function == "fp16" and kernel != "fused":
         # torch.amp.GradScaler.step reads found_inf on the host, unless the optimizer takes it as a tensor
         which = f"optimizer.kernel={kernel}" if kernel else f"optimizer={optimizer.name}"
-        planner.notes.append(f"precision=fp16 with {which} waits for the GPU once an update; fused kernels do not")
+        planner.notes.append(f"precision=fp16 with {which} waits for the GPU at every update; fused kernels do not")
 
 
 def _kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tuple[str, str]:
     if parallelism == "fsdp" and optimizer == "sgd":
         return "foreach", "auto: torch has no fused SGD for sharded parameters"
     if gpu and gpu.kind == "mps":
-        return "foreach", "auto: one launch for many tensors"
-    return "fused", "auto: one kernel for the whole update, same numbers"
+        return "foreach", "auto: one launch updates many tensors"
+    return "fused", "auto: one kernel for the whole optimizer step, same results"
 
 
 def _workers(planner: _Planner, gpu: Device | None) -> None:
@@ -720,16 +720,16 @@ def _workers(planner: _Planner, gpu: Device | None) -> None:
     workers = options.get("num_workers", 0)  # dataloader=thread has at most one
     if workers == "auto":
         if options["cache"] != "none":
-            workers, why = 0, f"auto: nothing to read, the samples are kept in {options['cache']}"
+            workers, why = 0, f"auto: nothing to read, samples are cached in {options['cache']}"
         elif _is_cuda(gpu):
             mine = cores // num_ranks
             whose = f"{mine} of {cores} cores for each rank" if num_ranks > 1 else f"{cores} cores"
-            workers, why = min(8, max(0, mine - 1)), f"auto: {whose}, one of them for this process, at most 8"
+            workers, why = min(8, max(0, mine - 1)), f"auto: {whose}, one of them for the main process, at most 8"
         else:
-            workers, why = 0, "auto: on a CPU workers take cores from the model"
+            workers, why = 0, "auto: on a CPU, workers would compete with the model for cores"
         planner.set("dataloader", "num_workers", workers, why)
     elif workers and options["cache"] == "device":
-        what = "worker processes cannot read from the device"
+        what = "worker processes cannot access a device cache"
         planner.problems.append(Problem(what, "dataloader.cache=device", "use dataloader.num_workers=0"))
     elif workers > cores:
         planner.notes.append(f"dataloader.num_workers={workers} is more than the {cores} cores of this machine")
@@ -738,22 +738,22 @@ def _workers(planner: _Planner, gpu: Device | None) -> None:
 def _pin_memory(planner: _Planner, gpu: Device | None) -> None:
     pin_memory = planner.choices["dataloader"].options["pin_memory"]
     if pin_memory == "auto":
-        why = "auto: copies from it can overlap" if _is_cuda(gpu) else "auto: no GPU to copy to"
+        why = "auto: copies from pinned memory can overlap with computation" if _is_cuda(gpu) else "auto: no GPU"
         planner.set("dataloader", "pin_memory", _is_cuda(gpu), why)
     elif pin_memory and not _is_cuda(gpu):
-        planner.set("dataloader", "pin_memory", False, "there is no GPU to copy to")
-        planner.notes.append("dataloader.pin_memory=true has no effect without a GPU and is off")
+        planner.set("dataloader", "pin_memory", False, "no GPU")
+        planner.notes.append("dataloader.pin_memory=true has no effect without a GPU and is disabled")
 
 
 def _prefetch(planner: _Planner, gpu: Device | None) -> None:
     name = planner.choices["prefetch"].function
     if name == "auto" and _is_cuda(gpu):
-        planner.choose("prefetch", "stream", "auto: copies overlap with compute")
+        planner.choose("prefetch", "stream", "auto: copies overlap with computation")
     elif name == "auto":
-        planner.choose("prefetch", "none", "auto: nothing to copy")
+        planner.choose("prefetch", "none", "auto: no GPU")
     elif name == "stream" and not _is_cuda(gpu):
-        planner.choose("prefetch", "none", "there is no GPU to copy to")
-        planner.notes.append("prefetch=stream has no effect without a GPU and is off")
+        planner.choose("prefetch", "none", "no GPU")
+        planner.notes.append("prefetch=stream has no effect without a GPU and is disabled")
 
 
 def _attention(planner: _Planner, gpu: Device | None) -> None:
@@ -762,32 +762,32 @@ def _attention(planner: _Planner, gpu: Device | None) -> None:
         why = f"flash needs capability 8.0; {gpu.name} is below"
         if gpu.architecture:
             why = f"torch has no flash kernels for {gpu.architecture} ({gpu.name})"
-        planner.refuse_or_replace("attention", why, "efficient", "flash is not there")
+        planner.refuse_or_replace("attention", why, "efficient", "no flash kernel")
     elif name in ("efficient", "cudnn") and not gpu:
-        planner.refuse_or_replace("attention", "has kernels for GPUs only", "auto", "no such kernel on a CPU")
+        planner.refuse_or_replace("attention", "has kernels for GPUs only", "auto", "no CPU kernel")
 
 
 def _compile(planner: _Planner, gpu: Device | None) -> None:
     if planner.choices["compile"].function != "off" and not gpu:
-        slow = "compile on a CPU was slower than eager in every measurement made so far"
-        planner.notes.append(f"{slow}; measure before keeping it")
+        slow = "on a CPU, compile has been slower than eager mode in every measurement so far"
+        planner.notes.append(f"{slow}; measure before using it")
 
 
 def _parallelism(planner: _Planner, gpu: Device | None) -> None:
     choice, compiled = planner.choices["parallelism"], planner.choices["compile"]
     if choice.function == "pipeline" and compiled.function not in ("off", "regional"):
-        what = "compiles the model as a whole, of which a rank of a pipeline has only some layers"
+        what = "compiles the whole model, but a pipeline rank holds only some of its layers"
         planner.problems.append(Problem(what, f"compile={compiled.name}", "use compile=regional, or compile=off"))
     if choice.function != "fsdp":
         return
     travels = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))
     precision = planner.choices["precision"].name
     if travels and travels != precision:
-        what = f"parameters can travel in the format of precision only, which is {precision}"
+        what = f"parameters can be communicated only in the format of precision, which is {precision}"
         fix = f"use precision={travels}, or parallelism.communicate=float32"
         planner.problems.append(Problem(what, f"parallelism.communicate={choice.options['communicate']}", fix))
     if planner.choices["memory"].options.get("channels_last") == "auto":
-        planner.set("memory", "channels_last", False, "fsdp cuts parameters as they lie in memory, row by row")
+        planner.set("memory", "channels_last", False, "fsdp shards parameters in memory order, row by row")
     if planner.choices["optimizer"].function == "sgd" and planner.choices["optimizer"].options["kernel"] == "fused":
         what = "torch has no fused SGD for sharded parameters"
         planner.problems.append(Problem(what, "optimizer.kernel=fused", "use optimizer.kernel=foreach"))

@@ -1,4 +1,4 @@
-"""What is predicted of a run, as people read it: memory by parts, what more would fit, who keeps it, and how long."""
+"""Format the prediction for a run: memory by part, the largest micro-batch, memory by layer, and update time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from runner.plan.plan import PhasePlan, Plan, part_of
 from runner.plan.segments import Allocator
 
 WIDTH = 80  # columns
-COLUMNS = 5  # kinds of ranks beside each other
-MOST = 1_000_000  # samples; more are not looked for
+COLUMNS = 5  # kinds of ranks side by side
+MOST = 1_000_000  # samples; upper limit of the search
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings with which a run would fit, what it then takes, and about how much longer it takes."""
+    """Settings with which a run would fit, their peak memory, and the estimated slow-down."""
 
     words: tuple[str, ...]
     bytes: int
@@ -34,7 +34,7 @@ class Change:
 
 
 def peaks_of_ranks(plan: Plan, needs: Needs, profiles: Sequence[Mapping[str, Any]]) -> dict[str, Peaks]:
-    """Return the peaks of every device of the plan by its name, in the plan's precision; measured ones where known."""
+    """Return the peak rates of each device of the plan by name, in the plan's precision; measured if known."""
     precision = plan.choices["precision"].name
     rates = {name: known.flops_per_s for name, known in needs.corrections.items()}
     return {name: peaks_of(name, precision, profiles, rates.get(name)) for name in {rank.name for rank in plan.ranks}}
@@ -47,10 +47,10 @@ def sheet(
     changes: Sequence[Change] = (),
     untried: Sequence[tuple[str, ...]] = (),
 ) -> list[str]:
-    """Return the lines that tell of memory and time.
+    """Return the lines about memory and time.
 
-    peaks    device -> what it does at most
-    changes  what would make the run fit, as found; untried: what there was no time to try
+    peaks    device -> its peak rates
+    changes  settings that would make the run fit; untried: settings for which there was no time
     """
     if not plan.memory:
         why = needs.why_not or "no phase trains"
@@ -66,19 +66,19 @@ def sheet(
         lines += _layers(demand, of_ranks)
         lines += _time(plan, phase, demand, peaks)
     if changes:
-        lines += ["", "what would fit, by the estimated time of an update; peaks are predicted:"]
+        lines += ["", "settings that would fit, fastest first (peak memory and time are estimates):"]
         lines += [f"{'peak':>9}  {'time':>7}  overrides", *map(str, changes)]
     elif not all(each.prediction.fits for each in plan.memory):
-        lines += ["", *_wrapped("advice", "nothing that was tried would fit: take a smaller model or more memory")]
+        lines += ["", *_wrapped("advice", "no setting that was tried fits: use a smaller model or more memory")]
     if untried:
-        lines += _wrapped("not tried", f"{', '.join(map(' '.join, untried))}: it would take long to follow them")
+        lines += _wrapped("not tried", f"{', '.join(map(' '.join, untried))}: tracing them would take too long")
     lines += [""]
     lines += [line for said in _assumed(plan, needs) for line in _wrapped("", said)]
     return lines
 
 
 def short(memory: Sequence[RankMemory]) -> list[str]:
-    """Return a line for each kind of rank, of the phase that takes most: for the report at the start of a run."""
+    """Return a line per kind of rank for its most demanding phase: for the report at the start of a run."""
     worst: dict[int, RankMemory] = {}
     for each in memory:
         if each.rank not in worst or each.prediction.total > worst[each.rank].prediction.total:
@@ -95,7 +95,7 @@ def short(memory: Sequence[RankMemory]) -> list[str]:
 
 
 def _parts(plan: Plan, of_ranks: Sequence[RankMemory]) -> list[str]:
-    """Return the table of parts, with a column for each kind of rank."""
+    """Return the table of memory by part, with a column per kind of rank."""
     kinds = _alike(of_ranks)
     shown = kinds if len(kinds) <= COLUMNS else sorted(kinds, key=lambda kind: _room(kind[0]))[:COLUMNS]
     rows = [("memory", *(_devices(plan, kind) for kind in shown))]
@@ -105,7 +105,7 @@ def _parts(plan: Plan, of_ranks: Sequence[RankMemory]) -> list[str]:
         if any(kind[0].prediction.parts[name] for kind in kinds)
     ]
     rows.append(("predicted", *(sized(kind[0].prediction.total) for kind in shown)))
-    rows.append(("there is", *(_sized(kind[0].prediction.capacity) for kind in shown)))
+    rows.append(("available", *(_sized(kind[0].prediction.capacity) for kind in shown)))
     rows.append(("", *(_fits(kind[0]) for kind in shown)))
     widths = [max(len(row[column]) for row in rows) for column in range(1, len(shown) + 1)]
     lines = [
@@ -113,12 +113,12 @@ def _parts(plan: Plan, of_ranks: Sequence[RankMemory]) -> list[str]:
         for row in rows
     ]
     if len(shown) < len(kinds):
-        lines.append(f"{'':<12}  those of {len(kinds)} kinds of ranks with the least room")
+        lines.append(f"{'':<12}  the ones with the least free memory, of {len(kinds)} kinds of ranks")
     return [line.rstrip() for line in lines]
 
 
 def _more(plan: Plan, phase: PhasePlan, demand: Demand, of_ranks: Sequence[RankMemory]) -> list[str]:
-    """Return the most samples of a pass that would fit each kind of rank, and how many are advised where not all do."""
+    """Return the largest micro-batch that fits each kind of rank, and the recommended one if the share does not fit."""
     part = part_of(plan.choices["parallelism"], phase)
     found, fit = [], MOST
     for kind in _alike(of_ranks):
@@ -131,45 +131,45 @@ def _more(plan: Plan, phase: PhasePlan, demand: Demand, of_ranks: Sequence[RankM
         found.append(f"{beyond}{most:,} on {_ranks(kind)} (this run: {kind[0].samples:,})")
     if not found:
         return []
-    lines = _wrapped("most samples", "of a pass that fit: " + ", ".join(found))
+    lines = _wrapped("micro-batch", "largest that fits: " + ", ".join(found))
     share = max(phase.batch.shares)
     advised = passes_of(share, fit)
     if 0 < fit < share and advised < fit:
         steps = -(-share // advised)
         even = "of equal size" if share % advised == 0 else "of about equal size"
         said = f"{advised:,}" if may_be_asked(plan, phase.batch, advised) else "micro_batch_size=auto"
-        lines += _wrapped(" ", f"advised: {said}, for {share:,} samples are then {steps:,} passes {even}")
+        lines += _wrapped(" ", f"recommended: {said} ({share:,} samples in {steps:,} micro-batches {even})")
     return lines
 
 
 def may_be_asked(plan: Plan, batch: Batch, micro_batch_size: int) -> bool:
-    """Tell whether this size can be named: a process alone takes others than those that divide only from auto."""
+    """Return whether the user may set this size: without ranks, sizes that do not divide come only from auto."""
     is_alone = plan.choices["parallelism"].function == "single"
     return not is_alone or batch.global_batch_size % micro_batch_size == 0
 
 
 def _layers(demand: Demand, of_ranks: Sequence[RankMemory]) -> list[str]:
-    """Return which layers keep the activations."""
+    """Return which layers hold the activations."""
     if not demand.kept:
         return []
     named = [f"{layer.name or 'the model itself'} {layer.activations / demand.kept:.0%}" for layer in demand.layers]
-    return _wrapped("activations", "are kept by " + ", ".join(named))
+    return _wrapped("activations", "held by " + ", ".join(named))
 
 
 def _time(plan: Plan, phase: PhasePlan, demand: Demand, peaks: Mapping[str, Peaks]) -> list[str]:
-    """Return about how long an update takes: as long as its slowest rank."""
+    """Return the estimated time of an update: that of its slowest rank."""
     found = seconds_of(plan, phase, demand, peaks)
     if found is None:
         unknown = next((rank.name for rank in plan.ranks if not _peaks(peaks, rank.name).is_known), "")
         return _wrapped(
-            "update time", f"not estimated: no profile tells what {unknown} can do; plan --probe measures it"
+            "update time", f"not estimated: no hardware profile lists {unknown}; accel-run plan --probe measures it"
         )
     rate = phase.batch.global_batch_size / found.middle
     return _wrapped("update time", f"about {found}, {rate:,.3g} samples/s (estimate: {found.how})")
 
 
 def seconds_of(plan: Plan, phase: PhasePlan, demand: Demand, peaks: Mapping[str, Peaks]) -> Seconds | None:
-    """Return about how long an update takes on the slowest rank; None where nothing is known of one."""
+    """Return the estimated time of an update on the slowest rank; None if the peaks of a rank are unknown."""
     slowest: Seconds | None = None
     for number, rank in enumerate(plan.ranks):
         share = phase.batch.shares[number] if phase.batch.stages == 1 else phase.batch.global_batch_size
@@ -186,46 +186,44 @@ def seconds_of(plan: Plan, phase: PhasePlan, demand: Demand, peaks: Mapping[str,
 
 
 def _assumed(plan: Plan, needs: Needs) -> list[str]:
-    """Return what a reader must know to trust the figures."""
+    """Return the assumptions behind the figures."""
     said = []
     is_traced = all(demand.is_exact for demand in needs.demands.values())
-    how = "Traced on tensors without content" if is_traced else "Not all could be traced, see below"
+    how = "Traced on fake tensors" if is_traced else "Not everything could be traced, see below"
     if any(rank.is_gpu for rank in plan.ranks):
         kernel = plan.choices["attention"].name
-        scores = "keeps its scores, as attention=math does" if kernel == "math" else "keeps no scores"
-        said.append(f"{how}; torch's allocator is modelled, libraries are estimates;")
+        scores = "stores its scores, as attention=math does" if kernel == "math" else "stores no scores"
+        said.append(f"{how}; the CUDA caching allocator is modelled, library memory is estimated;")
         said[-1] += f" attention {scores}."
     else:
-        said.append(f"{how}, as a CPU allocates them; libraries are an estimate.")
+        said.append(f"{how}, with CPU allocation sizes; library memory is estimated.")
     if any(each.prediction.bounds for each in plan.memory):
         said[-1] += (
-            " Parameters and gradients of fsdp are upper bounds: what is gathered and what is reduced do not peak"
-            " together."
+            " Parameters and gradients of fsdp are upper bounds: gathered parameters and reduced gradients do not peak"
+            " at the same time."
         )
         if any(phase.batch.accumulation_steps > 1 for phase in plan.selected):
             said[-1] += (
-                " Each rank keeps all gradients, not an even part of them, between the micro-batches of an update:"
-                " they are reduced once, after the last. One micro-batch per update and rank keeps an even part."
+                " Each rank holds unsharded gradients between the micro-batches of an update: they are reduced once,"
+                " after the last. With one micro-batch per update and rank, gradients stay sharded."
             )
     said[-1] += " The time estimate ignores communication between ranks and data loading."
     if plan.choices["compile"].name != "off":
         name = plan.choices["compile"].name
-        said.append(f"Traced without compile={name}, which mostly takes less; kernel launches are not in its time.")
+        said.append(f"Traced without compile={name}, which usually needs less memory and launches fewer kernels.")
     why = [needs.why_not, *(demand.why_not for demand in needs.demands.values())]
     if not Allocator.of(plan.choices["memory"].options.get("allocator")).is_known:
-        why.append("torch's own allocator is modelled, and not the driver's, which backend:cudaMallocAsync takes")
+        why.append("PyTorch's native allocator is modelled, not cudaMallocAsync")
     is_pipeline = plan.choices["parallelism"].function == "pipeline" and plan.world_size > 1
     if is_pipeline and not all(demand.stages for demand in needs.demands.values()):
-        why.append(
-            "a rank of this pipeline is given an even part, whatever its layers are, and no room for what it sends"
-        )
+        why.append("each rank of this pipeline is assumed to hold an equal part of the model, without send buffers")
     said += [f"NOT EXACT: {each}" for each in dict.fromkeys(why) if each]
     names = dict.fromkeys(rank.name for rank in plan.ranks)
     return said + [f"{needs.corrections[name]}." for name in names if name in needs.corrections]
 
 
 def _alike(of_ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:
-    """Return neighboring ranks for which the same is predicted, together."""
+    """Group neighboring ranks with equal predictions."""
     return [list(kind) for _, kind in groupby(of_ranks, key=lambda each: (each.prediction, each.samples))]
 
 
@@ -249,7 +247,7 @@ def _fits(each: RankMemory) -> str:
 def _verdict(each: RankMemory) -> str:
     total, capacity = each.prediction.total, each.prediction.capacity
     of = f" of {sized(capacity)}" if capacity else ""
-    return f"{sized(total)}{of} predicted" + ("" if each.prediction.fits else ", which DOES NOT FIT")
+    return f"{sized(total)}{of} predicted" + ("" if each.prediction.fits else ": DOES NOT FIT")
 
 
 def _part(prediction: Prediction, name: str) -> str:

@@ -85,7 +85,7 @@ def test_a_pipe_gets_a_line_per_sample_then_figures_meanings_and_files(monitor: 
     samples = [line for line in lines if re.fullmatch(LINE, line)]
     assert len(samples) >= 3
     assert lines[: len(samples)] == samples
-    count = int(re.search(r"watched for [\d.]+ s, (\d+) samples", done.out)[1])  # type: ignore[index]
+    count = int(re.search(r"monitored for [\d.]+ s, (\d+) samples", done.out)[1])  # type: ignore[index]
     assert len(samples) <= count <= len(samples) + 2, "on a busy machine two may come between two looks"
     assert re.search(r"utilisation +% +85 +85 +85\n", done.out)
     assert "good  GPU 0 utilisation: " in done.out
@@ -113,7 +113,7 @@ def test_files_that_lack_something_are_named_and_the_watch_ends_with_an_error(
     (made,) = (tmp_path / "mine").iterdir()
 
     assert done.code == 74, done.err
-    assert "watched for" in done.out, "the figures are of all samples"
+    assert "monitored for" in done.out, "the figures are of all samples"
     assert done.err.count("File too large") >= 1
     for name in ("gpu.csv", "monitor.json"):
         assert name in done.err
@@ -290,7 +290,7 @@ def test_every_machine_of_a_run_is_told_and_drawn(server: ForkServer, run_of_a_p
     (run / "events-rank8.jsonl").write_text(json.dumps(row) + "\n")
     done = server.run("monitor run=first", run_of_a_pair)
     assert done.code == 0, done.err
-    first, second = done.out.split("the machine of rank 8: outputs/first/gpu-rank8.csv\n")
+    first, second = done.out.split("machine of rank 8: outputs/first/gpu-rank8.csv\n")
     assert "GPU 1 lost" not in first
     assert "GPU 1 lost" in second
     assert {"gpu0.png", "machine.png", "rank8-gpu0.png", "rank8-machine.png"} <= {
@@ -423,7 +423,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_where_it_was_asked_for(
     assert "log_dir" in capsys.readouterr().err
     assert main(["monitor", "seconds=0.1", "interval_s=0.05"]) == 0, "who only wants to look may look"
     shown = capsys.readouterr()
-    assert "nothing is written: " in shown.err
+    assert "no files are written: " in shown.err
     assert "CPU: " in shown.out
 
 

@@ -116,7 +116,7 @@ def test_a_run_is_named_alone_or_as_a_key_but_once() -> None:
     assert read_of_a_run(["mine", "seed=1"]).overrides == ("seed=1", "run=mine")
     assert read_of_a_run(["run=mine"]).overrides == ("run=mine",)
     assert read_of_a_run([]).overrides == ()
-    with pytest.raises(ConfigError, match="names a second run, besides mine"):
+    with pytest.raises(ConfigError, match="names a second run in addition to mine"):
         read_of_a_run(["mine", "run=other"])
 
 

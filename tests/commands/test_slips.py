@@ -77,19 +77,19 @@ accel-run: version: unknown command
            use accel-run --version
 """,
     "train help": """\
-accel-run: help: is not a setting; settings are written key=value
+accel-run: help: is not a setting; settings have the form key=value
            use accel-run train --help
 """,
     "train t4": """\
-accel-run: t4: is not a setting; settings are written key=value
+accel-run: t4: is not a setting; settings have the form key=value
            use +hardware=t4
 """,
     "train cuda": """\
-accel-run: cuda: is not a setting; settings are written key=value
+accel-run: cuda: is not a setting; settings have the form key=value
            use device=cuda
 """,
     "train my.yaml": """\
-accel-run: my.yaml: is not a setting; settings are written key=value
+accel-run: my.yaml: is not a setting; settings have the form key=value
            use --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it
 """,
     "train model=resnet50": """\
@@ -102,13 +102,13 @@ accel-run: task=./my_task.py: unknown task; must be one of cape, dynamo, gpt, hy
 """,
     "train train.py --batch-size 32": """\
 accel-run: 2 problems
-  1. train.py: is not a setting; settings are written key=value
+  1. train.py: is not a setting; settings have the form key=value
      use --task train.py
-  2. --batch-size 32: unknown option; settings are written key=value
+  2. --batch-size 32: unknown option; settings have the form key=value
      use global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per pass)
 """,
     "train --epochs=3": """\
-accel-run: --epochs=3: unknown option; settings are written key=value
+accel-run: --epochs=3: unknown option; settings have the form key=value
            use epochs=3
 """,
     "train lr: 0.1": """\
@@ -151,7 +151,7 @@ accel-run: resume=true: must be text, but is true
            use accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME
 """,
     "train --resume": """\
-accel-run: --resume: unknown option; settings are written key=value
+accel-run: --resume: unknown option; settings have the form key=value
            use accel-run resume
 """,
     "train updates=1e3": """\
@@ -191,11 +191,11 @@ accel-run: optimizer.lr=abc: must be a number above 0, but is "abc"
            use optimizer.lr=0.0003, the default
 """,
     "train --lr 0.1": """\
-accel-run: --lr 0.1: unknown option; settings are written key=value
+accel-run: --lr 0.1: unknown option; settings have the form key=value
            use optimizer.lr=0.1
 """,
     "train --global-batch-size=64": """\
-accel-run: --global-batch-size=64: unknown option; settings are written key=value
+accel-run: --global-batch-size=64: unknown option; settings have the form key=value
            use global_batch_size=64
 """,
     "train lr = 3": """\
@@ -207,7 +207,7 @@ accel-run: seed= 3: has a space after =
            use seed=3
 """,
     "train fast": """\
-accel-run: fast: is not a setting; settings are written key=value
+accel-run: fast: is not a setting; settings have the form key=value
            accel-run plan shows every key
 """,
     "plan --prob": """\
@@ -219,15 +219,15 @@ accel-run: probe: unknown option
            use --probe
 """,
     "monitor once": """\
-accel-run: once: is not a setting; settings are written key=value
+accel-run: once: is not a setting; settings have the form key=value
            use --once
 """,
     "monitor run": """\
-accel-run: run: is not a setting; settings are written key=value
+accel-run: run: is not a setting; settings have the form key=value
            use run=last
 """,
     "monitor first": """\
-accel-run: first: is not a setting; settings are written key=value
+accel-run: first: is not a setting; settings have the form key=value
            use run=first
 """,
     "benchmark bf15": """\
@@ -259,7 +259,7 @@ accel-run: budgets=3: unknown key
            did you mean budget_s?
 """,
     "tune --budget 5": """\
-accel-run: --budget 5: unknown option; settings are written key=value
+accel-run: --budget 5: unknown option; settings have the form key=value
            use budget_s=5
 """,
     "train x=[1,2": """\
@@ -359,12 +359,12 @@ accel-run: --task: needs a path
            use --task ./my_task.py
 """,
     "train --task ./without_build.py": """\
-accel-run: FOLDER/without_build.py: must define build(*, ...) -> Task, and does not
+accel-run: FOLDER/without_build.py: has no function build()
            an example: accel-run new my_task.py
 """,
     "train --task ./broken.py": """\
 accel-run: FOLDER/broken.py: is not valid Python, line 1: '(' was never closed
-           mend that line
+           fix that line
 """,
     "explain optimizer.lrr": """\
 accel-run: optimizer.lrr: unknown key

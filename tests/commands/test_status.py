@@ -113,7 +113,7 @@ def test_an_error_is_shown_as_long_as_it_matters(
 
 def test_a_run_that_was_killed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = status(capsys, "killed")
-    assert lines[0].startswith(f"killed: killed; {RESUME} ")
+    assert lines[0].startswith(f"killed: killed; resume it with: {RESUME} ")
     assert lines[-1] == "  checkpoints update-0000000037: valid"
 
 
@@ -198,7 +198,7 @@ def test_a_checkpoint_that_was_being_written_is_not_called_put_aside(
 ) -> None:
     begun = folder / "outputs" / "killed" / "checkpoints" / ".tmp-update-0000000041-00ff"
     begun.mkdir()
-    assert f"{begun.name}: half written" in "\n".join(status(capsys, "killed"))
+    assert f"{begun.name}: incomplete" in "\n".join(status(capsys, "killed"))
     begun.rmdir()
 
 

@@ -103,14 +103,14 @@ def test_a_trial_says_what_is_wrong_and_no_more_the_rest_is_in_its_folder(swept:
     assert lines[: len(own)] == own, "nothing between them"
     for number in (1, 2, 3, 4):
         kept = (swept.folder / "outputs" / "mine" / f"mine-{number}" / "console.log").read_text()
-        assert "updates of" in kept
+        assert " updates, " in kept
 
 
 def test_a_trial_says_all_where_that_is_asked_for(server: ForkServer, tmp_path: Path) -> None:
     words = ["train", "-m", "run=mine", "seed=1,2", "updates=10", *ON_CPU]
     ended = server.run(words, tmp_path, env=FORKED | {"ACCEL_RUN_SAYS": "info"})
     assert ended.code == 0, ended.err
-    assert ended.out.count(" updates of ") == 2
+    assert ended.out.count(" updates, ") == 2
 
 
 def test_the_same_command_repeats_nothing_and_tries_again_what_failed_only_by_choice(swept: Swept) -> None:

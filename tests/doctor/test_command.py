@@ -169,9 +169,9 @@ def test_a_device_that_is_not_here_fails(server: ForkServer, tmp_path: Path) -> 
 
 
 SLIPS = {
-    "doctor --jsn": "accel-run: --jsn: is not known to doctor\n           did you mean --json?\n",
-    "doctor disk": "accel-run: disk: is not known to doctor\n           use checks=[disk]\n",
-    "doctor check=disk": "accel-run: check=disk: is not known to doctor\n           did you mean checks?\n",
+    "doctor --jsn": "accel-run: --jsn: unknown argument\n           did you mean --json?\n",
+    "doctor disk": "accel-run: disk: unknown argument\n           use checks=[disk]\n",
+    "doctor check=disk": "accel-run: check=disk: unknown argument\n           did you mean checks?\n",
     "doctor checks=[matmull]": "accel-run: checks: there is no check matmull\n           did you mean matmul?\n",
     "doctor device=gpu": "accel-run: device: must be auto, cpu, cuda, cuda:N or mps, but is gpu\n",
 }

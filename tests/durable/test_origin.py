@@ -63,16 +63,16 @@ def test_a_folder_from_elsewhere_does_not_say_which_code_is_run(tmp_path: Path) 
     (tmp_path / "outputs").mkdir()
     run = left_by(tmp_path / "outputs" / "first", record)
     assert origin_of(run, tmp_path / "outputs", Request()) == Origin((), task, None, tmp_path)
-    with pytest.raises(SecurityRefusal, match="does not decide what code is run"):
+    with pytest.raises(SecurityRefusal, match="never decides which code runs"):
         origin_of(run, tmp_path / "elsewhere", Request())
     inner = left_by(run.path / "first-1", record)
-    with pytest.raises(SecurityRefusal, match="does not decide what code is run"):
+    with pytest.raises(SecurityRefusal, match="never decides which code runs"):
         origin_of(inner, tmp_path / "outputs", Request())
     (run.path / "sweep.json").touch()
     assert origin_of(inner, tmp_path / "outputs", Request()).task_file == task, (
         "a trial of a sweep of ours is a run of ours"
     )
     (run.path / "away").symlink_to(left_by(tmp_path / "away", record).path)
-    with pytest.raises(SecurityRefusal, match="does not decide what code is run"):
+    with pytest.raises(SecurityRefusal, match="never decides which code runs"):
         origin_of(RunDirectory.join(run.path / "away"), tmp_path / "outputs", Request())
     assert origin_of(run, tmp_path / "elsewhere", Request(task_file=task)).folder == tmp_path

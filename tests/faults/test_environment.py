@@ -378,9 +378,9 @@ def test_full_shared_memory_is_told_and_not_waited_for(
 SAMPLES = {
     "sample-raises": (65, "cannot be read: ValueError: this one is broken\n           and says so in two lines"),
     "sample-cannot-say": (65, "cannot be read: Unsayable: (its __str__ raises RuntimeError)"),
-    "sample-shape": (65, "the samples of a batch cannot be put together: "),
-    "sample-type": (65, "the samples of a batch cannot be put together: "),
-    "sample-nothing": (65, "the samples of a batch cannot be put together: "),
+    "sample-shape": (65, "samples cannot be collated into a batch: "),
+    "sample-type": (65, "samples cannot be collated into a batch: "),
+    "sample-nothing": (65, "samples cannot be collated into a batch: "),
     "sample-not-finite": (82, "samples that are not finite: "),
 }
 

@@ -142,8 +142,8 @@ def test_no_figure_gives_way_to_what_slows_a_gpu_down() -> None:
 
 
 def test_without_a_gpu_the_reason_is_shown() -> None:
-    lines = shown(view_of({"cpu/percent": 5.0}, gpus=0, missing=["GPUs are not watched: no driver"], waits=True))
-    assert "GPUs are not watched: no driver" in lines
+    lines = shown(view_of({"cpu/percent": 5.0}, gpus=0, missing=["GPUs are not monitored: no driver"], waits=True))
+    assert "GPUs are not monitored: no driver" in lines
     assert WAITING in lines
     assert not any("process" in line for line in lines)
 

@@ -377,10 +377,10 @@ def test_every_line_fits_a_terminal_and_says_what_is_an_estimate(count: int) -> 
     for words_of_it in ("predicted", "blocks.*.mlp 100%", "estimate:", "x 1.50", "unknown", "NOT EXACT", "not tried"):
         assert words_of_it in text, text
     assert all("predicted" in line for line in short(made.memory))
-    assert "Traced on tensors" in text
+    assert "Traced on fake" in text
     rough = Needs({"train": dataclasses.replace(needs.demands["train"], is_exact=False, why_not="no")})
     marked = "\n".join(sheet(plan(*words, needs=rough, on=dataclasses.replace(HERE, devices=gpus)), rough, {}))
-    assert "Traced on tensors" not in marked
+    assert "Traced on fake" not in marked
     assert not re.search(r" fits($|\s)", marked), "no figure without its mark"
     untold = sheet(plan(*words, needs=Needs({}, why_not="no"), on=dataclasses.replace(HERE, devices=gpus)), needs, {})
     assert "not predicted" in untold[0]

@@ -202,7 +202,7 @@ class Ladder:
         return next((row for row in self.rows if row.name == name), None)
 
     def report(self) -> Report:
-        """Return what a person reads."""
+        """Return the lines to print."""
         there = [row for row in self.rows if row.update_ms > 0]
         tables = [_speeds(there), _costs(there)]
         rows = [{"cell": row.name, **as_json(row)} for row in self.rows]

@@ -125,7 +125,7 @@ def why_not(reader: Reader, *, has_gpu: bool) -> Iterator[str]:
     if reader.cache == "device" and not has_gpu:
         yield "the device is the CPU: the same as cache=memory"
     if reader.cache == "device" and reader.workers not in (0, THREAD):
-        yield "worker processes cannot read from the device"
+        yield "worker processes cannot access a device cache"
     if reader.cache == "device" and reader.pin:
         yield "what is on the device is not copied to it"
 
