@@ -179,7 +179,7 @@ class Phase(PhaseView):
         run, parts, done = self.run_, self.parts, self.position.update
         if done >= self.total:
             run.observers.screen.say(
-                f"{self.name} is finished: {done} updates are made; more: updates=N resume_allow=[updates]"
+                f"{self.name} is finished: {done} updates are done; to train longer: updates=N resume_allow=[updates]"
             )
         for text in () if done or self.is_over else self.work.said_first():
             run.observers.screen.say(f"{self.name} {text}")

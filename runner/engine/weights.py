@@ -61,7 +61,7 @@ def begin_with(file: Path, model: nn.Module, parallel: Parallel) -> str:
         raise IncompatibleResume(
             f"these are weights of another model; {'; '.join(parts)}",
             where=f"weights={file}",
-            fix="use the task options they were trained with; names are changed by a script of yours, and saved anew",
+            fix="use the task options they were trained with; rename them with your own script and save them again",
         )
     cast = sum(found[name].dtype != tensor.dtype for name, tensor in wanted.items())
     parallel.load(model, {name: found[name].to(tensor.dtype) for name, tensor in wanted.items()})

@@ -40,7 +40,7 @@ precision = fp32
 precision.init_scale = 1024
   set by the command line (precision.init_scale=1024)
   without precision.init_scale=1024: 65536.0, set by the default (conf/precision/fp16.yaml)
-  without precision.init_scale=1024 and +hardware=t4: not there, precision=auto has no such key
+  without precision.init_scale=1024 and +hardware=t4: not defined, because precision=auto has no such key
   meaning: first loss scale; halved at each overflow, which skips that update
 """,
     "optimizer.lr optimizer.lr=0.01 optimizer=sgd": """\
@@ -114,19 +114,19 @@ global_batch_size = 512
     "optimizer.momentum --config-dir mine optimizer=heavy": """\
 optimizer.momentum = 0.99
   set by your folder (FOLDER/mine/optimizer/heavy.yaml)
-  without optimizer=heavy: not there, optimizer=adamw has no such key
+  without optimizer=heavy: not defined, because optimizer=adamw has no such key
   meaning: share of the last step that is kept; 0: none
 """,
     "optimizer.nesterov --config-dir mine optimizer=heavy": """\
 optimizer.nesterov = false
   set by the default (conf/optimizer/sgd.yaml)
-  without optimizer=heavy: not there, optimizer=adamw has no such key
+  without optimizer=heavy: not defined, because optimizer=adamw has no such key
   meaning: look ahead along the momentum
 """,
 }
 
 REFUSED = {
-    "": "explain: which key?\n           use accel-run explain optimizer.lr",
+    "": "explain: needs a key\n           use accel-run explain optimizer.lr",
     "optimizer.momentum": (
         "optimizer.momentum: unknown key\n"
         "           it belongs to optimizer=sgd: accel-run explain optimizer.momentum optimizer=sgd"

@@ -82,12 +82,12 @@ def test_what_is_said_to_go_on_with_a_run_names_it() -> None:
     elsewhere = {**known, "overrides": ["output_root=my runs"]}
     resume = "accel-run resume"
     for state, line in (
-        (known, f"{resume} gpt-1 "),
-        (restarted, f"{resume} gpt-1 "),
-        ({**known, "name": ["x"]}, f"{resume} NAME "),
-        (elsewhere, f"{resume} gpt-1 'output_root=my runs' "),
+        (known, f"{resume} gpt-1"),
+        (restarted, f"{resume} gpt-1"),
+        ({**known, "name": ["x"]}, f"{resume} NAME"),
+        (elsewhere, f"{resume} gpt-1 'output_root=my runs'"),
     ):
-        assert line in standing(state).sentence
+        assert standing(state).sentence.endswith(f": {line}")
 
 
 def test_a_damaged_run_hides_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

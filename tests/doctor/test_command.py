@@ -172,7 +172,7 @@ SLIPS = {
     "doctor --jsn": "accel-run: --jsn: unknown argument\n           did you mean --json?\n",
     "doctor disk": "accel-run: disk: unknown argument\n           use checks=[disk]\n",
     "doctor check=disk": "accel-run: check=disk: unknown argument\n           did you mean checks?\n",
-    "doctor checks=[matmull]": "accel-run: checks: there is no check matmull\n           did you mean matmul?\n",
+    "doctor checks=[matmull]": "accel-run: checks: unknown check matmull\n           did you mean matmul?\n",
     "doctor device=gpu": "accel-run: device: must be auto, cpu, cuda, cuda:N or mps, but is gpu\n",
 }
 

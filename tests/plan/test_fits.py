@@ -356,8 +356,8 @@ def test_what_fits_and_what_is_advised_are_both_told() -> None:
     text = " ".join(" ".join(sheet(made, needs, {})).split())
     assert f"about {held} on rank 0" in text
     assert f"(this run: {advised})" in text
-    assert f"advised: {advised}," in text
-    assert f"{64 // advised} passes" in text
+    assert f"recommended: {advised} " in text
+    assert f"{64 // advised} micro-batches" in text
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
