@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
 import tempfile
@@ -15,8 +14,7 @@ import pytest
 
 pytest.register_assert_rewrite("tests.screens")  # its assertion shows the difference
 
-from runner.base import configuration as configurations
-from runner.base.configuration import Request
+from tests.composed import composed
 from tests.faults import tallies
 from tests.forkserver import ForkServer
 from tests.screens import screen_of
@@ -33,6 +31,11 @@ LONGEST = (
 )  # fmt: skip
 
 FILE_BUDGET_S = 15  # reported, never asserted
+
+
+def pytest_configure() -> None:
+    """Hydra composes the same groups of the shipped files once in a process; it takes nine tenths of the time."""
+    composed()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -84,35 +87,6 @@ def server() -> Iterator[ForkServer]:
     """accel-run in processes of its own, without importing torch each time."""
     with ForkServer.started() as made:
         yield made
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra composes the same groups of the shipped files once in a process; it takes nine tenths of the time."""
-    real, loaded = configurations._compose_groups, configurations._load
-
-    def compose_groups(groups: dict[str, str], request: Request, problems: list[Any]) -> Any:
-        key, num_problems = (*sorted(groups.items()), request.task_file), len(problems)
-        if request.config_dir or key not in _COMPOSED:
-            found = real(groups, request, problems)
-            if request.config_dir or len(problems) > num_problems:
-                return found
-            _COMPOSED[key] = found
-        return copy.deepcopy(_COMPOSED[key])
-
-    def load(group: str, option: str, config_dir: Path | None) -> Any:
-        if config_dir:
-            return loaded(group, option, config_dir)
-        if (group, option) not in _LOADED:
-            _LOADED[group, option] = loaded(group, option, None)
-        return copy.deepcopy(_LOADED[group, option])
-
-    monkeypatch.setattr(configurations, "_compose_groups", compose_groups)
-    monkeypatch.setattr(configurations, "_load", load)
-
-
-_COMPOSED: dict[tuple[Any, ...], Any] = {}
-_LOADED: dict[tuple[str, str], Any] = {}
 
 
 @pytest.fixture

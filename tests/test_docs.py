@@ -261,7 +261,7 @@ def known_keys() -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, capsys: pytest.CaptureFixture[str]) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     """The reader's folder: a new task, a run, a folder of configurations with what the page has put there before."""
     monkeypatch.chdir(tmp_path)
     assert main(["new", "my_task.py"]) == 0

@@ -76,10 +76,6 @@ def write(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _composed_once(quick: None) -> None: ...
-
-
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
     return write(tmp_path, {"mine.py": TASK}) / "mine.py"

@@ -225,7 +225,6 @@ def test_inference_is_the_phase_infer(server: ForkServer, tmp_path: Path) -> Non
     assert (run / "predictions" / "2.txt").exists()
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("words", "suggested"),
     [
@@ -399,7 +398,6 @@ def test_a_folder_of_settings_may_set_those_of_a_phase(server: ForkServer, tmp_p
     assert "phase.pretrain.updates = 3" in told.out, told.err
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("key", "word", "value"),
     [

@@ -271,7 +271,6 @@ def _moves(char: str) -> bool:
     )
 
 
-@pytest.mark.usefixtures("quick")
 def test_every_configuration_is_valid_or_refused_in_words(
     known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
@@ -294,7 +293,6 @@ def refused(*words: str) -> None:
         compose(Request(words))
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("key", ["updates", "task", "x", "optimizer.lr_scales.x", "resume_allow"])
 def test_a_word_of_any_length_and_depth_is_answered_in_bounded_steps(
     key: str, seed: int, amount: Callable[[int, int], int], tally: Tally
@@ -316,7 +314,6 @@ def test_a_word_of_any_length_and_depth_is_answered_in_bounded_steps(
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "word", ["x{}=1", "updates={}1", "task.size=[{}", "--x{}", "optimzer=adam", "optimizer.lr_scales.x{}=fast"]
 )
@@ -354,7 +351,6 @@ def test_no_configuration_needs_torch(known: dict[str, str], amount: Callable[[i
     tally.tried += len(asked)
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_command_answers_with_its_exit_code(
     known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:

@@ -25,8 +25,6 @@ from runner.measure.technique import BASELINE, ORDER, TAKEN, Technique, chosen, 
 from runner.measure.trial import Arena, Cell, Measured, Trials
 from tests.measure.suites import asked
 
-pytestmark = pytest.mark.usefixtures("quick")
-
 TASK = Path(__file__).parent / "task_to_measure.py"
 SETTINGS = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=8")
 STEPS = 12

@@ -15,8 +15,6 @@ from runner.measure.facts import Facts
 from runner.measure.rules import RULES, findings
 from runner.plan.inventory import Cpu, Device
 
-pytestmark = pytest.mark.usefixtures("quick")
-
 CPU = Cpu("a processor", 8, 8, 32 * 2**30)
 H100 = Device("cuda", 0, "NVIDIA H100", memory_bytes=80 * 2**30, capability=(9, 0))
 T4 = Device("cuda", 0, "Tesla T4", memory_bytes=15 * 2**30, capability=(7, 5))

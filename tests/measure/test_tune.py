@@ -45,8 +45,6 @@ from runner.measure.tune import (
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from runner.plan.plan import make_plan
 
-pytestmark = pytest.mark.usefixtures("quick")
-
 PLANTED = Path(__file__).parent / "planted"
 CPU = Cpu("a processor", 4, 8, 16 * GIB, flags=("avx512_bf16",))
 A100 = Device("cuda", 0, "NVIDIA A100-SXM4-80GB", "GPU-0", 80 * GIB, capability=(8, 0))

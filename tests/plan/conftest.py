@@ -1,14 +1,10 @@
-"""The NVML stub, compiled once for all tests of this folder, and configurations composed once."""
+"""The NVML stub, compiled once for all tests of this folder."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.nvml_stub import NvmlStub, build_stub
-
-
-@pytest.fixture(autouse=True)
-def _composed_once(quick: None) -> None: ...
 
 
 @pytest.fixture(scope="session")
