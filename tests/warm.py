@@ -31,8 +31,12 @@ def warm() -> Composed:
 
 
 IMPORTED = (
-    "hydra", "numpy.testing", "rich.live", "runner.cli", "runner.commands.train", "runner.distributed.join",
-    "runner.engine.assemble", "runner.engine.infer", "runner.engine.screen", "runner.engine.session",
-    "runner.engine.train", "runner.engine.weights", "runner.launch.start", "runner.measure.facts",
-    "runner.measure.hint", "runner.plan.plan", "safetensors.torch", "torch._dynamo", "torch.profiler._cupti_monitor",
+    "hydra", "numpy.testing", "rich.live", "runner.cli", "runner.commands.explain", "runner.commands.inference",
+    "runner.commands.plan", "runner.commands.runs", "runner.commands.status", "runner.commands.train",
+    "runner.distributed.join", "runner.distributed.pipelined", "runner.engine.assemble", "runner.engine.forecast",
+    "runner.engine.infer", "runner.engine.needs", "runner.engine.screen", "runner.engine.session",
+    "runner.engine.staged", "runner.engine.train", "runner.engine.weights", "runner.launch.hangs",
+    "runner.launch.local", "runner.launch.rank", "runner.launch.start", "runner.launch.sweep", "runner.measure.facts",
+    "runner.measure.hint", "runner.plan.plan", "safetensors.torch", "tests.waiting", "torch._dynamo",
+    "torch.profiler._cupti_monitor",
 )  # fmt: skip

@@ -17,8 +17,6 @@ from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, Exit, InputMissing, MissingPackage, SystemLimit
 from runner.launch.launcher import launched
 
-pytestmark = pytest.mark.usefixtures("quick")
-
 SBATCH = """#!/bin/bash
 cp -- "$1" "$PLAYED/script"
 if [[ -e $PLAYED/says ]]; then cat "$PLAYED/says" >&2; exit 1; fi

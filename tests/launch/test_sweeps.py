@@ -505,7 +505,6 @@ def test_what_is_not_known_is_one_at_a_time_and_says_why() -> None:
     assert packing.why.endswith("no data")
 
 
-@pytest.mark.usefixtures("quick")
 def test_trials_that_take_all_devices_run_alone() -> None:
     several = [compose(Request(("parallelism=ddp",)))]
     assert packed(several, 1) == Packing()
