@@ -56,6 +56,24 @@ def test_each_generator_follows_the_seed(name: str, seed: int) -> None:
     assert DRAWS[name]() != first
 
 
+def test_the_sequence_of_a_seed_is_the_one_of_torch() -> None:
+    seed_everything(7)
+    drawn = torch.randn(3)
+    torch.manual_seed(7)
+    assert torch.equal(torch.randn(3), drawn)
+
+
+@pytest.mark.parametrize("is_available", [False, True])
+def test_the_generators_of_gpus_are_seeded_where_there_are_any(
+    is_available: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    seed_everything(7)
+    assert seeds == [7] * is_available
+
+
 def test_the_generator_of_the_device_is_saved_and_restored_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the device that the run uses, where there are several."""
     states = {"cuda:0": torch.tensor([10]), "cuda:1": torch.tensor([11])}
