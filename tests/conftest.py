@@ -18,6 +18,7 @@ from tests.composed import composed
 from tests.faults import tallies
 from tests.forkserver import ForkServer
 from tests.screens import screen_of
+from tests.warm import import_all
 
 # The files that take longest, longest first: started last, one of them would keep one process busy and others waiting.
 LONGEST = (
@@ -30,6 +31,7 @@ LONGEST = (
     "measure/test_advise.py", "commands/test_profile.py", "commands/test_observers.py",
 )  # fmt: skip
 
+MANY = 10  # tests, for which it pays to import all at once
 FILE_BUDGET_S = 15  # reported, never asserted
 
 
@@ -76,8 +78,13 @@ def pytest_report_header() -> str:
     return "all cases" if tallies.IS_LONG else f"cases of sampled tests: ACCEL_RUN_SEED={tallies.SEED}"
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: no collection looks through it again, nor copies it in a fork."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: no collection looks through it again, nor copies it in a fork.
+
+    A process that runs many tests imports what commands import in their forks, which would do it again each time.
+    """
+    if len(session.items) > MANY:
+        import_all()
     gc.collect()
     gc.freeze()
 

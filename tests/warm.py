@@ -5,29 +5,29 @@ from __future__ import annotations
 import gc
 import importlib
 from contextlib import suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tests.composed import Composed
 
 
-def warm() -> Composed:
+def warm() -> None:
     """All that a run imports is imported, a configuration has been composed, and no thread was started."""
+    import_all()
+    import torch
+
+    from runner.base.configuration import Request, compose
+    from tests.composed import composed
+
+    torch.set_num_threads(1)
+    composed()
+    compose(Request(("updates=3", "device=cpu")))  # Hydra's parser learns its grammar from the first words: 0.1 s
+    gc.collect()
+    gc.freeze()  # else each fork's first collection touches, and so copies, all that it shares with this process
+
+
+def import_all() -> None:
+    """What a run imports is imported, here and in the forks of this process."""
     for name in IMPORTED:
         importlib.import_module(name)
     with suppress(ImportError):  # an extra
         importlib.import_module("matplotlib.backends.backend_agg")
-    import torch
-
-    from runner.base.configuration import Request, compose
-    from tests.composed import Composed
-
-    torch.set_num_threads(1)
-    composed = Composed()
-    compose(Request(("updates=3", "device=cpu")))  # Hydra's parser learns its grammar from the first words: 0.1 s
-    gc.collect()
-    gc.freeze()  # else each fork's first collection touches, and so copies, all that it shares with this process
-    return composed
 
 
 IMPORTED = (
