@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Inject faults until the counts of the long column are reached, and print what was tried.
+# Inject faults until the target counts are reached, and print the counts.
 #
 #   scripts/faults.sh                        as in scripts/test.sh: minutes
 #   scripts/faults.sh --long                 the long column: hours
 #   scripts/faults.sh --long crash_states    one suite (a pytest -k expression)
-#   --seed N    begin every random choice with N        --count N    so many injections in each suite
+#   --seed N    random seed        --count N    number of injections per suite
 #   --tally FILE    append the counts as JSON lines
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
@@ -23,7 +23,7 @@ while (($#)); do
             esac
             shift ;;
         -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-        -*) printf 'faults.sh: there is no option %s; see --help\n' "$1" >&2; exit 64 ;;
+        -*) printf 'faults.sh: unknown option %s; see --help\n' "$1" >&2; exit 64 ;;
         *) arguments+=(-k "$1") ;;
     esac
     shift

@@ -13,7 +13,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 runs=${1:-10}
 if [[ ! $runs =~ ^[1-9][0-9]*$ ]]; then
-    printf 'prove_tests: the number of runs must be a whole number above 0, but is %s\n' "$runs" >&2
+    printf 'prove_tests: the number of runs must be an integer above 0, but is %s\n' "$runs" >&2
     exit 64
 fi
 shift $(($# > 0))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set everything up, then become accel-run: its signals, its exit code, outputs in the folder you are in.
+# Set up the environment, then exec accel-run in the current folder.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
@@ -8,7 +8,7 @@ modes=(train inference both resume search plan explain runs status report monito
 declare -A meaning=(
     [train]="train a task; the same command with the same run=NAME resumes"
     [resume]="resume a stopped run"
-    [search]="search settings with Optuna, each trial a run"
+    [search]="search settings with Optuna; each trial is a run"
     [inference]="predict with the newest checkpoint of a run (short: infer)"
     [both]="train, then predict with the trained model"
     [plan]="show every derived value with its reason, without training"
@@ -36,7 +36,7 @@ usage() {
     done
     printf '\n  scripts/run.sh train +hardware=t4\n  scripts/run.sh train task=gpt optimizer.lr=3e-4 updates=1000\n'
     printf '  scripts/run.sh inference run=last\n  scripts/run.sh MODE --help\n\n'
-    printf 'The first call makes an environment in the checkout (scripts/setup.sh --help).\n'
+    printf 'The first call creates a virtual environment in the checkout (scripts/setup.sh --help).\n'
 }
 
 is_mode() {
@@ -84,7 +84,7 @@ case ${1:-} in
     shift
     [[ $mode != infer ]] || mode=inference
     if ! is_mode "$mode"; then
-        printf 'scripts/run.sh: MODE must be one of those below, but is %s\n' "$mode" >&2
+        printf 'scripts/run.sh: unknown MODE %s; choose one of those below\n' "$mode" >&2
         usage >&2
         exit "$EXIT_USAGE"
     fi

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Make the environment that the other scripts run in; when it is already right, do nothing, in a few milliseconds.
+# Create the virtual environment for the other scripts. If it is up to date, return within milliseconds.
 #
 #   scripts/setup.sh [--quiet] [EXTRA...]      EXTRA: dev, tasks (or one of them: hyperspectral, tractodiff),
 #                                               search, 8bit, bpe, onnx, slurm, tensorboard; cape and plots are
 #                                               accepted and add nothing: matplotlib is always installed
 #   source scripts/setup.sh; set_up [--quiet] [EXTRA...]
 #
-# Gives $root (the checkout) and $venv (the environment). Extras that were installed before stay. Two at once wait for
-# each other; after an interruption the next call begins again, since the stamp is written last.
+# Sets $root (the checkout) and $venv (the environment). Installed extras are kept. Concurrent calls wait for each
+# other. After an interruption the next call starts again, because the stamp is written last.
 #
-#   ACCEL_RUN_VENV     where the environment lies; default: .venv in the checkout
-#   ACCEL_RUN_PYTHON   the Python to make it with; default: the first of python3, python3.12, python3.11 that is >= 3.11
+#   ACCEL_RUN_VENV     path of the environment; default: .venv in the checkout
+#   ACCEL_RUN_PYTHON   the Python interpreter to use; default: the first of python3, python3.12, python3.11 that is >= 3.11
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.." && pwd)
@@ -34,7 +34,7 @@ set_up() {
     (
         exec 9>>"$venv/.lock" # opened for writing, because NFS locks nothing else
         if ! flock --nonblock 9; then
-            _say "another setup is at work in $venv; waiting for it"
+            _say "another setup is running in $venv; waiting for it"
             flock 9
         fi
         _is_ready "$@" || _install "$@"
@@ -49,7 +49,7 @@ _install() {
 
     if ! "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
         python=$(_find_python)
-        _say "making $venv with $("$python" --version)"
+        _say "creating $venv with $("$python" --version)"
         find "$venv" -mindepth 1 -maxdepth 1 ! -name .lock ! -name setup.log -exec rm -rf -- {} +
         "$python" -m venv "$venv" >>"$venv/setup.log" 2>&1 || _stop "$python could not make an environment in $venv"
     fi
@@ -74,7 +74,7 @@ _is_ready() {
     done
 }
 
-# The place belongs to it: an environment whose checkout was moved must be installed anew.
+# The place belongs to it: an environment whose checkout was moved must be reinstalled.
 _fingerprint() {
     { printf '%s\n' "$root" && cat -- "$root/pyproject.toml" "$root/scripts/constraints.txt"; } | sha256sum
 }
@@ -98,14 +98,14 @@ _find_python() {
     for candidate in "${candidates[@]}"; do
         "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
         if ! "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
-            _say "$candidate cannot make environments; install its venv module (Debian, Ubuntu: apt install python3-venv)"
+            _say "$candidate cannot create environments; install its venv module (Debian, Ubuntu: apt install python3-venv)"
             exit $EXIT_SYSTEM
         fi
         printf '%s\n' "$candidate"
         return
     done
-    _say "Python 3.11 or newer must be there, but none of these is: ${candidates[*]}"
-    _say "install one, or name it: ACCEL_RUN_PYTHON=/path/to/python3.12"
+    _say "Python 3.11 or newer is required; tried: ${candidates[*]}"
+    _say "install it, or set ACCEL_RUN_PYTHON=/path/to/python3.12"
     exit $EXIT_SYSTEM
 }
 
@@ -115,7 +115,7 @@ _pip_install() {
 }
 
 _stop() {
-    _say "$1; the same command begins again. $venv/setup.log ends with:"
+    _say "$1; run the same command again. Last lines of $venv/setup.log:"
     tail -n 20 -- "$venv/setup.log" >&2
     exit $EXIT_SYSTEM
 }

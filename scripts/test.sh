@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run the tests, three at a time, for most wait more than they compute.
+# Run the tests with three workers, because most tests wait more than they compute.
 #
 #   scripts/test.sh              laws, commands, faults in their short form, end-to-end runs: 5 minutes on two cores
 #   scripts/test.sh --all        also every case of sampled matrices, the long column of faults, SLURM, the browser: hours
-#   scripts/test.sh ARGUMENT...  what pytest makes of the arguments, in one process (paths are relative to the checkout)
+#   scripts/test.sh ARGUMENT...  passed to pytest, in one process (paths are relative to the checkout)
 #
 # Random choices follow ACCEL_RUN_SEED (default 1); a failing case names the seed. Without a GPU, tests marked gpu are
 # reported as skipped.
@@ -25,6 +25,6 @@ pytest=("$venv/bin/python" -m pytest -q --durations=10 -rfEs)
 if (($#)); then
     exec "${pytest[@]}" "$@"
 fi
-# One thread each: threads that outnumber the cores wait for each other by spinning. The files come in the order of
-# tests/conftest.py, the longest first.
+# One thread each: oversubscribed threads busy-wait for each other. Files run in the order of tests/conftest.py,
+# longest first.
 OMP_NUM_THREADS=1 exec "${pytest[@]}" -n 3 --dist loadfile --no-loadscope-reorder

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests with another Python, torch or Hydra, in an environment of its own: .venv-<versions> in the checkout.
+# Run the tests with another Python, torch or Hydra version, in a separate environment: .venv-<versions>.
 #
 #   scripts/test_with.sh [--python python3.12] [--torch 2.11.0] [--hydra 1.4.0rc3] [pytest arguments]
 #

@@ -78,7 +78,7 @@ def math(device: torch.device) -> Attention:
 def flash(device: torch.device, *, strict: bool = False) -> Attention:
     """Prefer the flash kernel; calls it cannot do go to the next best one.
 
-    strict  stop at a call it cannot do, instead
+    strict  raise an error for a call that this kernel does not support
     Raises ConfigError with strict where this device has no such kernel.
     Source: Dao, FlashAttention-2, 2023; needs compute capability 8.0 and float16 or bfloat16 on a GPU.
     """
@@ -88,7 +88,7 @@ def flash(device: torch.device, *, strict: bool = False) -> Attention:
 def efficient(device: torch.device, *, strict: bool = False) -> Attention:
     """Prefer the memory-efficient kernel, which takes masks and older GPUs; other calls go to the next best one.
 
-    strict  stop at a call it cannot do, instead
+    strict  raise an error for a call that this kernel does not support
     Raises ConfigError with strict where this device has no such kernel.
     Source: Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, 2021; kernels of xFormers.
     """
@@ -98,7 +98,7 @@ def efficient(device: torch.device, *, strict: bool = False) -> Attention:
 def cudnn(device: torch.device, *, strict: bool = False) -> Attention:
     """Prefer cuDNN's kernel, made for H100 and newer; calls it cannot do go to the next best one.
 
-    strict  stop at a call it cannot do, instead
+    strict  raise an error for a call that this kernel does not support
     Raises ConfigError with strict where this device has no such kernel.
     Source: torch.nn.attention.SDPBackend.CUDNN_ATTENTION.
     """

@@ -15,7 +15,7 @@ from runner.base.values import Threads
 def default(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
     """Hold torch's own choices: no kernel search, nondeterministic kernels allowed.
 
-    threads  CPU threads of one rank; auto: torch's own number, divided among the ranks on this machine
+    threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
     """
     return _switches(num_local_ranks, threads)
 
@@ -25,7 +25,7 @@ def fast(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -
 
     Pays where shapes repeat; every new shape costs a search. Numbers may differ from run to run in the last bits.
 
-    threads  CPU threads of one rank; auto: torch's own number, divided among the ranks on this machine
+    threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
     Source: torch.backends.cudnn.benchmark.
     """
     return _switches(num_local_ranks, threads, benchmark=True)
@@ -40,7 +40,7 @@ def deterministic(
     """Use deterministic kernels only, so that two runs on one machine are equal bit for bit.
 
     warn_only  warn about an operation without deterministic kernel instead of stopping
-    threads    CPU threads of one rank; auto: torch's own number, divided among the ranks on this machine.
+    threads    CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine.
                Sums depend on it: it must be the same in both runs
     Sets CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it starts: enter before the first product on a GPU.
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html

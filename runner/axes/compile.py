@@ -37,8 +37,9 @@ def default(
 ) -> None:
     """Compile the whole model.
 
-    backend    inductor: generate kernels; eager and aot_eager: only trace, to find what cannot be compiled
-    dynamic    true: one program for all shapes; false: one per shape; null: the first shape, then a general one
+    backend    inductor: generate kernels; eager and aot_eager: only trace, to debug compilation
+    dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
+               generalize
     fullgraph  stop where the model cannot be one graph
     Raises ConfigError where the compiler that inductor needs is missing.
     Source: torch.compile.
@@ -57,7 +58,8 @@ def reduce_overhead(
 ) -> None:
     """Compile the whole model and replay it as CUDA graphs: little work per launch, more memory.
 
-    dynamic    true: one program for all shapes; false: one per shape; null: the first shape, then a general one
+    dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
+               generalize
     fullgraph  stop where the model cannot be one graph
     Raises ConfigError where the compiler that inductor needs is missing.
     Source: torch.compile, mode "reduce-overhead".
@@ -79,8 +81,9 @@ def max_autotune(
 ) -> None:
     """Compile the whole model and try several kernels for each product: minutes at the first update.
 
-    cuda_graphs  replay the model as CUDA graphs too
-    dynamic      true: one program for all shapes; false: one per shape; null: the first shape, then a general one
+    cuda_graphs  also use CUDA graphs
+    dynamic      true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
+                 generalize
     fullgraph    stop where the model cannot be one graph
     Raises ConfigError where the compiler that inductor needs is missing.
     Source: torch.compile, modes "max-autotune" and "max-autotune-no-cudagraphs".
@@ -101,8 +104,9 @@ def regional(
 ) -> None:
     """Compile each of the task's blocks; equal blocks share the code, so the first update comes sooner.
 
-    backend    inductor: generate kernels; eager and aot_eager: only trace, to find what cannot be compiled
-    dynamic    true: one program for all shapes; false: one per shape; null: the first shape, then a general one
+    backend    inductor: generate kernels; eager and aot_eager: only trace, to debug compilation
+    dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
+               generalize
     fullgraph  stop where a block cannot be one graph
     Raises ConfigError where the compiler that inductor needs is missing.
     Source: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html

@@ -317,7 +317,7 @@ def default(
     prefetch_factor  batches each worker reads ahead
     start_method     how workers start; fork: at once, and they share the data set's memory; spawn: each imports all
                      anew in seconds and gets its own copy, for libraries that do not survive a fork
-    drop_last        leave out the last, smaller update of each epoch (training only)
+    drop_last        drop the last, smaller update of each epoch (training only)
     cache            memory: read every sample once and keep it; device: keep it on the device
     bad_samples      stop: end the run at a sample that cannot be read; skip: leave it out and list it
     """
@@ -345,11 +345,11 @@ def thread(
     cache: Literal["none", "memory", "device"] = "none",
     bad_samples: Literal["stop", "skip"] = "stop",
 ) -> Loader:
-    """Read ahead in one thread what `cache` keeps; without a cache, in one worker process.
+    """Prefetch cached samples in one thread; without a cache, in one worker process.
 
     depth        batches read ahead
-    pin_memory   copy batches to page-locked memory; auto: with a GPU
-    drop_last    leave out the last, smaller update of each epoch (training only)
+    pin_memory   copy batches to page-locked memory; auto: if there is a GPU
+    drop_last    drop the last, smaller update of each epoch (training only)
     cache        memory: read every sample once and keep it; device: keep it on the device
     bad_samples  stop: end the run at a sample that cannot be read; skip: leave it out and list it
     """

@@ -43,9 +43,9 @@ def none(
 ) -> MemoryReport:
     """Keep every activation that the backward pass needs.
 
-    channels_last  lay out convolution weights as N, H, W, C; auto: where there are any, on cuda and cpu
-    fraction       largest share of the GPU's memory this process may take; null: all
-    allocator      settings of torch's allocator, such as expandable_segments:True; null: torch's own
+    channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
+    fraction       maximum fraction of GPU memory for this process; null: all
+    allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
     Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
     """
     return _report(model, device, channels_last, fraction, allocator)
@@ -65,10 +65,10 @@ def checkpoint(
 
     Gradients are the same bit for bit, dropout included; passes without gradients are not touched.
 
-    every          checkpoint one block in so many
-    channels_last  lay out convolution weights as N, H, W, C; auto: where there are any, on cuda and cpu
-    fraction       largest share of the GPU's memory this process may take; null: all
-    allocator      settings of torch's allocator, such as expandable_segments:True; null: torch's own
+    every          checkpoint every n-th block
+    channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
+    fraction       maximum fraction of GPU memory for this process; null: all
+    allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
     Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
@@ -93,10 +93,10 @@ def selective(
 
     Gradients are the same bit for bit; passes without gradients are not touched.
 
-    save           matmul: results of matrix products, convolutions and attention; attention: of attention only
-    channels_last  lay out convolution weights as N, H, W, C; auto: where there are any, on cuda and cpu
-    fraction       largest share of the GPU's memory this process may take; null: all
-    allocator      settings of torch's allocator, such as expandable_segments:True; null: torch's own
+    save           matmul: keep the results of matrix products, convolutions and attention; attention: of attention only
+    channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
+    fraction       maximum fraction of GPU memory for this process; null: all
+    allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
     Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022;
             torch.utils.checkpoint.create_selective_checkpoint_contexts.
@@ -127,11 +127,11 @@ def budget(
     Gradients are the same bit for bit; passes without gradients are not touched. The plan follows the run on weights
     without content and takes the blocks that free most bytes for an operation, until the prediction is below the limit.
 
-    limit_gib      GiB that the run may take of the device; null: all that the device has
-    recompute      numbers of the blocks, from 0, without repeats; auto: those the plan finds, all where it finds none
-    channels_last  lay out convolution weights as N, H, W, C; auto: where there are any, on cuda and cpu
-    fraction       largest share of the GPU's memory this process may take; null: all
-    allocator      settings of torch's allocator, such as expandable_segments:True; null: torch's own
+    limit_gib      memory limit on the device in GiB; null: all of the device
+    recompute      indices of the blocks to recompute, without repeats; auto: chosen by the plan, or all
+    channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
+    fraction       maximum fraction of GPU memory for this process; null: all
+    allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
     Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0, and for the
     number of a block that is not there.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., 2022, on choosing.

@@ -32,10 +32,10 @@ def adamw(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Adam with weight decay apart from the gradient.
+    """Adam with decoupled weight decay.
 
     lr            learning rate at the peak of the schedule
-    weight_decay  share of each weight taken off per update, times the learning rate
+    weight_decay  decoupled weight decay, multiplied by the learning rate
     betas         decay per update of the running means of the gradient and of its square
     eps           added to the root of the second mean
     kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
@@ -64,7 +64,7 @@ def adam(
     """Adam; weight decay, if any, is added to the gradient.
 
     lr            learning rate at the peak of the schedule
-    weight_decay  times each weight, added to its gradient (L2 regularization)
+    weight_decay  L2 penalty, added to the gradient
     betas         decay per update of the running means of the gradient and of its square
     eps           added to the root of the second mean
     kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
@@ -90,12 +90,12 @@ def sgd(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Gradient descent with momentum.
+    """SGD with momentum.
 
     lr            learning rate at the peak of the schedule
-    momentum      share of the last step that is kept; 0: none
-    nesterov      look ahead along the momentum
-    weight_decay  times each weight, added to its gradient (L2 regularization)
+    momentum      momentum factor; 0: none
+    nesterov      use Nesterov momentum
+    weight_decay  L2 penalty, added to the gradient
     kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
                   operation; auto: fused where it works, else foreach
     decay_1d      decay parameters of fewer than two dimensions too (biases, norms)
@@ -130,7 +130,7 @@ def adamw8bit(
     Parameters of fewer than 4096 values keep their means in float32.
 
     lr            learning rate at the peak of the schedule
-    weight_decay  share of each weight taken off per update, times the learning rate
+    weight_decay  decoupled weight decay, multiplied by the learning rate
     betas         decay per update of the running means of the gradient and of its square
     eps           added to the root of the second mean
     library       whose kernels; auto: bitsandbytes, else torchao, which compiles for seconds at its first update

@@ -27,11 +27,11 @@ def ddp(
 ) -> Parallel:
     """Give each rank a copy of the model and a share of each update; the sum of gradients is divided by the true count.
 
-    world_size  number of ranks; auto: one for each GPU
+    world_size  number of ranks; auto: one per GPU
     shares      samples of an update for each rank: equal, by memory, by measured speed, or numbers such as [19,13]
-    batch_norm  per_rank: each rank normalizes by its own micro-batch; sync: by those of all ranks
+    batch_norm  per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all ranks
     restarts    how often a run goes on from its last checkpoint, on the ranks that are left, when a rank is killed
-    timeout_s   seconds after which a rank that does not answer is taken for lost
+    timeout_s   seconds after which a rank that does not respond is considered lost
     """
     return Replicated(world, in_step=batch_norm == "sync") if world.world_size > 1 else Parallel(world)
 
@@ -49,13 +49,14 @@ def fsdp(
 ) -> Parallel:
     """Give each rank an even part of every parameter, gradient and optimizer state, and a share of each update.
 
-    world_size             number of ranks; auto: one for each GPU
+    world_size             number of ranks; auto: one per GPU
     shares                 samples of an update for each rank: equal, or numbers such as [19,13]; memory stays even
-    batch_norm             per_rank: each rank normalizes by its own micro-batch; sync: by those of all ranks
-    reshard_after_forward  give gathered parameters back after each block's forward pass: less memory, more traffic
+    batch_norm             per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all
+                           ranks
+    reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
     communicate            format in which parameters travel; a half one must be that of precision
     restarts               how often a run goes on, on the ranks that are left, when a rank is killed
-    timeout_s              seconds after which a rank that does not answer is taken for lost
+    timeout_s              seconds after which a rank that does not respond is considered lost
     Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, VLDB 2023.
     """
     if world.world_size == 1:
@@ -78,13 +79,14 @@ def pipeline(
 ) -> Parallel:
     """Give each rank some layers of the model; micro-batches flow through the ranks and back.
 
-    world_size  number of ranks; auto: one for each GPU
-    schedule    1f1b: go back as soon as possible; gpipe: all forward passes first; interleaved: chunks stages on a rank
+    world_size  number of ranks; auto: one per GPU
+    schedule    1f1b: backward as early as possible; gpipe: all forward passes first; interleaved: chunks stages per
+                rank
     split       number of layers of each stage; null: by balance
-    balance     memory: even shares of the devices' memory; time: the slowest stage as fast as can be
-    chunks      stages on each rank with schedule=interleaved
+    balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
+    chunks      stages per rank with schedule=interleaved
     restarts    how often a run goes on, on the ranks that are left, when a rank is killed
-    timeout_s   seconds after which a rank that does not answer is taken for lost
+    timeout_s   seconds after which a rank that does not respond is considered lost
     Source: torch.distributed.pipelining; Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021.
     """
     if world.world_size == 1:

@@ -265,7 +265,7 @@ def tf32(world: World, model: nn.Module, *, level: Literal["high", "medium"] = "
 def bf16(world: World, model: nn.Module, *, keep_fp32: list[str] = []) -> Precision:  # noqa: B006 - read as schema
     """Autocast to bfloat16: the range of float32, 8 bits of mantissa, no loss scale needed.
 
-    keep_fp32  names of modules that compute in float32 all the same
+    keep_fp32  names of modules that are kept in float32
     """
     _keep_float32(model, keep_fp32, world.device)
     return Precision(world, dtype=torch.bfloat16)
@@ -285,13 +285,13 @@ def fp16(
 ) -> Precision:
     """Autocast to float16 and scale the loss so that small gradients survive.
 
-    init_scale       first loss scale; halved at each overflow, which skips that update
-    growth_factor    the scale is multiplied by this after growth_interval updates without overflow
+    init_scale       initial loss scale; halved at each overflow, which skips that update
+    growth_factor    factor applied to the scale after growth_interval updates without overflow
     backoff_factor   the scale is multiplied by this at an overflow
     growth_interval  updates without overflow before the scale grows
-    min_scale        a scale below this ends the run: gradients overflow whatever the scale
-    max_skips        updates skipped one after another that end the run; 20 bring the first scale down to 1/16
-    keep_fp32        names of modules that compute in float32 all the same
+    min_scale        end the run if the scale falls below this: gradients overflow whatever the scale
+    max_skips        number of consecutive skipped updates that ends the run; 20 reduce the initial scale to 1/16
+    keep_fp32        names of modules that are kept in float32
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
     """
     _keep_float32(model, keep_fp32, world.device)

@@ -93,7 +93,7 @@ class Plateau(Schedule):
 def constant(updates: int, *, warmup: Count | Factor = 0) -> Schedule:
     """Keep the learning rate at its peak.
 
-    warmup  updates of linear increase at the beginning; below 1: share of all updates
+    warmup  updates of linear warm-up; below 1: fraction of all updates
     """
     return Schedule(lambda _: 1.0, _warmup(warmup, updates))
 
@@ -101,8 +101,8 @@ def constant(updates: int, *, warmup: Count | Factor = 0) -> Schedule:
 def linear(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fraction = 0.0) -> Schedule:
     """Go down on a straight line from the end of the warm-up to the last update.
 
-    warmup        updates of linear increase at the beginning; below 1: share of all updates
-    final_factor  share of the peak at which the line ends
+    warmup        updates of linear warm-up; below 1: fraction of all updates
+    final_factor  fraction of the peak at the end
     Source: torch.optim.lr_scheduler.LinearLR.
     """
     start = _warmup(warmup, updates)
@@ -112,8 +112,8 @@ def linear(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fractio
 def cosine(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fraction = 0.1) -> Schedule:
     """Go down on half a cosine wave from the end of the warm-up to the last update.
 
-    warmup        updates of linear increase at the beginning; below 1: share of all updates
-    final_factor  share of the peak at which the wave ends
+    warmup        updates of linear warm-up; below 1: fraction of all updates
+    final_factor  fraction of the peak at the end of the wave
     Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017, without restarts.
     """
     start = _warmup(warmup, updates)
@@ -125,9 +125,9 @@ def step(
 ) -> Schedule:
     """Multiply the learning rate by gamma at regular intervals, counted from the first update.
 
-    warmup  updates of linear increase at the beginning; below 1: share of all updates
-    every   updates between the steps; below 1: share of all updates
-    gamma   factor of one step
+    warmup  updates of linear warm-up; below 1: fraction of all updates
+    every   updates between the steps; below 1: fraction of all updates
+    gamma   factor per step
     Source: torch.optim.lr_scheduler.StepLR.
     """
     interval = _interval("every", every, updates)
@@ -143,9 +143,9 @@ def multistep(
 ) -> Schedule:
     """Multiply the learning rate by gamma at each milestone.
 
-    warmup      updates of linear increase at the beginning; below 1: share of all updates
+    warmup      updates of linear warm-up; below 1: fraction of all updates
     milestones  updates after which to step, counted from the first one; below 1: share of all updates
-    gamma       factor of one step
+    gamma       factor per step
     Source: torch.optim.lr_scheduler.MultiStepLR.
     """
     marks = sorted(_interval("milestones", mark, updates) for mark in milestones)
@@ -162,9 +162,9 @@ def one_cycle(
 ) -> Schedule:
     """Rise from a small learning rate to the peak, then fall to almost nothing at the last update.
 
-    warmup        updates of the rise; below 1: share of all updates
-    start_factor  share of the peak at the first update
-    final_factor  share of the peak at the last update
+    warmup        updates until the peak; below 1: fraction of all updates
+    start_factor  fraction of the peak at the first update
+    final_factor  fraction of the peak at the last update
     anneal        shape of both parts: half a cosine wave or a straight line
     Source: Smith and Topin, Super-Convergence, 2017; torch.optim.lr_scheduler.OneCycleLR, learning rate only.
     """
@@ -194,13 +194,13 @@ def plateau(
     """Multiply the learning rate by gamma when the validation metric has stopped getting better.
 
     warmup     updates of linear increase at the beginning, in which nothing is observed; below 1: share of all updates
-    metric     metric of the evaluation that is watched, such as val/loss
+    metric     evaluation metric to monitor, such as val/loss
     mode       min: a smaller metric is better; max: a larger one
-    gamma      factor of one step
-    patience   evaluations in a row without improvement that are waited for
-    threshold  share of the best metric by which another must be better to count
-    cooldown   evaluations after a step in which nothing is counted
-    floor      share of the peak below which the learning rate does not fall
+    gamma      factor per step
+    patience   evaluations in a row without improvement before a step
+    threshold  relative improvement over the best metric that counts
+    cooldown   evaluations after a step that are ignored
+    floor      lower bound of the learning rate, as a fraction of the peak
     Source: torch.optim.lr_scheduler.ReduceLROnPlateau, threshold_mode "rel".
     """
     schedule = Plateau(
@@ -226,10 +226,10 @@ def warm_restarts(
 ) -> Schedule:
     """Go down on half a cosine wave again and again, starting at the peak each time, after the warm-up.
 
-    warmup        updates of linear increase at the beginning; below 1: share of all updates
-    period        updates of the first wave; below 1: share of all updates
+    warmup        updates of linear warm-up; below 1: fraction of all updates
+    period        updates of the first wave; below 1: fraction of all updates
     growth        each wave is this many times as long as the one before
-    final_factor  share of the peak at which each wave ends
+    final_factor  fraction of the peak at the end of each wave
     Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017.
     """
     start = _warmup(warmup, updates)

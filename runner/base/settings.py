@@ -1,4 +1,4 @@
-"""The settings that belong to no group: how long, how much at once, where, and from which seed."""
+"""Top-level settings: length, batch size, device, folders and seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class DataSettings:
     """Where the samples come from.
 
     path           folder or file in the task's own format; null: the task's own data
-    train_samples  at most so many training samples are used, the first ones; null: all
+    train_samples  maximum number of training samples, taken from the beginning; null: all
     """
 
     path: Place | None = None
@@ -26,8 +26,8 @@ class DataSettings:
 class EvaluateSettings:
     """When and on how much the model is evaluated while it trains.
 
-    every    updates between evaluations; auto: ten times in a phase; 0: only at the end of a phase
-    samples  validation samples used, spread evenly and always the same; null: all of them
+    every    updates between evaluations; auto: ten evaluations per phase; 0: only at the end of a phase
+    samples  number of validation samples, evenly spaced and always the same; null: all
     """
 
     every: Count | Literal["auto"] = "auto"
@@ -38,10 +38,10 @@ class EvaluateSettings:
 class EarlyStoppingSettings:
     """When a phase ends before its last update.
 
-    patience   evaluations in a row without improvement after which the phase ends; null: never
-    metric     metric of the evaluation that is watched
-    best_is    min or max: which values of it are better
-    min_delta  how much better than the best a value must be
+    patience   consecutive evaluations without improvement after which the phase ends; null: never
+    metric     evaluation metric to monitor
+    best_is    min or max: whether lower or higher values are better
+    min_delta  minimum improvement over the best value
     """
 
     patience: PositiveInt | None = None
@@ -57,18 +57,19 @@ class Settings:
     updates            optimizer steps of the run (or give epochs)
     epochs             passes over the training data (or give updates); 0: only phases without gradients
     global_batch_size  samples per update over all ranks and micro-batches
-    micro_batch_size   samples per device and pass; auto: derived; accumulation follows from it
-    max_grad_norm      gradients are scaled down to this norm; null: not clipped
-    seed               of weights, order of data and dropout
+    micro_batch_size   samples per forward and backward pass on a device; auto: derived
+    max_grad_norm      maximum gradient norm for clipping; null: no clipping
+    seed               random seed of weights, data order and dropout
     device             auto, cpu, cuda, cuda:N or mps
     phases             names of the phases to run; null: all of the task's but infer
     run                train: name of the run, an existing name resumes; others: last, a name or a folder
     output_root        folder that holds the runs
-    resume             auto: continue the run of that name; fresh: start it anew; or a run folder to start from
-    weights            safetensors file whose weights a new run begins with; null: the task's own
+    resume             auto: continue the run of that name; fresh: restart from scratch; or a run folder to start from
+    weights            safetensors file with the initial weights of a new run; null: the task's initialization
     resume_allow       keys that may differ from the checkpoint, e.g. [optimizer.lr]
     log_every          updates between rows of metrics.jsonl
-    on_oom             where memory runs out: retry, the update is made again in smaller passes, which stay so; or stop
+    on_oom             after out of memory: retry: repeat the update with smaller micro-batches and keep that size;
+                       stop: end the run
     """
 
     updates: PositiveInt | None = None
@@ -92,5 +93,5 @@ class Settings:
 
     @property
     def root(self) -> Path:
-        """Return the folder that holds the runs."""
+        """Return the folder of the runs."""
         return as_path(self.output_root)

@@ -209,15 +209,15 @@ def default(
     best_is: Literal["min", "max"] = "min",
     grace_s: Positive | None = None,
 ) -> SavePolicy:
-    """Save from time to time, at the end of each phase, and when stopped.
+    """Save periodically, at the end of each phase, and when stopped.
 
-    every    updates between saves: 200 or 200updates; or 2epochs, 10min; auto: as often as costs under 1 % of the time,
-             every 1 to 10 min
-    keep     newest checkpoints kept, never fewer than two
-    best     metric of the evaluation whose best checkpoints are kept too; null: none
-    keep_best  how many of the best are kept
-    best_is  min or max: which values of it are better
-    grace_s  seconds from the signal to stop to the kill: a save that takes longer is not begun; null: not known
+    every    checkpoint interval in updates: 200 or 200updates; or 2epochs, 10min; auto: overhead below 1 %, every 1 to
+             10 min
+    keep     number of newest checkpoints to keep, at least two
+    best     evaluation metric whose best checkpoints are also kept; null: none
+    keep_best  number of best checkpoints to keep
+    best_is  min or max: whether lower or higher values are better
+    grace_s  seconds between the stop signal and the kill: a checkpoint that would take longer is skipped; null: unknown
     """
     policy = SavePolicy(keep=keep, best=best, keep_best=keep_best, better=best_is, grace_s=grace_s)
     if every == "auto":
@@ -243,11 +243,11 @@ def off(
 ) -> SavePolicy:
     """Save only at the end of each phase and when stopped.
 
-    keep     newest checkpoints kept, never fewer than two
-    best     metric of the evaluation whose best checkpoints are kept too; null: none
-    keep_best  how many of the best are kept
-    best_is  min or max: which values of it are better
-    grace_s  seconds from the signal to stop to the kill: a save that takes longer is not begun; null: not known
+    keep     number of newest checkpoints to keep, at least two
+    best     evaluation metric whose best checkpoints are also kept; null: none
+    keep_best  number of best checkpoints to keep
+    best_is  min or max: whether lower or higher values are better
+    grace_s  seconds between the stop signal and the kill: a checkpoint that would take longer is skipped; null: unknown
     """
     return SavePolicy(keep=keep, best=best, keep_best=keep_best, better=best_is, grace_s=grace_s)
 

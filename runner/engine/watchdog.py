@@ -370,13 +370,13 @@ def default(
     data_s: Positive | Auto = "auto",
     checkpoint_s: Positive = 600.0,
 ) -> Limits | None:
-    """End the run, with the stacks of all its threads and ranks, when what it waits for does not come.
+    """End the run after a timeout, with the stacks of all threads and ranks.
 
-    update_s        seconds that an update, or a batch of an evaluation or its summary, may take; auto: 50, or ten
-                    times the longest lately
-    first_update_s  seconds for the first of its kind in a phase, with building, reading and compiling
-    data_s          seconds until a batch is there; auto: 50, or ten times the longest lately
-    checkpoint_s    seconds for which a disk may not move while a checkpoint is written, and for the end of the run
+    update_s        timeout in seconds for an update, an evaluation batch or its summary; auto: 50, or ten times the
+                    recent maximum
+    first_update_s  timeout in seconds for the first one in a phase, including building, loading and compiling
+    data_s          timeout in seconds for loading a batch; auto: 50, or ten times the recent maximum
+    checkpoint_s    timeout in seconds without disk progress while a checkpoint is written, and for the end of the run
     """
     return Limits(
         None if update_s == "auto" else update_s,
@@ -387,7 +387,7 @@ def default(
 
 
 def off() -> Limits | None:
-    """Wait for ever."""
+    """No timeouts."""
     return None
 
 

@@ -38,7 +38,7 @@ def launched(configuration: Configuration) -> int | None:
 
 
 def local() -> Launcher:
-    """Train here: in this process and those that it starts, or as the rank that torchrun or srun made of it."""
+    """Train on this machine: in this process and its children, or as a rank started by torchrun or srun."""
     return Launcher()
 
 
@@ -58,21 +58,21 @@ def slurm(
     signal_s: PositiveInt = 120,
     requeue_times: Count = 20,
 ) -> Launcher:
-    """Submit a job to SLURM, which trains there and goes on by itself when it is preempted or its time is up.
+    """Submit the run as a SLURM job, which is requeued and resumes after preemption or its time limit.
 
-    partition       where the job waits; null: the cluster's default
+    partition       partition; null: the cluster's default
     nodes           machines
-    gpus_per_node   GPUs of each machine
-    tasks_per_node  ranks on each machine; auto: one for each GPU, and one where there is none
-    cpus_per_task   CPU cores of each rank, for its data workers too; null: the cluster's default
-    mem_gb          memory of each machine in GB; null: the cluster's default
-    time_min        minutes until the job is stopped; it saves, and is queued again
-    account         who pays; null: your default
+    gpus_per_node   GPUs per node
+    tasks_per_node  ranks per node; auto: one per GPU, or one without GPUs
+    cpus_per_task   CPU cores per rank, including its data workers; null: the cluster's default
+    mem_gb          memory per node in GB; null: the cluster's default
+    time_min        time limit in minutes; the job then saves and is requeued
+    account         account to charge; null: your default
     qos             quality of service; null: your default
     constraint      features that the machines must have; null: any
-    exclusive       share the machines with no other job
-    signal_s        seconds before the end of the time at which the run is told to save and leave
-    requeue_times   how often the job is queued again at most
+    exclusive       do not share the nodes with other jobs
+    signal_s        seconds before the time limit at which the run is signalled to save and exit
+    requeue_times   maximum number of requeues
     """
     return ToSlurm(
         Slurm(

@@ -77,15 +77,15 @@ class Blocks(Benchmark):
 
 
 def none(world: World) -> Benchmark:
-    """Measure nothing."""
+    """No benchmark."""
     return Benchmark()
 
 
 def blocks(world: World, *, warmup: Count = 10, block: PositiveInt = 10) -> Benchmark:
     """Measure the time of blocks of updates and write benchmark.json into the run directory.
 
-    warmup  updates that pass first
-    block   updates between two waits for the device
+    warmup  warm-up updates that are not measured
+    block   updates per block; the device is synchronized between blocks
     """
     return Blocks(world, warmup=warmup, block=block)
 

@@ -85,7 +85,7 @@ class _Update:
 class ModuleTimes:
     """Marks the borders of modules from `start` to `stop`; `update` ends an update, `table` says what they took.
 
-    depth  modules deeper than this count as part of the one that holds them
+    depth  modules nested deeper than this count toward their parent
     ranks  where there are several, what is between the nodes of a backward pass is for them, and a row of its own
     """
 

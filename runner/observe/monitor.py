@@ -495,7 +495,7 @@ def gpus_of(uuids: Sequence[str], device: str) -> list[str] | None:
 def on(
     path_csv: Path | None, uuids: Sequence[str] | None = None, root: int | None = None, *, interval_s: Interval = 1.0
 ) -> Monitor:
-    """Watch GPUs, CPU, memory and disk, and write them to gpu.csv.
+    """Monitor GPUs, CPU, memory and disk, and record them in gpu.csv.
 
     interval_s  seconds between samples
     """
@@ -503,7 +503,7 @@ def on(
 
 
 def off(path_csv: Path | None = None, uuids: Sequence[str] | None = None, root: int | None = None) -> NoMonitor:
-    """Watch nothing."""
+    """No monitoring."""
     return NoMonitor()
 
 

@@ -630,7 +630,7 @@ _STACK = 32  # lines of Python above an operator that are kept
 
 
 def off(keep: Keep | None) -> Profiler:
-    """Profile nothing."""
+    """No profiling."""
     return Profiler()
 
 
@@ -645,15 +645,15 @@ def trace(
     record_shapes: bool = False,
     only: bool = False,
 ) -> Profiler:
-    """Look at operators, modules, memory and waits in a few updates of each phase; files in profile/ of the run.
+    """Profile operators, modules, memory and waits in a few updates of each phase; writes to profile/ of the run.
 
-    skip           updates that pass first, so that warm-up is not recorded
-    updates        updates that are timed as they are, as many again with operators recorded, and with modules timed
-    depth          modules deeper than this count as part of the one that holds them
-    sort_by        operators by self (their own time), total (with what they call) or calls
-    with_stack     note the line of the task for each operator too (slower, larger)
-    record_shapes  tell operators apart by the shapes they are given
-    only           each phase ends with its profile; nothing is evaluated or saved
+    skip           warm-up updates that are not recorded
+    updates        updates timed without instruments; then as many with operators and as many with modules
+    depth          modules nested deeper than this count toward their parent
+    sort_by        sort operators by self time, total time (including children) or calls
+    with_stack     record the line of the task for each operator (slower, larger files)
+    record_shapes  separate operators by input shapes
+    only           end each phase after its profile; nothing is evaluated or saved
     """
     options = Options(skip, updates, depth, sort_by, with_stack, record_shapes, only)
     if keep is None:

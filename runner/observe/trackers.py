@@ -277,11 +277,11 @@ def wandb(
 ) -> Tracker:
     """Log to Weights & Biases, online where that works, else into an offline folder; the step is the update.
 
-    project  where the run appears
-    entity   user or team; null: the default of the account
+    project  project of the run
+    entity   user or team; null: the account's default
     mode     auto: WANDB_MODE if set, else online with an API key and offline without one
-    group    runs of one experiment share it
-    tags     words to find the run by
+    group    group name, shared by the runs of an experiment
+    tags     tags of the run
     `config` is stored as it is: secrets must have been taken out.
     """
     chosen, reason = choose_mode(mode, os.environ)

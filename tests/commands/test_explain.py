@@ -41,7 +41,7 @@ precision.init_scale = 1024
   set by the command line (precision.init_scale=1024)
   without precision.init_scale=1024: 65536.0, set by the default (conf/precision/fp16.yaml)
   without precision.init_scale=1024 and +hardware=t4: not defined, because precision=auto has no such key
-  meaning: first loss scale; halved at each overflow, which skips that update
+  meaning: initial loss scale; halved at each overflow, which skips that update
 """,
     "optimizer.lr optimizer.lr=0.01 optimizer=sgd": """\
 optimizer.lr = 0.01
@@ -77,7 +77,7 @@ dataloader.num_workers = auto
 seed = 3
   set by the command line (seed=3)
   without seed=3: 0, set by the default (conf/config.yaml)
-  meaning: of weights, order of data and dropout
+  meaning: random seed of weights, data order and dropout
 """,
     "task --task my_task.py": """\
 task = my_task
@@ -115,13 +115,13 @@ global_batch_size = 512
 optimizer.momentum = 0.99
   set by your folder (FOLDER/mine/optimizer/heavy.yaml)
   without optimizer=heavy: not defined, because optimizer=adamw has no such key
-  meaning: share of the last step that is kept; 0: none
+  meaning: momentum factor; 0: none
 """,
     "optimizer.nesterov --config-dir mine optimizer=heavy": """\
 optimizer.nesterov = false
   set by the default (conf/optimizer/sgd.yaml)
   without optimizer=heavy: not defined, because optimizer=adamw has no such key
-  meaning: look ahead along the momentum
+  meaning: use Nesterov momentum
 """,
 }
 

@@ -97,8 +97,8 @@ def none() -> None:
 def ema(*, decay: Factor = 0.999, evaluate: bool = True) -> Rule:
     """Exponential moving average: after each update, `decay` of the average and the rest of the weights.
 
-    decay     share of the average that is kept in an update
-    evaluate  evaluation, inference and export use the average; false: it is only kept in checkpoints
+    decay     decay factor of the average per update
+    evaluate  evaluation, inference and export use the average; false: it is only stored in checkpoints
     Source: Polyak and Juditsky, Acceleration of stochastic approximation by averaging, 1992; `torch.optim.swa_utils`.
     """
     rule: Rule = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ def ema(*, decay: Factor = 0.999, evaluate: bool = True) -> Rule:
 def swa(*, evaluate: bool = True) -> Rule:
     """Stochastic weight averaging: the mean of the weights after each update of the phase.
 
-    evaluate  evaluation, inference and export use the average; false: it is only kept in checkpoints
+    evaluate  evaluation, inference and export use the average; false: it is only stored in checkpoints
     Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.
     """
     rule: Rule = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
