@@ -166,6 +166,8 @@ class Forecast:
             "gradients": sum(weight.nbytes for _, weight in trained),
             "optimizer": expected_state_bytes(optimizer),
         }
+        if _averages(self.plan):
+            sizes["optimizer"] += sizes["gradients"]
         why_not = f"{self._why_not}; the model is too large to be measured here, so activations are not counted"
         events = tuple((number, taken) for number, taken in enumerate(sizes.values()) if taken)
         known = Traced(phase.name, size, 1, Bytes(**sizes), events, (), (), 0, 0, 0, is_exact=False, why_not=why_not)
@@ -221,9 +223,11 @@ class Follower:
         with self.phantom, in_layers(ledger, parts.bare), no_pass(), ExitStack() as stack:
             ledger.kind = "optimizer"
             work = Gradients(phase, parts, order, position)
-            ledger.kind = "temporary"
-            stack.callback(work.release)
             self.trained = [*work.own.values()]
+            averages = [weight.detach().clone() for weight in self.trained] if _averages(parts.plan) else []
+            ledger.kind = "temporary"
+            stack.callback(averages.clear)
+            stack.callback(work.release)
             for weight in self.trained:
                 hook = weight.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
@@ -447,6 +451,11 @@ def _limit(plan: Plan) -> int:
         return 0
     known = [tensors_within(rank) for rank in plan.ranks if rank.capacity_bytes]
     return min(known, default=0)
+
+
+def _averages(plan: Plan) -> bool:
+    """Tell whether a copy of the trained weights is kept for their average."""
+    return plan.choices["averaging"].function != "none"
 
 
 def on_the_host(plan: Plan) -> Plan:

@@ -31,8 +31,8 @@ from runner.distributed.parallel import Copy, dense_gradient
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.faults import place_of
-from runner.engine.loop import Position, StepInfo, Training, train_updates
-from runner.engine.redo import Guide, Once, Redo
+from runner.engine.loop import Around, Position, StepInfo, Training, train_updates
+from runner.engine.redo import Guide, Redo
 from runner.engine.tasks import CheckedLoss
 from runner.plan.plan import PhasePlan
 
@@ -121,10 +121,10 @@ class Gradients(Work):
         parts.parallel.begin(list(self.own.values()))
         own = list(self.own.values())
         optimizer = make(OPTIMIZERS, phase.optimizer.function, [*self.own.items()], **phase.optimizer.options)
-        redo = Once()
+        around = Around()
         if guide is not None:
             alone = parts.world.world_size == 1
-            redo = Redo(parts.bare, own, optimizer, parts.precision, parts.world.device, guide, is_alone=alone)
+            around = Redo(parts.bare, own, optimizer, parts.precision, parts.world.device, guide, is_alone=alone)
         self.training = Training(
             position=position,
             model=parts.model,
@@ -136,7 +136,7 @@ class Gradients(Work):
             parallel=parts.parallel,
             per_item=1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample),
             max_grad_norm=phase.max_grad_norm,
-            redo=redo,
+            around=around,
         )
 
     @property

@@ -17,7 +17,6 @@ from runner.base.errors import TaskFault
 from runner.base.task import Sum
 from runner.distributed.parallel import Parallel, Passes
 from runner.engine.gradients import clear, correct_and_clip
-from runner.engine.redo import Once
 
 
 @dataclass
@@ -44,6 +43,22 @@ class StepInfo(NamedTuple):
     bad: tuple[tuple[int, str], ...]
 
 
+class Around:
+    """What wraps an update: nothing, so an error in it ends the run."""
+
+    def run(self, update: Callable[[], StepInfo]) -> StepInfo:
+        """Return what `update` returns; a subclass may call it again, from the same beginning."""
+        return update()
+
+    def failed(self, error: Exception) -> None:
+        """Take an error of a forward or backward pass; return if all ranks can discard the update, else raise it."""
+        raise error
+
+    def apply(self, step: Callable[[], None]) -> None:
+        """Apply the gradients."""
+        step()
+
+
 @dataclass(frozen=True)
 class Training:
     """What the loop turns with.
@@ -51,7 +66,7 @@ class Training:
     loss      (model, batch) -> (loss summed over items, number of items)
     per_item  constant by which sums are multiplied before backward, about 1 / (items of an update): it keeps the
               gradients in range; the true count replaces it after the last backward, so results do not depend on it
-    redo      what is done where memory runs out in an update
+    around    wraps each update, as the retry after out of memory does
     """
 
     position: Position
@@ -64,7 +79,7 @@ class Training:
     parallel: Parallel
     per_item: float
     max_grad_norm: float | None
-    redo: Once = field(default_factory=Once)
+    around: Around = field(default_factory=Around)
 
 
 def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> Iterator[StepInfo]:
@@ -77,7 +92,7 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
         precision.forward,
         backward=lambda loss: precision.backward(loss * run.per_item),
         scale=lambda loss: precision.scaled(loss * run.per_item),
-        failed=run.redo.failed,
+        failed=run.around.failed,
     )
 
     def update() -> StepInfo:
@@ -89,14 +104,14 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
         grad_norm = correct_and_clip(gradients, correction, run.max_grad_norm, parallel.norm)
         factor = run.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
         lr = set_learning_rate(run.optimizer, factor)
-        run.redo.apply(lambda: precision.step(run.optimizer, total.loss_sum, grad_norm))
+        run.around.apply(lambda: precision.step(run.optimizer, total.loss_sum, grad_norm))
         clear(run.parameters)
         watch.lap("optimizer")
         return StepInfo(position.update + 1, total.loss_sum, total.items, grad_norm, lr, total.bad)
 
     while position.update < until:
         watch.lap("hooks")
-        step = run.redo.made(update)
+        step = run.around.run(update)
         position.update += 1
         watch.stop(position.update)
         yield step

@@ -11,7 +11,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,25 +25,9 @@ from runner.base.bits import same_bits
 from runner.base.shortage import COMMUNICATION, Shortage, shortage_of
 from runner.distributed.parallel import Discarded
 from runner.engine.gradients import clear
+from runner.engine.loop import Around, StepInfo
 
-Made = TypeVar("Made")
 Place = tuple[nn.Module, str]  # of a buffer: its module, and its name there
-
-
-class Once:
-    """An update is made once: what goes wrong in it ends the run."""
-
-    def made(self, update: Callable[[], Made]) -> Made:
-        """Return what `update` returns; it is called again, from the same beginning, where memory runs out in it."""
-        return update()
-
-    def failed(self, error: Exception) -> None:
-        """A pass raised this on a rank among others: return where the update can be discarded by all, else raise it."""
-        raise error
-
-    def apply(self, step: Callable[[], None]) -> None:
-        """The gradients are applied."""
-        step()
 
 
 class Guide(Protocol):
@@ -64,7 +48,7 @@ class Guide(Protocol):
         """Say that a step of the optimizer failed, changed nothing, and was made again."""
 
 
-class Redo(Once):
+class Redo(Around):
     """An update in which memory runs out is made again with smaller passes.
 
     is_alone  no other rank waits for what follows from an update
@@ -81,12 +65,12 @@ class Redo(Once):
         self._is_applying = False  # the step of the optimizer has begun
         self._is_as_before = True  # it has changed nothing
 
-    def made(self, update: Callable[[], Made]) -> Made:
+    def run(self, update: Callable[[], StepInfo]) -> StepInfo:
         while True:
             self.beginning.keep()
             self._shortage, self._is_applying = None, False
             try:
-                made = update()
+                step = update()
             except Discarded:
                 pass
             except Exception as error:
@@ -95,7 +79,7 @@ class Redo(Once):
                 self.failed(error)
             else:
                 self.beginning.learn()
-                return made
+                return step
             self._again()
 
     def failed(self, error: Exception) -> None:

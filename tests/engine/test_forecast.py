@@ -222,6 +222,18 @@ def test_prediction_is_the_count_of_the_real_run(script, words):
     assert {(traced.phase, 4): traced.peak.total} == in_subprocess(script.counted, configuration, [4])
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_an_average_takes_as_much_as_the_trained_weights(script, tmp_path, monkeypatch, has_room):
+    monkeypatch.setattr("runner.engine.forecast.has_room", lambda model: has_room)
+    file = tmp_path / f"averaged_{has_room}.py"
+    file.write_text(STACKED if has_room else UNTRACEABLE)
+    without, averaged = (
+        forecast(composed(f"averaging={option}", file=file), script.HERE, [4])[0].peak for option in ("none", "ema")
+    )
+    assert averaged.optimizer - without.optimizer == without.parameters
+    assert averaged.total - without.total == without.parameters
+
+
 def test_shapes_that_depend_on_data_alone_are_followed(script, tmp_path):
     file = tmp_path / "above_data.py"
     file.write_text(DATA_DEPENDENT)

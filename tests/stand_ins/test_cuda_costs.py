@@ -45,7 +45,12 @@ def plain(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 # words -> kernels that accel-run launches beyond a plain loop
 @pytest.mark.parametrize(
-    ("words", "kernels"), [("prefetch=none precision=fp32", 17), ("prefetch=stream precision=bf16", 28)]
+    ("words", "kernels"),
+    [
+        ("prefetch=none precision=fp32", 17),
+        ("prefetch=stream precision=bf16", 28),
+        ("averaging=ema precision=fp32", 17 + 4),  # the stand-in averages one parameter at a time
+    ],
 )
 def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
     words: str, kernels: int, plain: tuple[Counted, Counted], stand_in: StandIn, tmp_path: Path
