@@ -1,7 +1,7 @@
 """Time that passes only where a test plants it: cells of trials and the process that asks them share one clock.
 
-Inside, `time.sleep` returns at once and moves the clock, and each reading of the clock in a cell moves it by READ_S, so
-that what is not planted takes a little time, too, and the same each time. How busy the machine is changes no figure.
+Inside, `time.sleep` returns at once and moves the clock, and each reading of the clock in a cell moves it by `read_s`,
+so that what is not planted takes a little time, too, and the same each time. How busy the machine is changes no figure.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from typing import Any
 
 READ_S = 1e-4
 START_S = 1.0  # that a cell takes to begin
-_CLOCK, _WORKERS = 0, 8  # where they are in the shared memory
+_CLOCK, _WORKERS, _READ, SIZE = 0, 8, 16, 24  # where they are in the shared memory, and its bytes
 
 
 class Planted:
     """In the place of the module `time`, in this process and in those that share its memory.
 
-    memory  a file descriptor of 16 bytes
+    memory  a file descriptor; empty, or another's
     """
 
     def __init__(self, memory: int) -> None:
-        os.ftruncate(memory, 16)
+        is_first = os.fstat(memory).st_size == 0
+        os.ftruncate(memory, SIZE)
         self.memory = memory
-        self._shared = mmap.mmap(memory, 16)
+        self._shared = mmap.mmap(memory, SIZE)
         self._cell = 0
+        if is_first:
+            self.read_s = READ_S
 
     def __getattr__(self, name: str) -> Any:
         return getattr(real_time, name)
@@ -48,6 +51,15 @@ class Planted:
     def workers(self, share: float) -> None:
         struct.pack_into("d", self._shared, _WORKERS, share)
 
+    @property
+    def read_s(self) -> float:
+        """Seconds by which a reading of the clock moves it, in the main thread of a cell."""
+        return self._at(_READ)
+
+    @read_s.setter
+    def read_s(self, seconds: float) -> None:
+        struct.pack_into("d", self._shared, _READ, seconds)
+
     def advance(self, seconds: float) -> None:
         """Move the clock."""
         struct.pack_into("d", self._shared, _CLOCK, self.now + seconds)
@@ -62,7 +74,7 @@ class Planted:
     def monotonic(self) -> float:
         """Return the seconds that have passed, and let some pass if this is the main thread of a cell."""
         if os.getpid() == self._cell and threading.current_thread() is threading.main_thread():
-            self.advance(READ_S)
+            self.advance(self.read_s)
         return self.now
 
     perf_counter = monotonic

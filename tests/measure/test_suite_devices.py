@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +15,14 @@ from runner.measure.contest import limits_of
 from runner.measure.suites.devices import Blocks, blocks_of, crossing, devices_of, run
 from runner.measure.trial import Cell, Measured, Trials
 from runner.plan.inventory import Cpu, Device, Inventory
+from tests.measure.planted_time import READ_S, Planted
 from tests.measure.suites import asked
 
 NAMES = ("cpu", "cuda:0")
 SETTINGS = ("task.num_cubes=32", "task.channels=4")
 
 
-def planted(
+def taken(
     fixed_s: float, per_sample_s: float, noise: float, seed: int = 0, batches: Sequence[int] = (2, 4, 8, 16, 32)
 ) -> Blocks:
     """Return nine blocks of a device at each of the batches."""
@@ -34,7 +35,7 @@ def planted(
 
 def test_lines_cross_where_they_were_planted() -> None:
     """1 ms per sample without more, against 6 ms and 0.25 ms per sample: the same at 8 samples."""
-    found = crossing(NAMES, planted(0.0, 1e-3, 0.02), planted(6e-3, 0.25e-3, 0.02, 1), "samples")
+    found = crossing(NAMES, taken(0.0, 1e-3, 0.02), taken(6e-3, 0.25e-3, 0.02, 1), "samples")
 
     assert found is not None
     assert found.at == pytest.approx(8, rel=0.1)
@@ -47,7 +48,7 @@ def test_lines_cross_where_they_were_planted() -> None:
 
 
 def test_what_is_slower_everywhere_is_said_to_be() -> None:
-    found = crossing(NAMES, planted(1e-3, 1e-4, 0.02), planted(5e-3, 2e-4, 0.02, 1), "samples")
+    found = crossing(NAMES, taken(1e-3, 1e-4, 0.02), taken(5e-3, 2e-4, 0.02, 1), "samples")
 
     assert found is not None
     assert found.at is None
@@ -56,7 +57,7 @@ def test_what_is_slower_everywhere_is_said_to_be() -> None:
 
 def test_devices_that_take_the_same_have_no_crossing() -> None:
     for seed in range(20):
-        found = crossing(NAMES, planted(1e-3, 1e-3, 0.05, 2 * seed), planted(1e-3, 1e-3, 0.05, 2 * seed + 1), "samples")
+        found = crossing(NAMES, taken(1e-3, 1e-3, 0.05, 2 * seed), taken(1e-3, 1e-3, 0.05, 2 * seed + 1), "samples")
         assert found is not None
         assert found.at is None, seed
 
@@ -64,7 +65,7 @@ def test_devices_that_take_the_same_have_no_crossing() -> None:
 def test_times_that_are_no_line_are_said_to_be_none() -> None:
     bent = {batch: [batch**3 / 1e5] * 9 for batch in (2, 4, 8, 16, 32)}
 
-    found = crossing(NAMES, bent, planted(5e-3, 2e-4, 0.0), "samples")
+    found = crossing(NAMES, bent, taken(5e-3, 2e-4, 0.0), "samples")
 
     assert found is not None
     assert found.at is None
@@ -72,13 +73,11 @@ def test_times_that_are_no_line_are_said_to_be_none() -> None:
 
 
 def test_one_point_is_no_line() -> None:
-    assert crossing(NAMES, {2: [1.0]}, planted(1.0, 1.0, 0.0), "samples") is None
+    assert crossing(NAMES, {2: [1.0]}, taken(1.0, 1.0, 0.0), "samples") is None
 
 
 def test_two_points_tell_nothing_of_how_well_a_line_fits() -> None:
-    found = crossing(
-        NAMES, planted(1e-3, 4e-4, 0.0, batches=(2, 16)), planted(5e-3, 2e-4, 0.0, batches=(2, 16)), "samples"
-    )
+    found = crossing(NAMES, taken(1e-3, 4e-4, 0.0, batches=(2, 16)), taken(5e-3, 2e-4, 0.0, batches=(2, 16)), "samples")
 
     assert found is not None
     assert all(map(math.isnan, found.residuals))
@@ -86,8 +85,7 @@ def test_two_points_tell_nothing_of_how_well_a_line_fits() -> None:
 
 def test_devices_that_were_not_measured_at_the_same_points_have_no_crossing() -> None:
     assert (
-        crossing(NAMES, planted(1.0, 1.0, 0.0, batches=(2, 4)), planted(1.0, 1.0, 0.0, batches=(4, 8)), "samples")
-        is None
+        crossing(NAMES, taken(1.0, 1.0, 0.0, batches=(2, 4)), taken(1.0, 1.0, 0.0, batches=(4, 8)), "samples") is None
     )
 
 
@@ -111,7 +109,15 @@ def test_a_gpu_by_two_names_is_one_device() -> None:
         devices_of("cuda,cuda:0", here)
 
 
-@pytest.mark.usefixtures("few_rounds", "real_time")
+@pytest.fixture
+def slow_clock(planted: Planted) -> Iterator[None]:
+    """A block of what takes no time but that of looking at the clock has few updates."""
+    planted.read_s = 5e-3
+    yield
+    planted.read_s = READ_S
+
+
+@pytest.mark.usefixtures("few_rounds", "slow_clock")
 def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
     found = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="16,8"))
 
