@@ -52,7 +52,7 @@ def offline_rows(run_dir: Path, folders: str = "offline-run-*") -> list[tuple[in
 
     found = []
     for path in sorted(run_dir.glob(f"wandb/{folders}/*.wandb")):
-        for data in tracker_process._records(path.read_bytes()):
+        for data in tracker_process.records(path.read_bytes()):
             record = Record.FromString(data)
             if record.HasField("history"):
                 items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
@@ -90,7 +90,7 @@ class Server:
                 if not code or (lives_for is not None and outer.requests > lives_for):
                     self.close_connection = True
                     return
-                time.sleep(wait_s)
+                time.sleep(wait_s)  # lint-tests: sleep: a slow network; nothing is ordered by it
                 answer = json.dumps(outer.answer(self.path, body) if code == 200 or not mood else {}).encode()
                 self.send_response(code)
                 self.send_header("content-length", str(len(answer)))

@@ -187,14 +187,14 @@ def _last_step(run_dir: Path, run_id: str) -> int:
     with contextlib.suppress(Exception):  # the format is wandb's own: then rows may appear twice, none is lost
         record_type = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
         for path in run_dir.glob(f"*wandb/*run-*-{run_id}/run-{run_id}.wandb"):
-            for data in _records(path.read_bytes()):
+            for data in records(path.read_bytes()):
                 record = record_type.FromString(data)
                 if record.HasField("history"):
                     last = max(last, record.history.step.num)
     return last
 
 
-def _records(log: bytes) -> Iterator[bytes]:
+def records(log: bytes) -> Iterator[bytes]:
     """Yield the records of a wandb file: a LevelDB log after a header of 7 bytes, in blocks of 32 KiB.
 
     Source: https://github.com/google/leveldb/blob/main/doc/log_format.md

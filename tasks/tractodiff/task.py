@@ -88,7 +88,7 @@ class TractoDiff(Task):
         self.train = train
         self.tracts: Tracts = train.tracts
         self.model: StreamlineDiffusion = model
-        self._mask = self.tracts.fields.mask
+        self.mask = self.tracts.fields.mask
         seen = train.spread(4096)
         model.center.copy_(seen["condition"].mean(dim=0))
         # Coefficients of high order hardly differ but for noise; no more is made of it than that.
@@ -207,9 +207,9 @@ class TractoDiff(Task):
 
     def inside(self, points: Tensor, batch: Batch) -> Tensor:
         """Return how much points (B, P, 3), in mm from the start, are in the mask (B, P), from 0 to 1."""
-        self._mask = self._mask.to(points.device)
+        self.mask = self.mask.to(points.device)
         at = (points + batch["start"][:, None]).flatten(0, 1)
-        return self._mask.sample(at, batch["subject"].repeat_interleave(points.shape[1])).view(points.shape[:2])
+        return self.mask.sample(at, batch["subject"].repeat_interleave(points.shape[1])).view(points.shape[:2])
 
     def _in_mask(self, mask: Fields, subject: int, count: int, generator: torch.Generator) -> Tensor:
         """Return points (N, 3) anywhere in voxels of the mask."""

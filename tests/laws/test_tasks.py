@@ -64,7 +64,8 @@ def tractodiff(folder: Path) -> Task:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "volume", lambda: [Subject("ball", field, np.eye(4), waves, split)])
         task = _with_small_shapes(module, small, Context(SEED, None, folder), step_mm=0.5)
-    task._mask = replace(task._mask, values=task._mask.values.double(), to_voxel=task._mask.to_voxel.double())  # type: ignore[attr-defined]
+    mask = task.mask  # type: ignore[attr-defined]
+    task.mask = replace(mask, values=mask.values.double(), to_voxel=mask.to_voxel.double())  # type: ignore[attr-defined]
     return task
 
 

@@ -34,7 +34,7 @@ class Rows:
 
     def __getitem__(self, index: int) -> Tensor:
         if self.read_ms:
-            time.sleep(self.read_ms / 1000)
+            time.sleep(self.read_ms / 1000)  # lint-tests: sleep: planted
         return self.rows[index]
 
 
@@ -56,16 +56,16 @@ class Sized(Task):
     def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         if len(batch) > self.most:
             raise torch.OutOfMemoryError("Tried to allocate more than there is")
-        time.sleep((self.pass_ms + self.sample_ms * len(batch)) / 1000)
+        time.sleep((self.pass_ms + self.sample_ms * len(batch)) / 1000)  # lint-tests: sleep: planted
         return (model(batch) - batch).square().sum(), len(batch)
 
     def evaluate(self, model: nn.Module, batch: Tensor) -> dict[str, tuple[Tensor, int]]:
-        time.sleep(0.0 if len(batch) in self.evaluated else self.first_ms / 1000)
+        time.sleep(0.0 if len(batch) in self.evaluated else self.first_ms / 1000)  # lint-tests: sleep: planted
         self.evaluated.append(len(batch))
         return {"loss": self.loss(model, batch)}
 
     def predict(self, model: nn.Module, generator: torch.Generator, *, rows: int = 4) -> Iterator[Prediction]:  # type: ignore[override]
         for number in range(rows):
-            time.sleep(self.pass_ms / 1000)
+            time.sleep(self.pass_ms / 1000)  # lint-tests: sleep: planted
             model(torch.randn(1, 8, generator=generator))
             yield Prediction({f"{number}.txt": "x"})

@@ -23,7 +23,7 @@ def build(
     raises_at: int = 0,
     start_s: float = 0.0,
 ) -> Task:
-    time.sleep(start_s)
+    time.sleep(start_s)  # lint-tests: sleep: planted
     return Measured(sleep_ms, sample_ms, scale, gradient, items, dies_at, raises_at)
 
 
@@ -37,6 +37,7 @@ class Rows:
 
     def __getitem__(self, index: int) -> Tensor:
         if self.sample_ms:
+            # lint-tests: sleep: planted
             time.sleep(self.sample_ms / 1000)  # slow line
         return self.rows[index]
 
@@ -69,7 +70,7 @@ class Measured(Task):
             os._exit(9)
         if self.calls == self.raises_at:
             raise ValueError("as planned")
-        time.sleep(self.sleep_ms / 1000)
+        time.sleep(self.sleep_ms / 1000)  # lint-tests: sleep: planted
         out = model(batch)
         for row in out.detach().flatten()[: self.items]:
             row.item()  # waits

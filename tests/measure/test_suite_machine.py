@@ -372,10 +372,9 @@ def test_the_unit_is_that_of_the_highest_roof(peak: float, unit: str) -> None:
     assert max(max(line.get_ydata()) for line in axes.lines) == pytest.approx(peak / {"G": 1e9, "T": 1e12}[unit[0]])
 
 
-def test_the_sentence_names_the_roof_that_holds() -> None:
-    assert "50% of the roof over it, memory at 100 GB/s" in judged(ROOFS, point_of(1e9, 1e9, 0.02))
-    assert "25% of the roof over it, fp32 products" in judged(ROOFS, point_of(1e11, 1e9, 0.4))
-    assert "caches hold much of it" in judged(ROOFS, point_of(1e9, 1e9, 0.001))
+def test_the_sentence_names_the_roof_that_holds(shown: Callable[..., None]) -> None:
+    points = point_of(1e9, 1e9, 0.02), point_of(1e11, 1e9, 0.4), point_of(1e9, 1e9, 0.001)
+    shown("\n".join(judged(ROOFS, point) for point in points))
 
 
 # ---------------------------------------------------------------- the suite
@@ -421,7 +420,7 @@ def test_all_of_it_is_measured_drawn_and_kept(tmp_path: Path) -> None:
     report = machine.run(wanted(tmp_path, rounds="3", disk_mib="1"))
 
     assert {table.title.split()[0] for table in report.tables} == {"products", "memory", "disk"}
-    assert "of the roof over it" in report.headline or "caches hold" in report.headline
+    assert "roof" in report.headline or "caches" in report.headline
     assert (tmp_path / "here-roofline.png").read_bytes().startswith(b"\x89PNG")
     kept = json.loads((tmp_path / "here-machine.json").read_text())
     update = kept["update"]

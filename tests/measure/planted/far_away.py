@@ -30,7 +30,7 @@ class Rows:
         return 1024
 
     def __getitem__(self, index: int) -> Tensor:
-        time.sleep(FETCH_S)
+        time.sleep(FETCH_S)  # lint-tests: sleep: planted
         return torch.from_numpy(sample_rng(0, self.epoch, index).standard_normal(WIDTH, dtype="float32"))
 
 
@@ -46,5 +46,5 @@ class Remote(Task):
 
     def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         if self.pass_ms:
-            time.sleep(self.pass_ms / 1000)
+            time.sleep(self.pass_ms / 1000)  # lint-tests: sleep: planted
         return (model(batch) - batch).square().mean(1).sum(), len(batch)

@@ -40,6 +40,6 @@ class Layers(Task):
         return Rows(self.width)
 
     def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
-        time.sleep(self.sleep_ms / 1000)
+        time.sleep(self.sleep_ms / 1000)  # lint-tests: sleep: planted
         loss = (model(batch) - batch).square().mean(1).sum()
         return self.gradient * loss + (1 - self.gradient) * loss.detach(), len(batch)

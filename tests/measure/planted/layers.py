@@ -34,5 +34,5 @@ class Layers(Task):
     def loss(self, model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, int]:
         (rows,) = batch
         if self.pass_ms:
-            time.sleep(self.pass_ms / 1000)
+            time.sleep(self.pass_ms / 1000)  # lint-tests: sleep: planted
         return (model(rows) - rows).square().mean(1).sum(), len(rows)

@@ -31,7 +31,7 @@ class Logged(Task):
 
     def begin_update(self, progress: Progress) -> None:
         if progress.update % self.every == 0:
-            time.sleep(WRITE_S)
+            time.sleep(WRITE_S)  # lint-tests: sleep: planted
 
     def loss(self, model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, int]:
         (rows,) = batch

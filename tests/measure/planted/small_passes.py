@@ -29,5 +29,5 @@ class Passes(Task):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, int]:
         (rows,) = batch
-        time.sleep(PASS_S)
+        time.sleep(PASS_S)  # lint-tests: sleep: planted
         return (model(rows) - rows).square().mean(1).sum(), len(rows)
