@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from runner.tasks.tractodiff import sources
+from runner.tasks.tractodiff import data, sources
 from runner.tasks.tractodiff.data import SPLITS, Pieces, prepare
 from runner.tasks.tractodiff.fields import CONDITION_SIZE, NUM_CHANNELS, NUM_SH, Fields
 from runner.tasks.tractodiff.lines import directions_of, every, length, mdf, trk
@@ -31,13 +32,25 @@ SHAPE = (12, 11, 10)
 
 
 @pytest.fixture(scope="module")
-def volume(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(None, tmp_path_factory.mktemp("cache"), data="volume", step=1.0)
+def traced() -> Any:
+    """The subject of the volume, whose streamlines take seconds to trace."""
+    (found,) = sources.volume()
+    return found
+
+
+@pytest.fixture(scope="module")
+def volume(traced: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "volume", lambda: [traced])
+        return prepare(None, tmp_path_factory.mktemp("cache"), data="volume", step=1.0)
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(None, tmp_path_factory.mktemp("cache"), data="bundles", step=4.0)
+    """What nothing is fetched for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "socket", lambda *_, **__: pytest.fail("asked the network"))
+        return prepare(None, tmp_path_factory.mktemp("cache"), data="bundles", step=4.0)
 
 
 def make_subject(folder: Path, *, num_lines: int = 40, seed: int = 0) -> None:
@@ -174,15 +187,14 @@ def test_the_field_points_where_the_streamlines_go(one_subject: Path, tmp_path: 
     assert (latest[latest.any(dim=1), 1] > 0.99).all()  # and they go along A
 
 
-def test_the_streamlines_of_the_volume_do_not_depend_on_what_memory_held_before() -> None:
+def test_the_streamlines_of_the_volume_do_not_depend_on_what_memory_held_before(traced: Any) -> None:
     script = (
         "import hashlib; from runner.tasks.tractodiff.sources import volume; (found,) = volume()\n"
         "print(hashlib.sha256(b''.join(line.tobytes() for line in found.streamlines)).hexdigest())"
     )
     env = {**os.environ, "MALLOC_PERTURB_": "165"}
     filled = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
-    (found,) = sources.volume()
-    assert hashlib.sha256(b"".join(line.tobytes() for line in found.streamlines)).hexdigest() == filled.strip()
+    assert hashlib.sha256(b"".join(line.tobytes() for line in traced.streamlines)).hexdigest() == filled.strip()
 
 
 def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) -> None:
@@ -359,8 +371,5 @@ def test_a_path_that_is_no_folder_is_missing(tmp_path: Path) -> None:
         prepare(tmp_path / "empty", tmp_path / "cache", data="volume", step=1.0)
 
 
-def test_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
-    monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("asked the network"))
-    prepare(None, tmp_path, data="bundles", step=4.0)
+def test_nothing_is_fetched(bundles: Path) -> None:
+    assert bundles.exists()
