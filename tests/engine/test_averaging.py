@@ -17,6 +17,7 @@ from runner.base.errors import IncompatibleResume
 from runner.base.world import World
 from runner.durable import checkpoint
 from runner.engine.hooks.checkpointing import Checkpointing
+from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.resume import ADDED
 from runner.engine.session import open_phase
 from runner.engine.train import check_resume
@@ -80,14 +81,24 @@ def test_averaging_does_not_change_training(tmp_path: Path) -> None:
     assert_close(saved(tmp_path / "with", "optimizer"), saved(tmp_path / "without", "optimizer"), 0.0)
 
 
-def test_resuming_does_not_change_the_average_by_a_bit(tmp_path: Path) -> None:
-    trained(tmp_path / "straight", *EMA)
-    with open_phase(request_of(tmp_path / "stopped", *EMA)) as phase:
-        updates = phase.updates()
-        for _ in range(3):
-            next(updates)
-        phase.hook(Checkpointing).save()
-    trained(tmp_path / "stopped", *EMA)
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
+def test_resuming_does_not_change_the_average_by_a_bit(strategy: str, tmp_path: Path) -> None:
+    words = (*EMA, f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
+
+    def stopped(world: World | None) -> None:
+        with open_phase(request_of(tmp_path / "stopped", *words), world) as phase:
+            for update in phase.updates():
+                if update == 3:
+                    break
+            phase.hook(RankSync).exchange.close()
+            phase.hook(Checkpointing).save()
+
+    for act in (
+        lambda world: trained(tmp_path / "straight", *words, world=world),
+        stopped,
+        lambda world: trained(tmp_path / "stopped", *words, world=world),
+    ):
+        act(None) if strategy == "single" else run_ranks(act, 2)
     for stem in ("averaging", "model", "optimizer"):
         assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
 

@@ -25,7 +25,7 @@ ORDER = [
     "BadSamples",
     "LoadBalance",
     "FirstUpdate",
-    "Progress",
+    "ProgressDisplay",
     "Averaging",
     "EarlyStopping",
     "Evaluation",

@@ -19,7 +19,7 @@ from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.nan_search import NanSearch
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.hooks.profiling import Profiling
-from runner.engine.hooks.progress import Progress
+from runner.engine.hooks.progress import ProgressDisplay
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.hooks.timekeeping import Timekeeping
 
@@ -32,7 +32,7 @@ HOOKS: Sequence[type[Hook]] = [
     BadSamples,  # lists what the ranks reported before a checkpoint that does not read these samples again
     LoadBalance,  # compares the times that the ranks reported
     FirstUpdate,  # starts the tracker before anything is drawn or evaluated
-    Progress,  # draws an update before its evaluation is printed
+    ProgressDisplay,  # draws an update before its evaluation is printed
     Averaging,  # averages the weights before an evaluation uses the average
     EarlyStopping,  # counts an evaluation before a checkpoint is made of it
     Evaluation,  # before Checkpointing: a checkpoint includes the evaluation of its update
