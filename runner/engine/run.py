@@ -145,6 +145,18 @@ class Tally:
 
 
 @dataclass
+class ForwardNames:
+    """Names of what forward passes have changed so far.
+
+    frozen   parameters of the model that require no gradient, and are buffers now
+    buffers  non-persistent ones, which checkpoints hold all the same
+    """
+
+    frozen: set[str] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
+
+
+@dataclass
 class TrainingRun:
     """A run under way."""
 
@@ -172,6 +184,7 @@ class TrainingRun:
     identifies: bool = False  # code and data are recorded and compared, which measurements need not
     code: Hashes = field(default_factory=dict)  # of the task, as it was when the run began
     edited: list[str] = field(default_factory=list)  # files of it that changed since the checkpoint, not recorded yet
+    forward_state: ForwardNames = field(default_factory=ForwardNames)
     left: Mapping[str, PhaseEvidence] = field(default_factory=dict)  # by phase, what the process before told at its end
 
     @property

@@ -187,6 +187,7 @@ _OPTIONAL: Mapping[str, Holds] = {
     "random_of_ranks": _list_of(_is_random),
     "saving": _list_of(_with(dict.fromkeys(_FIGURES, _is_amount))),
     "shares": _is_mapping,
+    "forward_state": _with({"frozen": _list_of(_is_text)}),
     "optimizer": _with({"optimizer": _is_text, "numbers": _mapping_of(_is_number)}),
     "schedule": _mapping_of(_or_none(_is_number)),
 }

@@ -26,6 +26,7 @@ ORDER = [
     "LoadBalance",
     "FirstUpdate",
     "ProgressDisplay",
+    "ForwardState",
     "Averaging",
     "EarlyStopping",
     "Evaluation",

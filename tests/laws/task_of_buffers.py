@@ -10,13 +10,14 @@ from tests.faults.ending import reached
 SETTINGS = {"global_batch_size": 8, "micro_batch_size": 2, "updates": 8, "optimizer.lr": 0.05, "log_every": 1}
 
 
-def build(*, norm: bool = True, grows: bool = False) -> Task:
+def build(*, norm: bool = True, grows: bool = False, frozen: bool = False) -> Task:
     """A classifier of points.
 
-    norm   a batch norm too
-    grows  a buffer that is not saved, as long as the longest batch so far
+    norm    a batch norm too
+    grows   a buffer that is not saved, as long as the longest batch so far
+    frozen  vectors that forward passes move are a parameter without gradients, and no buffer
     """
-    return Points(norm, grows)
+    return Points(norm, grows, frozen)
 
 
 class Center(nn.Module):
@@ -37,9 +38,12 @@ class Center(nn.Module):
 class Codebook(nn.Module):
     """Adds the nearest of some vectors, which move to what they are nearest to; in evaluations too, by mistake."""
 
-    def __init__(self):
+    def __init__(self, frozen):
         super().__init__()
-        self.register_buffer("codes", torch.randn(4, 12))
+        if frozen:
+            self.codes = nn.Parameter(torch.randn(4, 12), requires_grad=False)
+        else:
+            self.register_buffer("codes", torch.randn(4, 12))
         self.register_buffer("used", torch.ones(4), persistent=False)
 
     def forward(self, x):
@@ -48,7 +52,7 @@ class Codebook(nn.Module):
             self.used.index_add_(0, nearest, torch.ones(len(x)))
             for code in nearest.unique():
                 self.codes[code] += 0.1 * (x[nearest == code].mean(0) - self.codes[code])
-        return x + self.codes[nearest]
+        return x + (1 + 1e-3 * self.used[nearest, None]) * self.codes[nearest]
 
 
 class Table(nn.Module):
@@ -67,9 +71,9 @@ class Table(nn.Module):
 
 
 class Points(Task):
-    def __init__(self, norm, grows):
+    def __init__(self, norm, grows, frozen):
         self.model = nn.Sequential(
-            Center(), nn.Linear(6, 12), nn.BatchNorm1d(12) if norm else nn.Tanh(), Codebook(), Table(grows),
+            Center(), nn.Linear(6, 12), nn.BatchNorm1d(12) if norm else nn.Tanh(), Codebook(frozen), Table(grows),
             nn.Linear(12, 2),
         )  # fmt: skip
         self.update = 0

@@ -28,6 +28,8 @@ STRATEGIES = {
     "ddp, one rank without samples": f"parallelism=ddp {TWO} parallelism.shares=[7,1] task.norm=false",
     "ddp, norms over all ranks": f"parallelism=ddp {TWO} parallelism.batch_norm=sync",
     "ddp with a cache that grows": f"parallelism=ddp {TWO} parallelism.shares=[7,1] task.norm=false task.grows=true",
+    "one process, frozen parameter": "parallelism=single task.frozen=true",
+    "ddp, frozen parameter": f"parallelism=ddp {TWO} task.frozen=true",
     "fsdp": f"parallelism=fsdp {TWO}",
     "pipeline": f"parallelism=pipeline {TWO}",
 }

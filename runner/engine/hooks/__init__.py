@@ -13,6 +13,7 @@ from runner.engine.hooks.data_changes import DataChanges
 from runner.engine.hooks.early_stopping import EarlyStopping
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.first_update import FirstUpdate
+from runner.engine.hooks.forward_state import ForwardState
 from runner.engine.hooks.hook import Hook
 from runner.engine.hooks.load_balance import LoadBalance
 from runner.engine.hooks.metrics import Metrics
@@ -33,6 +34,7 @@ HOOKS: Sequence[type[Hook]] = [
     LoadBalance,  # compares the times that the ranks reported
     FirstUpdate,  # starts the tracker before anything is drawn or evaluated
     ProgressDisplay,  # draws an update before its evaluation is printed
+    ForwardState,  # notes what an update has changed before evaluations and checkpoints rely on it
     Averaging,  # averages the weights before an evaluation uses the average
     EarlyStopping,  # counts an evaluation before a checkpoint is made of it
     Evaluation,  # before Checkpointing: a checkpoint includes the evaluation of its update
