@@ -149,11 +149,11 @@ def _each(context: Context, work: Callable[[], Work], what: str) -> Iterator[Fin
         except RuntimeError as error:  # torch has no such kernel; where the device has the format, that is wrong
             if number.is_own or number.name not in ("bf16", "fp16"):
                 raise
-            finding = skip(number.subject, f"not made for this device: {first_line(str(error))}")
+            finding = skip(number.subject, f"not supported on this device: {first_line(str(error))}")
         rate = rates[number.subject] = finding.figures.get("gflop_per_s", 0.0)
         float32 = rates.get(f"{number.device.torch_name} fp32", 0.0)
         if finding.state == "ok" and number.is_own and rate < float32:
-            seen = f"{finding.seen}: slower than fp32, though the device has its own instructions for it"
+            seen = f"{finding.seen}: slower than fp32, although the device has native instructions for it"
             finding = warn(number.subject, seen, "precision=fp32", figures=finding.figures)
         yield finding
 
@@ -166,7 +166,7 @@ def try_format(number: Format, work: Work, what: str) -> Finding:
     with torch.inference_mode(), float32_of(number):
         error, allowed = error_of(number, work, device, dtype), allowed_error(number, work)
         if not error <= allowed:  # also of NaN
-            seen = f"{what} is wrong by {error:.1e} of its size, {allowed:.1e} is what rounding explains"
+            seen = f"{what} has a relative error of {error:.1e}; rounding explains {allowed:.1e}"
             return failed(number.subject, seen, _fix(number), _WHY_WRONG, {"error": error})
         rate = _rate(number, work, device, dtype)
     return ok(
@@ -251,8 +251,8 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 def _fix(number: Format) -> str:
     if number.name == "fp32" and number.device.kind == "cuda":
-        return "unset NVIDIA_TF32_OVERRIDE; else do not train here: reinstall torch, or see that the GPU is sound"
-    return f"do not train with precision={number.name} here: reinstall torch, or see that the device is sound"
+        return "unset NVIDIA_TF32_OVERRIDE; else do not train here: reinstall torch, or check the GPU"
+    return f"do not train with precision={number.name} here: reinstall torch, or check the device"
 
 
 def _in_words(rate: float) -> str:
@@ -262,4 +262,4 @@ def _in_words(rate: float) -> str:
 _CHANNELS, _SIDE = 64, 56
 _MARGIN = 16.0  # the largest of many thousand errors against a typical one
 _ENOUGH_S, _MEASURED_S, _BURST_S = 0.04, 0.03, 0.005
-_WHY_WRONG = "a device, driver or library that computes wrongly trains nothing"
+_WHY_WRONG = "with wrong results of a device, driver or library, training is useless"

@@ -38,7 +38,7 @@ def processes(context: Context) -> Iterator[Finding]:
             found = nvml.processes(gpu)
             name = f"GPU {gpu.index}" if gpu in nvml.gpus else gpu.uuid
             if found is None:
-                yield skip(name, "the driver does not tell who computes on it")
+                yield skip(name, "the driver does not report its processes")
             elif not found:
                 yield _unlisted(name, gpu, nvml)
             else:
@@ -133,13 +133,13 @@ def _state(gpu: Gpu, nvml: Nvml) -> Finding:
     broken = now.get("ecc_uncorrected")
     if broken:
         seen = f"{', '.join(told)}; {broken:.0f} errors of its memory could not be corrected"
-        return failed(name, seen, "nvidia-smi -q -d ECC,PAGE_RETIREMENT; nvidia-smi -r when nobody uses it", _WHY_ECC)
+        return failed(name, seen, "nvidia-smi -q -d ECC,PAGE_RETIREMENT; nvidia-smi -r while it is idle", _WHY_ECC)
     slowed = slowed_by(now.get("throttle_reasons"))
-    seen = ", ".join(told) + (f"; its clocks are held down by {', '.join(slowed)}" if slowed else "")
+    seen = ", ".join(told) + (f"; clocks are throttled by {', '.join(slowed)}" if slowed else "")
     advice = [SLOWED_ADVICE[reason] for reason in slowed if reason in SLOWED_ADVICE]  # a busy GPU is at its power limit
     if advice:
         fix = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER; {'; '.join(advice)}"
-        return warn(name, seen, fix, "everything on it takes longer, and something is wrong with it or around it")
+        return warn(name, seen, fix, "computation is slower, and the GPU or its cooling may have a problem")
     return ok(name, seen)
 
 
@@ -171,14 +171,14 @@ def _unlisted(name: str, gpu: Gpu, nvml: Nvml) -> Finding:
     now = nvml.read(gpu, ("memory_used_bytes", "util_percent"))
     used, busy = now["memory_used_bytes"], now["util_percent"]
     if used is None and busy is None:
-        return skip(name, "the driver lists nobody, and tells neither how much memory is in use nor how busy it is")
+        return skip(name, "the driver lists no processes, and reports neither memory use nor utilization")
     told = [f"{used / GIB:.1f} GiB are in use"] if used is not None else []
     told += [f"it is {busy:.0f} % busy"] if busy is not None else []
     is_idle = (used or 0) <= _IDLE_BYTES and (busy or 0) <= _IDLE_PERCENT
     if is_idle or gpu.instances:  # whose memory and load are those of its instances
-        return ok(name, f"the driver lists nobody else on it; {' and '.join(told)}")
-    seen = f"{' and '.join(told)}, by processes that the driver does not show here (a container?)"
-    fix = "nvidia-smi on the host names them; or export CUDA_VISIBLE_DEVICES=UUID of another GPU"
+        return ok(name, f"no other processes; {' and '.join(told)}")
+    seen = f"{' and '.join(told)}, by processes that the driver does not show here (in a container?)"
+    fix = "nvidia-smi on the host lists them; or export CUDA_VISIBLE_DEVICES=UUID of another GPU"
     return warn(name, seen, fix)
 
 
@@ -190,7 +190,7 @@ def _told(process: GpuProcess, is_host: bool) -> str:
     with suppress(psutil.Error):
         name = f" {fit_to_show(psutil.Process(process.pid).name())}" if is_host else ""
     used = process.used_bytes
-    return f"process {process.pid}{name}, {'memory not told' if used is None else f'{used / GIB:.1f} GiB'}"
+    return f"process {process.pid}{name}, {'unknown memory' if used is None else f'{used / GIB:.1f} GiB'}"
 
 
 # ---------------------------------------------------------------- versions
@@ -200,25 +200,25 @@ def _against(built_for: str, nvml: Nvml) -> Finding:
     """Judge the driver: an older major does not work, an older minor does, but not all of it."""
     if nvml.cuda_version is None:
         return skip(
-            "CUDA", f"torch is for CUDA {built_for}; {nvml.why_not or 'the driver does not tell what it serves'}"
+            "CUDA", f"torch is for CUDA {built_for}; {nvml.why_not or 'the driver does not report its CUDA version'}"
         )
     built, served = _numbers(built_for), _numbers(nvml.cuda_version)
-    seen = f"torch is for CUDA {built_for}, driver {nvml.driver_version} serves up to {nvml.cuda_version}"
-    fix = f"update the driver to one that serves CUDA {built_for}, or install a torch for at most {nvml.cuda_version}"
+    seen = f"torch is for CUDA {built_for}, driver {nvml.driver_version} supports up to {nvml.cuda_version}"
+    fix = f"update the driver to one that supports CUDA {built_for}, or install a torch for at most {nvml.cuda_version}"
     if served[0] < built[0]:
         return failed("CUDA", seen, fix)
     if served < built:
-        why = "an older minor version runs, but code that is compiled on the way (PTX) does not"
+        why = "an older minor version works, except for just-in-time compiled code (PTX)"
         return warn("CUDA", seen, fix, why)
     if built < MINIMA["CUDA"]:
-        return warn("CUDA", f"{seen}; {_shown(MINIMA['CUDA'])} or newer is asked for", "install a newer torch")
+        return warn("CUDA", f"{seen}; {_shown(MINIMA['CUDA'])} or newer is recommended", "install a newer torch")
     return ok("CUDA", seen)
 
 
 def _at_least(name: str, version: tuple[int, ...], here: Inventory) -> Finding:
     if version < MINIMA[name]:
         return warn(
-            name, f"{_shown(version)}, but {_shown(MINIMA[name])} or newer is asked for", "install a newer torch"
+            name, f"{_shown(version)}, but {_shown(MINIMA[name])} or newer is recommended", "install a newer torch"
         )
     return ok(name, f"{_shown(version)} (of torch {here.torch_version})")
 
@@ -252,9 +252,9 @@ MINIMA: dict[str, tuple[int, ...]] = {
 }  # older ones lack kernels that torch >= 2.11 has
 _SHOWN = 4
 _IDLE_BYTES, _IDLE_PERCENT = GIB, 5  # what older drivers count as used on a GPU that nobody uses is less
-_WHY_LOST = "it computes nothing until it answers again"
-_WHY_ECC = "numbers in its memory were changed: what is trained on it cannot be trusted"
-_WHY_ORDER = "who chooses a GPU by the number that nvidia-smi shows gets another one"
+_WHY_LOST = "it cannot be used until it responds again"
+_WHY_ECC = "memory errors corrupt data: results from this GPU cannot be trusted"
+_WHY_ORDER = "CUDA and nvidia-smi number the GPUs differently"
 _OTHER_TORCH = "install a torch built for it: https://pytorch.org/get-started/locally"
 # words of the reason why torch does not use a GPU -> what to do
 _WAYS_OUT = {

@@ -39,7 +39,7 @@ def attention(context: Context) -> Iterator[Finding]:
         yield finding
     for name in (device.torch_name for device in context.devices):
         if [states.get(f"{name} {kernel}") for kernel in KERNELS] == ["skip", "skip", "skip", "ok"]:
-            why = "the whole matrix of scores is written to memory: slower, and far more memory for long texts"
+            why = "the full score matrix is written to memory: slower, and far more memory for long sequences"
             fix = "train on a GPU of capability 8.0 or above"
             yield warn(f"{name} fused", "no fused kernel runs here", fix, why)
 
@@ -83,11 +83,11 @@ def try_kernel(device: Device, kernel: str) -> Finding:
             reason = reason_of(kernel, [str(each.message) for each in said]) or why_not(kernel, SHAPE, dtype, where)
             return skip(name, reason or first_line(str(error)))
     if kernel not in {each.removesuffix("_for_cpu") for each in ran}:
-        reason = why_not(kernel, SHAPE, dtype, where) or f"torch ran {', '.join(ran) or 'another one'} in its place"
+        reason = why_not(kernel, SHAPE, dtype, where) or f"torch ran {', '.join(ran) or 'another one'} instead"
         return skip(name, reason)
     wrong, allowed = error_of(kernel, inputs), allowed_error(dtype)
     if not wrong <= allowed:  # also of NaN
-        seen = f"output or gradients are wrong by {wrong:.1e} of their size, {allowed:.1e} is what rounding explains"
+        seen = f"output or gradients have a relative error of {wrong:.1e}; rounding explains {allowed:.1e}"
         other = next(each for each in ("math", "flash") if each != kernel)
         return failed(name, seen, f"attention={other}", figures={"error": wrong})
     took_ms = _milliseconds(lambda: output_and_gradients(kernel, inputs), where)
@@ -169,7 +169,7 @@ def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
 def _missing_compiler(device: Device) -> tuple[str, str] | None:
     """Return what torch.compile lacks here, and how to get it."""
     if device.kind == "cuda" and find_spec("triton") is None:
-        return "triton is not installed, which compiles for GPUs", "pip install triton"
+        return "Triton is not installed, which torch.compile needs for GPUs", "pip install triton"
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device.kind == "cpu" and not shutil.which(compiler):
         return f"the C++ compiler {compiler} is not installed", "apt install g++, or export CXX=/path/to/one"

@@ -143,7 +143,7 @@ class _Trial:
             return failed(subject, "was killed from outside: for want of memory?", "dmesg | tail; free some memory")
         how = f"crashed ({signal.Signals(number).name})" if number > 0 else f"left with exit code {self._status}"
         said = f": {last}" if last else ""
-        return failed(subject, f"{how}{said}{at}", "reinstall what the line names, or say this to those who make it")
+        return failed(subject, f"{how}{said}{at}", "reinstall what the line names, or report it to its maintainers")
 
     def close(self) -> None:
         """The process and all that it started are gone; what cannot be killed is left to the system."""

@@ -136,7 +136,7 @@ class Hangs:
         answers: dict[int, str] = {}
         with suppress(OSError):
             answers = stacks.asked(self.folder, states | {child: state for child, (_, state) in workers.items()})
-        named = {self._name(rank): answers.get(pid, "does not answer") for pid, rank in numbers.items()}
+        named = {self._name(rank): answers.get(pid, "does not respond") for pid, rank in numbers.items()}
         own = self._name(odd)
         named = {own: named.pop(own), **named}
         named |= {
@@ -155,14 +155,14 @@ class Hangs:
         )
         doing = f"in update {newest.update} of phase {newest.phase}" if newest.phase else "before the first phase"
         if state.stopped_s:
-            what = f"{who} {stacks.STOPPED} {doing}, and the others wait for it: {state.stopped_s:.0f} s"
-            fix = "`kill -CONT` in time lets it go on"
+            what = f"{who} {stacks.STOPPED} {doing} for {state.stopped_s:.0f} s, and the other ranks wait for it"
+            fix = "`kill -CONT` in time lets it continue"
             return Hang(what, fix=f"{fix}\n{way_out(named)}")
         if state.is_silent:
-            what = f"{who} does not run Python any more {doing}, for {state.silent_s:.0f} s"
+            what = f"{who} has not run Python code {doing} for {state.silent_s:.0f} s"
             return Hang(what, fix=way_out(named))
         if sign.waits:
-            who = f"{who} and all others wait for each other"
+            who = f"{who} and all other ranks wait for each other (deadlock)"
         return hang(sign, odd, who, named)
 
     def _name(self, rank: int) -> str:

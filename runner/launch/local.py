@@ -95,8 +95,8 @@ def run_ranks(
     """
     output.rest()  # its thread, where the terminal is stalled
     assert threading.current_thread() is threading.main_thread(), "ranks die with the thread that started them"
-    assert threading.active_count() == 1, f"cannot fork beside other threads: {threading.enumerate()}"
-    assert not cuda_is_initialized(), "CUDA does not survive a fork: let a process of its own ask for devices"
+    assert threading.active_count() == 1, f"cannot fork while other threads run: {threading.enumerate()}"
+    assert not cuda_is_initialized(), "CUDA does not survive a fork: query devices in a subprocess"
     with private_folder() as folder, _Asked() as asked, _everything_ended() as ranks:
         started = time.monotonic()
         for rank in range(num_ranks):
@@ -126,7 +126,7 @@ def as_error(ending: Ending) -> AccelRunError:
     what = f"rank {cause.rank} of {len(ending.results)} {cause.what}, after {cause.seconds:.1f} s"
     if cause.is_victim and ending.killed:
         ranks = ", ".join(str(rank) for rank in ending.killed)
-        what += f"; rank {ranks} did not answer" if len(ending.killed) == 1 else f"; ranks {ranks} did not answer"
+        what += f"; rank {ranks} did not respond" if len(ending.killed) == 1 else f"; ranks {ranks} did not respond"
     if cause.signal and cause.traceback:  # in C; all threads are in stacks.txt
         fix = "\n".join([*_where_it_crashed(cause.traceback), _WAY_OUT])
     else:
@@ -205,7 +205,7 @@ class _Watch:
             if found is not None:
                 self._end_hang(found)
             if time.monotonic() > self.limit + LAST_S:
-                self.say("a process does not die of SIGKILL: the system holds it, as it does when a disk hangs")
+                self.say("a process does not die after SIGKILL: it is blocked in the kernel, as by a hanging disk")
                 return
         if self.failures and not self.is_named:
             self._name(self._cause())
@@ -242,7 +242,7 @@ class _Watch:
             rank.number,
             128 - rank.status if by else int(Exit.RANK_LOST) if has_left else rank.status,
             by,
-            f"was ended by {by}" if by else report.what or f"left in the middle, with exit code {rank.status}",
+            f"was ended by {by}" if by else report.what or f"exited early with exit code {rank.status}",
             report.problems,
             report.traceback,
             not by and (report.is_victim or rank.status == Exit.RANK_LOST),
@@ -438,6 +438,6 @@ OTHERS_S = 4.0  # for what outlives its rank on purpose; with the grace period, 
 
 _WAY_OUT = "run the same command again"
 _HINTS: Mapping[str, str] = {
-    "SIGKILL": "for want of memory? `dmesg` tells; use fewer dataloader.num_workers or a smaller micro_batch_size; "
+    "SIGKILL": "possibly out of memory (see `dmesg`): use fewer dataloader.num_workers or a smaller micro_batch_size; "
     + _WAY_OUT,
 }

@@ -33,4 +33,4 @@ def needs_in_subprocess(
     try:
         return in_subprocess(runner.engine.needs.needs_of, configuration, inventory, beyond, long=long)
     except BrokenProcessPool:
-        return Needs({}, why_not="the process that traced the model died")
+        return Needs({}, why_not="the tracing process crashed")

@@ -66,15 +66,15 @@ def packed(configurations: Sequence[Configuration], together: int | Literal["aut
     if together == 1:
         return Packing()
     if together == "auto" and len({each.settings.device for each in configurations}) > 1:
-        return Packing(why="together=auto: one at a time, for the trials are on different devices; use together=N")
+        return Packing(why="together=auto: one at a time, because the trials use different devices; use together=N")
     try:
         seen = in_subprocess(_foresee, distinct(configurations), together == "auto")
     except BrokenProcessPool:
-        seen = Foreseen(why_not="the process that traced the model died")
+        seen = Foreseen(why_not="the tracing process crashed")
     if seen.several and together == "auto":
-        return Packing(why=f"together=auto: one at a time, for parallelism={seen.several} takes all devices")
+        return Packing(why=f"together=auto: one at a time, because parallelism={seen.several} uses all devices")
     if seen.several:
-        what = f"must be 1 where each trial takes several devices, as with parallelism={seen.several}"
+        what = f"must be 1 because each trial uses several devices with parallelism={seen.several}"
         raise ConfigError(Problem(what, f"together={together}", "use together=1, or parallelism=single"))
     return packing_of(seen, together, len(configurations))
 
@@ -85,11 +85,11 @@ def packing_of(seen: Foreseen, together: int | Literal["auto"], num_trials: int)
     if together != "auto":
         count = min(together, num_trials)
         each = max(1, seen.cores // count)
-        why = f"together={together}: {count} trials at once, as asked for, {threads.format(each, seen.cores)}"
+        why = f"together={together}: {count} trials at once, as requested, {threads.format(each, seen.cores)}"
         devices = [room.device for room in seen.rooms] or [""]
         return Packing(_slots([devices[at % len(devices)] for at in range(count)], each), why)
     if seen.why_not or not seen.rooms:
-        return Packing(why=f"together=auto: one at a time, for what a trial takes is not known: {seen.why_not}")
+        return Packing(why=f"together=auto: one at a time, because the memory of a trial is unknown: {seen.why_not}")
     places = [
         room.device for at in range(max(room.count for room in seen.rooms)) for room in seen.rooms if at < room.count
     ]
@@ -154,7 +154,7 @@ def _foresee(configurations: Sequence[Configuration], traces: bool) -> Foreseen:
         except AccelRunError as error:
             return Foreseen(cores=cores, why_not=error.problems[0].what)
         if not memory:
-            return Foreseen(cores=cores, why_not=needs.why_not or "nothing of it could be traced")
+            return Foreseen(cores=cores, why_not=needs.why_not or "no phase could be traced")
         most = max((each.prediction for each in memory), key=lambda prediction: prediction.total)
         largest = most if largest is None or most.total > largest.total else largest
     assert largest is not None

@@ -146,9 +146,7 @@ def _at(action: str, journal: Path) -> Iterator[None]:
     except AccelRunError:
         raise
     except Exception as error:  # of any class: the file decides where its reader fails
-        fix = (
-            "put a good copy of it back, or take another run=NAME; what the trials have reached stays in their folders"
-        )
+        fix = "restore a copy of it, or use another run=NAME; the results of the trials are in their own folders"
         raise DataError(f"is damaged: {words_of(error)}", where=str(journal), fix=fix) from error
 
 

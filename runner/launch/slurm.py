@@ -63,10 +63,10 @@ class Slurm:
         make_directory(folder)
         job_id = self._submitted(folder, name, self._words(configuration, name))
         say = Console().info
-        say(f"job {job_id} of SLURM trains run {name}: {self._in_words()}")
-        say(f"  its output   tail -F {folder}/{job_id}_0_log.out")
-        say(f"  how it is    squeue --job {job_id}; accel-run status run={name}{_root(configuration)}")
-        say(f"  stop it      scancel {job_id} (SLURM gives it KillWait, mostly 30 s, to save)")
+        say(f"submitted SLURM job {job_id} for run {name}: {self._in_words()}")
+        say(f"  output       tail -F {folder}/{job_id}_0_log.out")
+        say(f"  status       squeue --job {job_id}; accel-run status run={name}{_root(configuration)}")
+        say(f"  cancel       scancel {job_id} (saves within KillWait, usually 30 s)")
         return int(Exit.DONE)
 
     def _problems(self, configuration: Configuration) -> list[Problem]:
@@ -77,7 +77,7 @@ class Slurm:
             what = f"must use all {self.num_tasks} ranks of the job, but is single"
             problems.append(Problem(what, "parallelism", fix))
         if self.signal_s >= self.time_min * 60:
-            what = f"must be less than the time of the job ({self.time_min * 60} s), but is {self.signal_s}"
+            what = f"must be less than the time limit of the job ({self.time_min * 60} s), but is {self.signal_s}"
             problems.append(Problem(what, "launcher.signal_s"))
         return problems
 
@@ -135,7 +135,7 @@ class Slurm:
         gpus = (
             f" with {self.gpus_per_node} GPU{'s' if self.gpus_per_node > 1 else ''} each" if self.gpus_per_node else ""
         )
-        again = f"queued again up to {self.requeue_times} times" if self.requeue_times else "not queued again"
+        again = f"requeued up to {self.requeue_times} times" if self.requeue_times else "not requeued"
         return (
             f"{self.num_tasks} rank{'s' if self.num_tasks > 1 else ''} on {nodes}{gpus}, {self.time_min} min, {again}"
         )
@@ -172,8 +172,8 @@ def _queue_again(times: int) -> list[str]:
 def _refuse_unprintable(folder: Path) -> None:
     """Raise ConfigError where the name of the job's folder would end the line of the script in which it stands."""
     if not str(folder).isprintable():
-        what = "must be in one line of printable characters for a script of SLURM"
-        raise ConfigError(Problem(what, str(folder), "give another output_root, or start from another folder"))
+        what = "must be one line of printable characters for a SLURM script"
+        raise ConfigError(Problem(what, str(folder), "use another output_root, or start in another folder"))
 
 
 def _not_here() -> list[Problem]:
@@ -181,11 +181,11 @@ def _not_here() -> list[Problem]:
     problems = []
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if missing:
-        what = f"needs {' and '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not on this machine"
+        what = f"needs {' and '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not installed here"
         fix = "submit from a login node of the cluster, or use launcher=local"
         problems.append(Problem(what, "launcher=slurm", fix))
     if member_of(os.environ) is not None:
-        what = "must be local in a rank that torchrun or srun has started"
+        what = "must be local in a rank started by torchrun or srun"
         problems.append(Problem(what, "launcher=slurm", "submit from a shell, or use launcher=local"))
     return problems
 
@@ -209,7 +209,7 @@ def _refused(error: Exception) -> ConfigError | SystemLimit:
     for words, fix in ((_NO_CLUSTER, _WHERE_TO_SUBMIT), (_NO_ANSWER, _WHEN_TO_SUBMIT)):
         if any(word in said for word in words):
             return SystemLimit(f"SLURM cannot be reached: {said}", where="sbatch", fix=fix)
-    what = f"SLURM does not take the job: {said}"
+    what = f"SLURM rejected the job: {said}"
     return ConfigError(Problem(what, "sbatch", "sinfo shows the partitions, their nodes and limits"))
 
 
@@ -219,12 +219,12 @@ _NO_ANSWER: Sequence[str] = (
     "Connection refused",
     "Zero Bytes",
 )
-_WHEN_TO_SUBMIT = "try again when the controller answers: scontrol ping"
+_WHEN_TO_SUBMIT = "try again when the controller responds: scontrol ping"
 
 _NO_CLUSTER: Sequence[str] = ("configuration source", "process configuration file", "failed to fetch config")
 """What sbatch says that finds neither a slurm.conf it can use nor a controller that would give it one: SLURM 22.05."""
 _WHERE_TO_SUBMIT = (
-    "submit from a login node of the cluster, or name the cluster's slurm.conf: SLURM_CONF=/etc/slurm/slurm.conf"
+    "submit from a login node of the cluster, or set the path of its slurm.conf: SLURM_CONF=/etc/slurm/slurm.conf"
 )
 
 

@@ -65,8 +65,9 @@ def _train(request: Request, member: Member | None, *, then_infer: bool) -> tupl
     predicts = then_infer or INFERENCE in (wanted or ())
     launcher = configuration.choices["launcher"].name
     if predicts and launcher != "local":
-        what = "trains only, and the prediction would not wait for the job"
-        raise ConfigError(Problem(what, f"launcher={launcher}", "use accel-run train, and when it is done: inference"))
+        what = "only trains; the prediction would not wait for the job"
+        fix = "use accel-run train; when the job has finished, accel-run inference"
+        raise ConfigError(Problem(what, f"launcher={launcher}", fix))
     code = launched(configuration)
     if code is not None:  # handed to a scheduler
         return Exit(code), None
@@ -146,7 +147,7 @@ def _in_smaller_passes(job: Job, began: float) -> Job:
     settings = job.plan.settings
     if settings.resume == "fresh" or _has_begun(job, began):  # what was there before is put aside already
         settings = dataclasses.replace(settings, resume="auto")
-    Console().info("goes on from the last checkpoint, in smaller passes")
+    Console().info("resuming from the last checkpoint with smaller micro-batches")
     configuration = dataclasses.replace(job.configuration, settings=settings)
     return dataclasses.replace(job, configuration=configuration, plan=dataclasses.replace(job.plan, settings=settings))
 
@@ -210,7 +211,7 @@ def _launched(job: Job) -> tuple[Ended, Job]:
 
 def _say_of_signals(text: str) -> None:
     """Say at once that a rank was killed or has left; what a rank says itself is said when all have ended."""
-    if " was ended by " in text or " left in the middle" in text or "does not die" in text:
+    if " was ended by " in text or " exited early" in text or "does not die" in text:
         Console().warning(text)
 
 
@@ -241,7 +242,7 @@ def _without(job: Job, lost: tuple[int, ...], began: float) -> Job:
         settings = dataclasses.replace(settings, resume="auto")
     configuration = dataclasses.replace(job.configuration, choices=choices, settings=settings)
     plan = make_plan(configuration, job.inventory, left, job.needs)
-    Console().info(f"goes on from the last checkpoint with {len(left)} rank{'s' * (len(left) > 1)}: {plan.batch}")
+    Console().info(f"resuming from the last checkpoint with {len(left)} rank{'s' * (len(left) > 1)}: {plan.batch}")
     return dataclasses.replace(job, configuration=configuration, plan=plan)
 
 

@@ -178,9 +178,9 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
     is_cut = is_stopped and (len(results) < source.total or any(each.state in OPEN for each in results))
     found.save(directory, "preempted" if is_cut else "submitted" if is_submitted else "done")
     if is_cut:
-        say(f"stopped; the same command with run={directory.name} goes on")
+        say(f"stopped; to resume, run the same command with run={directory.name}")
         return int(Exit.INTERRUPTED if Exit.INTERRUPTED in found.codes.values() else Exit.PREEMPTED)
-    say(f"{directory.shown}/results.csv has the table; a page about it: accel-run report {_said(directory)}")
+    say(f"table: {directory.shown}/results.csv; for a report: accel-run report {_said(directory)}")
     if found.kind == "search" and winner(results, found.goal):
         return int(Exit.DONE)
     code = next((code for each in results if (code := _code_of(each))), 0)
@@ -195,7 +195,7 @@ def _wait_for(trial: Trial, found: Sweep, pool: Pool, say: Callable[[str], None]
         if standing(record).word != "running":
             return
         if not is_said:
-            say(f"waits for {trial.name}, for at most {_PATIENCE_S:.0f} s: process {record.get('pid')} still saves it")
+            say(f"waiting up to {_PATIENCE_S:.0f} s for {trial.name}: process {record.get('pid')} is still saving it")
         is_said = True
         time.sleep(0.2)
 
@@ -235,12 +235,12 @@ def enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
     if lost and {trial.words for trial in found.trials} <= set(choices):
         old, new = set(found.record.get("fixed", ())), set(found.fixed)
         was, now = (" ".join(sorted(words)) or "nothing" for words in (old - new, new - old))
-        what = f"{was} was said for all trials when it began, and {now} is now"
-        raise IncompatibleResume(what, where=f"run={name}", fix="give the same settings, or take another run=NAME")
+        what = f"the common settings were {was} when it started, but are {now} now"
+        raise IncompatibleResume(what, where=f"run={name}", fix="use the same settings, or another run=NAME")
     if lost:
-        fix = "give the same settings, to whose lists values may be added, or take another run=NAME"
+        fix = "use the same settings (you may add values to the lists), or another run=NAME"
         raise IncompatibleResume(
-            f"the sweep has {shortened(lost)}, which is not asked for", where=f"run={name}", fix=fix
+            f"the sweep has {shortened(lost)}, which is not requested now", where=f"run={name}", fix=fix
         )
     trials = {whole: replace(trial, words=asked[whole]) for whole, trial in before.items()}
     for whole, words in asked.items():
@@ -252,7 +252,7 @@ def enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
 def _must_be_whole(before: Sweep) -> None:
     """Raise DataError where sweep.json is damaged: its trials are not begun anew under settings of others."""
     if not before.is_whole:
-        fix = "put a good copy of it back, or remove it: what the trials have reached stands in their own folders"
+        fix = "restore a copy of it, or remove it; the results of the trials are in their own folders"
         raise DataError(f"{SWEEP} is damaged", where=str(before.folder), fix=fix)
 
 
@@ -265,15 +265,15 @@ def _must_agree(before: Sweep, now: Sweep, name: str) -> None:
         "--config-dir": (before.config_dir, now.config_dir),
     }
     if now.kind == "search":
-        pairs["what all trials have in common"] = (shlex.join(sorted(before.fixed)), shlex.join(sorted(now.fixed)))
-        pairs["what is searched"] = (_spaced(before.space), _spaced(now.space))
+        pairs["the common settings"] = (shlex.join(sorted(before.fixed)), shlex.join(sorted(now.fixed)))
+        pairs["the search space"] = (_spaced(before.space), _spaced(now.space))
     if now.kind == "search" and any(each.value is not None for each in before.results()):  # Optuna was told of it
         pairs["the goal"] = (str(before.goal), str(now.goal))
     for what, (old, new) in pairs.items():
         if old != new:
-            fix = "take another run=NAME"
+            fix = "use another run=NAME"
             raise IncompatibleResume(
-                f"{what} was {old or 'none'} when it began, and is {new or 'none'} now", where=f"run={name}", fix=fix
+                f"{what} was {old or 'none'} when it started, but is {new or 'none'} now", where=f"run={name}", fix=fix
             )
 
 

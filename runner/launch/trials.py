@@ -260,7 +260,7 @@ def summary(results: Sequence[Result], goal: Goal) -> str:
     best = winner(results, goal)
     if best is not None:
         return f"{counted(results)}; {goal}: {best.value:.5g}, {best.trial.label}"
-    why = without_metric(results, goal) or f"no trial is through with a finite {goal.metric}"
+    why = without_metric(results, goal) or f"no finished trial has a finite {goal.metric}"
     return f"{counted(results)}; {why}"
 
 

@@ -105,9 +105,7 @@ def _of_work(demand: Demand, points: Sequence[Point], peaks: Peaks) -> Seconds |
     flops, moved = sum(point.flops for point in points), sum(point.moved_bytes for point in points)
     if peaks.measured is not None:
         seconds = flops / peaks.measured
-        return Seconds(
-            seconds, seconds, f"{_big(flops)}FLOP at the {_big(peaks.measured)}FLOP/s that a probe has shown"
-        )
+        return Seconds(seconds, seconds, f"{_big(flops)}FLOP at the {_big(peaks.measured)}FLOP/s measured by a probe")
     if peaks.flops_per_s is None or peaks.bytes_per_s is None:
         return None
     moved += demand.update_moved_bytes

@@ -180,7 +180,7 @@ def take_inventory() -> Inventory:
     """
     if platform.system() == "Linux" and not os.access("/proc/meminfo", os.R_OK):
         fix = "mount it (mount -t proc proc /proc), or start the container with an unmasked /proc"
-        raise SystemLimit("cannot be read, but memory and processes are only known from there", where="/proc", fix=fix)
+        raise SystemLimit("cannot be read, but is needed for memory and process information", where="/proc", fix=fix)
     torch_view, devices, notes, driver_version = _gpus()
     cpu, cpu_notes = read_cpu(torch_view.cpu_capability)
     return Inventory(
@@ -204,7 +204,7 @@ def _gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]
         try:
             return in_subprocess(_look_at_gpus)
         except BrokenProcessPool:
-            note = "looking at the GPUs ended the process that did: a driver or a library of CUDA is broken"
+            note = "the process that queried the GPUs crashed: the CUDA driver or a CUDA library is broken"
             return (
                 TorchView(torch.__version__, cpu_capability=torch.backends.cpu.get_cpu_capability()),
                 (),
@@ -234,10 +234,10 @@ def inventory_of_profile(
     devices = tuple(_device_of_profile(index, each, file, problems) for index, each in enumerate(described))
     if problems:
         raise ConfigError(problems)
-    title = facts.get("title", "a machine that is not here")
+    title = facts.get("title", "another machine")
     if here is None:
         return Inventory(devices, Cpu("unknown CPU", 1, 1, 0), notes=(f"planned for: {title}",))
-    note = f"planned for: {title}; CPU, memory and versions are those of this machine"
+    note = f"planned for {title}; CPU, memory and versions are those of this machine"
     return dataclasses.replace(here, devices=devices, driver_version=None, notes=(note,))
 
 
@@ -372,7 +372,7 @@ def _lacks_kernels(device: TorchDevice, torch_view: TorchView) -> str:
     major, minor = device.capability
     return (
         f"this torch build ({torch_view.version}) has no kernels for capability {major}.{minor}, "
-        f"only for {', '.join(torch_view.architectures)}: install one that has"
+        f"only for {', '.join(torch_view.architectures)}: install a build that has"
     )
 
 
@@ -402,7 +402,7 @@ def _why_unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[st
             f"(CUDA {torch_view.cuda_version}): update the driver, or install torch for CUDA {nvml.cuda_version}"
         )
     if gpu.mig:
-        return "cut into MIG instances, of which CUDA shows one to a process: name it in CUDA_VISIBLE_DEVICES"
+        return "split into MIG instances, and CUDA shows only one per process: select it with CUDA_VISIBLE_DEVICES"
     return f"torch does not see it{': ' + torch_view.complaint if torch_view.complaint else ''}"
 
 
@@ -412,7 +412,7 @@ def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str])
         yield nvml.why_not
     for known in torch_view.devices if torch_view.rocm else ():
         if not known.architecture:
-            yield f"ROCm: the architecture of {known.name} is not known, so no format is taken as native"
+            yield f"ROCm: the architecture of {known.name} is not known, so no format is considered native"
     has_no_cudnn = torch_view.cudnn_version is None
     if torch_view.cuda_version and torch_view.complaint and (has_no_cudnn or not torch_view.devices):
         yield f"torch: {torch_view.complaint}"
@@ -439,7 +439,7 @@ def _device_of_profile(index: int, facts: Mapping[str, Any], file: Path | None, 
         problems.append(Problem(f"memory_gib must be a number above 0, but is {memory_gib}", where))
         memory_gib = 0
     if capability is None:
-        problems.append(Problem(f"capability must be two whole numbers, but is {facts.get('capability')}", where))
+        problems.append(Problem(f"capability must be two integers, but is {facts.get('capability')}", where))
     return Device("cuda", index, str(name), memory_bytes=int(memory_gib * GIB), capability=capability)
 
 

@@ -68,16 +68,16 @@ def gpus_of_ranks(first: Device | None, wanted: int | str, inventory: Inventory)
     """
     if first is None or first.kind != "cuda":
         if wanted == "auto":
-            return [first] * CPU_RANKS, f"auto: no GPUs to count; {CPU_RANKS} ranks are enough to try it"
+            return [first] * CPU_RANKS, f"auto: no GPUs; {CPU_RANKS} ranks for testing"
         return [first] * int(wanted), ""
     here = [first, *(gpu for gpu in inventory.usable if gpu.kind == "cuda" and gpu.index != first.index)]
     if wanted == "auto":
-        return [*here], f"auto: one rank for each of {len(here)} GPUs"
+        return [*here], f"auto: one rank per GPU ({len(here)} GPUs)"
     if int(wanted) > len(here):
         raise DeviceMissing(
             f"{wanted} ranks need as many GPUs, but {len(here)} can be used: {', '.join(gpu.name for gpu in here)}",
             where=f"parallelism.world_size={wanted}",
-            fix=f"use parallelism.world_size={len(here)}, or device=cpu to try it without GPUs",
+            fix=f"use parallelism.world_size={len(here)}, or device=cpu to run without GPUs",
         )
     return [*here[: int(wanted)]], ""
 
@@ -85,16 +85,16 @@ def gpus_of_ranks(first: Device | None, wanted: int | str, inventory: Inventory)
 def shares_of(wanted: str | Sequence[int], total: int, ranks: Sequence[RankDevice]) -> tuple[Shares | Problem, str]:
     """Return the samples of an update for each rank, or what is wrong, and why each has so many."""
     if len(ranks) == 1:
-        return (total,), "one rank has all samples of an update"
+        return (total,), "one rank processes all samples of an update"
     if isinstance(wanted, (list, tuple)):
         return fixed(wanted, len(ranks), total), "as given"
     even = equal(len(ranks), total)
     memories = [rank.capacity_bytes for rank in ranks]
     if wanted == "equal" or isinstance(even, Problem):
-        return even, "equal: as even as whole numbers are"
+        return even, "equal: as even as integers allow"
     if wanted == "speed":
-        return even, "speed: even at first, then measured"
+        return even, "speed: equal at first, then by measured speed"
     if not all(memories):
         return even, "memory: unknown here, so even"
     sizes = " : ".join(f"{memory / 2**30:.3g}" for memory in memories)
-    return proportional(total, memories), f"memory: in the proportion of {sizes} GiB"
+    return proportional(total, memories), f"memory: proportional to {sizes} GiB"

@@ -36,7 +36,7 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
     if count == 1:
         return Strategy("single", {}, f"auto: one device ({ranks[0].name})")
     if not all(rooms):
-        return Strategy("ddp", {}, "auto: several devices of unknown memory; a copy of the model on each")
+        return Strategy("ddp", {}, "auto: several devices of unknown memory; a replica on each")
     samples = micro or 1
     need = needs.worst(samples)
     are_unequal = max(rooms) > UNEQUAL * min(rooms)
@@ -50,23 +50,23 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
     holds_shards = hold("fsdp") or hold("fsdp", micro or share)  # at once no gradients are added up before they are cut
     if hold("ddp"):
         if not are_unequal:
-            return Strategy("ddp", {}, f"auto: the model fits each of {count} devices ({need}; room {room})")
+            return Strategy("ddp", {}, f"auto: the model fits each of {count} devices ({need}; available {room})")
         fits = hold("ddp", micro or share)
         shares, why = (
-            ("speed", "even shares fit, so speed decides") if fits else ("memory", "even shares do not fit in one pass")
+            ("speed", "even shares fit, so speed decides") if fits else ("memory", "even shares do not fit at once")
         )
         return Strategy(
             "ddp", {"shares": shares}, f"auto: the model fits each of {count} unequal devices; {why} ({need})"
         )
     if holds_shards and not are_unequal:
-        return Strategy("fsdp", {}, f"auto: a copy takes {sized(least)}, above {room}; a part of it fits ({need})")
+        return Strategy("fsdp", {}, f"auto: a replica needs {sized(least)}, above {room}; a shard fits ({need})")
     if need.num_layers is not None and need.num_layers >= count and _fits_together(need, samples, ranks):
-        why = "fsdp cuts evenly and the smaller device is too small for that" if are_unequal else "too large for fsdp"
-        return Strategy("pipeline", {}, f"auto: a copy takes {sized(least)}, above {room}; {why} ({need})")
+        why = "fsdp shards evenly and the smaller device is too small for that" if are_unequal else "too large for fsdp"
+        return Strategy("pipeline", {}, f"auto: a replica needs {sized(least)}, above {room}; {why} ({need})")
     if holds_shards:
-        return Strategy("fsdp", {}, f"auto: a copy takes {sized(least)}, above {room}; even parts of it fit ({need})")
-    passes = f"a pass of {samples} sample{'s' * (samples > 1)}"
-    found = f"{passes} takes {sized(least)} ({need}), the devices have {' + '.join(map(sized, rooms))}"
+        return Strategy("fsdp", {}, f"auto: a replica needs {sized(least)}, above {room}; even shards fit ({need})")
+    passes = f"a micro-batch of {samples} sample{'s' * (samples > 1)}"
+    found = f"{passes} needs {sized(least)} ({need}), the devices have {' + '.join(map(sized, rooms))}"
     hint = "" if need.num_layers is not None else "; a task with layers() could be split unevenly"
     options = {"shares": "memory"} if are_unequal else {}
     return Strategy("ddp", options, f"auto: nothing fits: {found}{hint}", fits=False)

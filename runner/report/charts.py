@@ -80,7 +80,7 @@ def charts_of(story: Story, kinds: Sequence[Kind]) -> tuple[list[Chart], list[Mi
                     continue
                 svg = as_svg(drawn.figure, kind.id, kind.title, drawn.described)
             except (ArithmeticError, ValueError) as error:  # figures that no run has written
-                missing.append(Missing(kind.title, fit(f"its figures cannot be drawn: {words_of(error)}")))
+                missing.append(Missing(kind.title, fit(f"cannot be drawn: {words_of(error)}")))
                 continue
             found.append(Chart(kind.id, kind.title, drawn.described, svg, drawn.note, kind.wide))
     return found, missing
@@ -94,7 +94,7 @@ def loss(story: Story) -> Drawing | str:
     curves = story.curves
     raw, val = curves["train/loss"], curves["val/loss"]
     if not len(raw) and not len(val):
-        return _no_rows(story, "no row has a loss")
+        return _no_rows(story, "no rows with a loss")
     figure = new_figure(*_SIZE)
     axes = figure.subplots()
     said = []
@@ -122,7 +122,7 @@ def metrics(story: Story) -> Drawing | str:
     """The metrics of evaluations besides the loss, each with that of a trivial model."""
     names = [name for name in story.curves.of if name.startswith("val/") and name != "val/loss"]
     if not names:
-        return _no_rows(story, "nothing but the loss was evaluated")
+        return _no_rows(story, "only the loss was evaluated")
     shown = names[:_MOST_METRICS]
     columns = 1 if len(shown) == 1 else 2
     rows = -(-len(shown) // columns)
@@ -166,7 +166,7 @@ def gradient_norm(story: Story) -> Drawing | str:
             axes.set_ylim(low, max(high, 1.08 * limit))
             note = f"dashed: max_grad_norm={limit:g}, to which {share:.0%} of the rows were clipped"
         else:
-            note = f"no row comes near max_grad_norm={limit:g}: nothing was clipped"
+            note = f"no gradient norm is close to max_grad_norm={limit:g}: nothing was clipped"
         return Drawing(drawn.figure, f"{drawn.described}; {note}", note)
     return drawn
 
@@ -181,7 +181,7 @@ def step_time(story: Story) -> Drawing | str:
     known = {part: story.curves[f"perf/{part}_ms"] for part in PARTS}
     known = {part: curve for part, curve in known.items() if len(curve)}
     if not known:
-        return _no_rows(story, "no row has the time of its parts")
+        return _no_rows(story, "no rows with times by part")
     x = np.array(sorted({update for curve in known.values() for update in curve.x}))
     rows = {part: _on(x, curve) for part, curve in known.items()}
     total = sum(row.sum() for row in rows.values()) or 1.0
@@ -200,7 +200,7 @@ def step_time(story: Story) -> Drawing | str:
     axes.stackplot(
         at, *(np.nan_to_num(line.mean) for line in lines.values()), colors=colors, labels=list(lines), linewidth=0
     )
-    _dress(axes, story, "ms of an update")
+    _dress(axes, story, "ms per update")
     axes.set_ylim(0, None)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8)
@@ -307,7 +307,7 @@ def ranks(story: Story) -> Drawing | str:
     if len(rows) < 2:
         if not story.plan:
             return _NO_PLAN
-        return "one process trained" if _world_size(story) < 2 else "the ranks have not told what they took"
+        return "a single process trained" if _world_size(story) < 2 else "the ranks reported no times"
     dealt = story.curves.shares
     parts = [part for part in PARTS if any(row.get(part) for row in rows)]
     heights = [max(1.3, 0.34 * len(rows)), *([1.8] if dealt else [])]
@@ -327,7 +327,7 @@ def ranks(story: Story) -> Drawing | str:
     ]
     axes.set_yticks(range(len(rows)), labels, fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel("seconds of all updates" if of_ranks else "ms of an update, mean of the rows")
+    axes.set_xlabel("seconds of all updates" if of_ranks else "ms per update, mean of the rows")
     axes.grid(visible=True, axis="x")
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=6, fontsize=8, handlelength=1.0)
@@ -343,12 +343,12 @@ def ranks(story: Story) -> Drawing | str:
                 marker="o",
                 markersize=3,
             )
-        _dress(panels[1], story, "samples of an update")
+        _dress(panels[1], story, "samples per update")
         if len(rows) <= _NUMBERED:
             panels[1].legend(fontsize=8, ncols=-(-len(rows) // 6))
     waits = [row.get("wait", 0.0) / (sum(row.values()) or 1.0) for row in rows]
     said = ", ".join(f"rank {number} waited {share:.0%} of its time" for number, share in enumerate(waits))
-    return Drawing(figure, said, "wait: for the other ranks, exchange included")
+    return Drawing(figure, said, "wait: for the other ranks, including communication")
 
 
 def pipeline(story: Story) -> Drawing | str:
@@ -357,7 +357,7 @@ def pipeline(story: Story) -> Drawing | str:
     if not choice:
         return _NO_PLAN
     if choice.get("function") != "pipeline":
-        return f"the run was no pipeline (parallelism={choice.get('name', 'unknown')})"
+        return f"the run did not use a pipeline (parallelism={choice.get('name', 'unknown')})"
     rows = [dict(there) for there in story.evidence.ranks_s] if story.evidence is not None else []
     rows = rows or _ranks_of_rows(story)
     batch, options = _tree(story.plan, "batch"), _tree(story.plan, "choices", "parallelism", "options")
@@ -366,13 +366,13 @@ def pipeline(story: Story) -> Drawing | str:
         chunks = int(options.get("chunks", 1)) if schedule == "interleaved" else 1
         count = -(-int(batch["global_batch_size"]) // int(batch["micro_batch_size"]))
     except (ArithmeticError, KeyError, TypeError, ValueError):
-        return "plan.json does not tell the micro-batches of an update"
+        return "plan.json does not contain the micro-batches of an update"
     if len(rows) < 2 or not all(row.get("forward") for row in rows):
-        return "the stages have not told what they took"
+        return "the stages reported no times"
     if count < 1 or not 1 <= chunks <= _MOST_MICRO:
-        return "plan.json does not tell the micro-batches of an update"
+        return "plan.json does not contain the micro-batches of an update"
     if count > _MOST_MICRO:
-        return f"{count} micro-batches are too many to be seen"
+        return f"{count} micro-batches are too many to draw"
     updates = (story.evidence.updates if story.evidence is not None else None) or 1
     each_ms = 1e3 / (updates * count * chunks) if story.evidence and story.evidence.ranks_s else 1.0 / (count * chunks)
     stages = [rows[stage % len(rows)] for stage in range(len(rows) * chunks)]
@@ -381,7 +381,7 @@ def pipeline(story: Story) -> Drawing | str:
     try:
         drawn = partition.timeline(schedule, forward, backward, count, chunks)
     except (AssertionError, IndexError, ValueError):
-        return f"the schedule {fit(str(schedule))} is not known"
+        return f"unknown schedule {fit(str(schedule))}"
     figure = new_figure(10.0, 1.1 + 0.5 * len(drawn))
     axes = figure.subplots()
     for device, works in enumerate(drawn):
@@ -408,12 +408,12 @@ def pipeline(story: Story) -> Drawing | str:
                 )
     axes.set_yticks(range(len(drawn)), [f"device {number}" for number in range(len(drawn))], fontsize=9)
     axes.set_ylim(len(drawn) - 0.4, -0.6)
-    axes.set_xlabel("ms of an update")
+    axes.set_xlabel("ms per update")
     figure.legend(loc="outside upper right", ncols=2, fontsize=8)
     idle = partition.simulated_bubble(schedule, forward, backward, count, chunks)
     measured = story.curves.last("pipeline/measured")
     said = f"{schedule}, {count} micro-batches: devices idle {idle:.0%} of an update with these times"
-    said += f", {measured:.0%} as measured with the way between devices" if measured is not None else ""
+    said += f", {measured:.0%} measured, including transfers between devices" if measured is not None else ""
     return Drawing(figure, said, said)
 
 
@@ -422,8 +422,8 @@ def benchmark(story: Story, folder: Path | None, which: str) -> Drawing | str:
     places = [folder] if folder is not None else [story.path / "benchmarks", story.path]
     found = next((place for place in places if Results(place).csv.is_file()), None)
     if found is None:
-        named = f"{folder} has no results.csv" if folder is not None else "no results lie in its folder"
-        return f"{named}; accel-run benchmark task={story.task} makes some, and benchmarks=DIR shows them"
+        named = f"{folder} has no results.csv" if folder is not None else "its folder has no results"
+        return f"{named}; accel-run benchmark task={story.task} creates them; benchmarks=DIR shows them"
     try:
         results = Results(found)
         drawn = pictures.figures(results)
@@ -431,7 +431,7 @@ def benchmark(story: Story, folder: Path | None, which: str) -> Drawing | str:
         return fit(str(error.problems[0]))
     figure = drawn.get(which)
     if figure is None:
-        return "there is nothing to compare in the results"
+        return "the results contain nothing to compare"
     return Drawing(figure, _BENCHMARKS[which], fit(f"from {found}"))
 
 
@@ -592,7 +592,7 @@ def _strips(bar: _Bar) -> list[tuple[str, dict[str, float]]]:
         rows.append((title, {"in use": share, "free": 1 - share}))
     if len(bar.parts) > 1 and used:
         inner = {f"{part}: {sized_gib(gib)}": gib / used for part, gib in bar.parts.items()}
-        rows.append(("what the peak is made of", inner))
+        rows.append(("composition of the peak", inner))
     return rows or [(f"{bar.name}: peak {sized_gib(used)}", {"in use": 1.0})]
 
 
@@ -642,7 +642,7 @@ def _of_samples(story: Story, names: Sequence[str]) -> Drawing | str:
         if values is not None and np.isfinite(values).any():
             means.append(f"{words} {np.nanmean(values):.0f} % on average, at most {np.nanmax(values):.0f} %")
     gaps = int(story.samples.gaps().sum())
-    note = f"hatched: nobody watched ({gaps} time{'s' * (gaps > 1)})" if gaps else ""
+    note = f"hatched: not monitored ({gaps} time{'s' * (gaps > 1)})" if gaps else ""
     return Drawing(found, "; ".join(means) or "over time", note)
 
 
@@ -698,8 +698,8 @@ _MEMORY_COLORS = {
     "in use": COLORS[3],
 }
 _BENCHMARKS = {
-    "speedup.png": "how many times as fast as the baseline each technique is, with the interval",
-    "heatmap.png": "the time of the steps of each technique, the darker the longer",
+    "speedup.png": "speedup of each technique over the baseline, with the confidence interval",
+    "heatmap.png": "step times of each technique; darker is longer",
 }
 TIME = Kind("time", "Where the time went", where_time_went)
 CHARTS: tuple[Kind, ...] = (

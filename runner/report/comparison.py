@@ -34,7 +34,7 @@ def comparison_of(stories: Sequence[Story]) -> Page:
     devices = {str(name) for story in stories if (name := story.plan.get("device_name"))}
     if len(devices) > 1:
         problems.append(
-            f"They ran on different devices, so their speeds say little of each other: {', '.join(sorted(devices))}."
+            f"They ran on different devices, so their speeds are not comparable: {', '.join(sorted(devices))}."
         )
     return Page(
         kind="accel-run report",
@@ -80,9 +80,9 @@ def _differences(stories: Sequence[Story], labels: Sequence[str]) -> Table:
         if len(set(words)) > 1 and key not in ("run", "output_root", "resume"):
             rows.append((key, *words))
     unknown = [label for label, story in zip(labels, stories, strict=True) if not story.config]
-    note = f"the configuration of {', '.join(unknown)} is not known" if unknown else ""
-    note = note or ("" if rows else "their settings are the same")
-    title, some = "Differences of the settings", rows or [("-",) * (len(labels) + 1)]
+    note = f"the configuration of {', '.join(unknown)} is unknown" if unknown else ""
+    note = note or ("" if rows else "the settings are the same")
+    title, some = "Different settings", rows or [("-",) * (len(labels) + 1)]
     return _beside(Table("differences", title, ("key", *labels), some, note))
 
 
@@ -217,8 +217,8 @@ _FIGURES: tuple[tuple[str, Callable[[Story], str]], ...] = (
     ("device", lambda story: str(story.plan.get("device_name") or "")),
     ("updates", _updates),
     ("time", lambda story: duration(story.total_s) if story.total_s else ""),
-    ("items a second, after the first update", _speed),
-    ("time of an update (8 of 10 rows)", _step),
+    ("items per second, first update excluded", _speed),
+    ("update time (8 of 10 rows)", _step),
     ("peak memory", _peak),
     ("checkpoints", _checkpoints),
 )

@@ -121,7 +121,7 @@ def page_of(story: Story, benchmarks: Path | None = None) -> Page:
     missing += (
         []
         if pictures or texts
-        else [Missing("Predictions", f"none yet; accel-run inference run={story.said} makes some")]
+        else [Missing("Predictions", f"none yet; accel-run inference run={story.said} creates them")]
     )
     return Page(
         kind="accel-run report",
@@ -137,7 +137,7 @@ def page_of(story: Story, benchmarks: Path | None = None) -> Page:
         parts=limits.table(story.parts_s, story.total_s, (story.evidence.updates if story.evidence else None) or 0),
         verdicts=_verdicts(story),
         rules=_rules(story),
-        advice=f"accel-run advise run={story.said} tries what may make it faster, and says what it gained",
+        advice=f"accel-run advise run={story.said} finds settings that make it faster",
         charts=charts,
         pictures=pictures,
         texts=texts,
@@ -159,7 +159,7 @@ def html_of(page: Page) -> str:
 
 def _smaller(page: Page) -> Page:
     """Return the page with less on it: huge tables first, then pictures, charts, tables and at last the lists."""
-    what = "the page would be larger than 500 KB with it"
+    what = "the page would exceed 500 KB"
     if shorter := _with_a_shorter_table(page, _HUGE_TABLE):
         return shorter
     if page.pictures:
@@ -194,7 +194,7 @@ def _with_a_shorter_table(page: Page, most: int) -> Page | None:
         return None
     half = [longest.head, *longest.rows[: max(1, len(longest.rows) // 2)]]
     head, *rows = ([cut(cell, _MOST_OF_A_CELL) for cell in row[:_MOST_COLUMNS]] for row in half)
-    shorter = replace(longest, head=head, rows=rows, note="the rest of it has no room here")
+    shorter = replace(longest, head=head, rows=rows, note="the rest is omitted")
     first, tables = ([shorter if each is longest else each for each in kind] for kind in (page.first, page.tables))
     return replace(page, first=first, tables=tables)
 
@@ -244,7 +244,7 @@ def _lines(story: Story) -> list[str]:
 
 def _when(story: Story) -> str:
     started = moment(story.record.get("started"))
-    word = "begun" if all(row.get("kind") != "resume" for row in story.events) else "gone on with"
+    word = "started" if all(row.get("kind") != "resume" for row in story.events) else "resumed"
     return f"{word} {started:%Y-%m-%d %H:%M}" if started else ""
 
 
@@ -260,9 +260,9 @@ def _problems(story: Story) -> list[str]:
     """Return what a reader must know before any figure: the run goes on, was killed, failed, or files are damaged."""
     found = []
     if story.standing.word in ("running", "killed", "preempted", "interrupted"):
-        found.append(f"This run is not finished: {story.standing.sentence}. What follows is what there is until now.")
+        found.append(f"This run is not finished: {story.standing.sentence}. This page shows the data so far.")
     if story.standing.word == "unknown":
-        found.append(f"How this run stands is not known: {story.missing.get('record', 'run.json does not tell')}.")
+        found.append(f"The state of this run is unknown: {story.missing.get('record', 'not recorded in run.json')}.")
     if story.standing.word == "failed" and story.error:
         where = f"{story.error['where']}: " if story.error.get("where") else ""
         fix = f"\n{story.error['fix']}" if story.error.get("fix") else ""
@@ -281,8 +281,8 @@ def _loss_tile(story: Story) -> Iterable[Tile]:
     if last is not None:
         of_rows = story.curves["train/loss"].y
         first = next((value for value in of_rows if math.isfinite(value)), last)
-        note = f"{first:.4g} at the beginning" if first != last else ""
-        note = note if math.isfinite(of_rows[-1]) else f"before it was {of_rows[-1]:g}"
+        note = f"initially {first:.4g}" if first != last else ""
+        note = note if math.isfinite(of_rows[-1]) else f"previously {of_rows[-1]:g}"
         yield Tile("training loss", f"{last:.4g}", note)
 
 
@@ -299,11 +299,11 @@ def _metric_tiles(story: Story) -> Iterable[Tile]:
 def _speed_tile(story: Story) -> Iterable[Tile]:
     seen = story.evidence
     if story.throughput is not None:
-        yield Tile("throughput", rate(story.throughput), "items a second, after the first update")
+        yield Tile("throughput", rate(story.throughput), "items per second, first update excluded")
     if seen is not None and seen.step_time_ms is not None:
         low, high = seen.step_time_low_ms, seen.step_time_high_ms
         note = f"median; {low:.4g} to {high:.4g} in 8 of 10 rows" if low is not None and high is not None else "median"
-        yield Tile("time of an update", f"{seen.step_time_ms:.4g} ms", note)
+        yield Tile("update time", f"{seen.step_time_ms:.4g} ms", note)
 
 
 def _memory_tile(story: Story) -> Iterable[Tile]:
@@ -322,11 +322,11 @@ def _time_tile(story: Story) -> Iterable[Tile]:
     told = mapped(story.record.get("phases"))
     of_phases = [numbers(phase).get("seconds", 0.0) for phase in told.values()]
     if sum(of_phases) > _SEVERAL_PROCESSES * story.total_s:  # what limited it is told of the last one
-        yield Tile("time", duration(sum(of_phases)), f"{duration(story.total_s)} of it in the last process")
+        yield Tile("time", duration(sum(of_phases)), f"of which {duration(story.total_s)} in the last process")
     elif story.total_s > 0:
         parts = story.parts_s
         start = parts.get("starting", 0.0) + parts.get("first_update", 0.0)
-        yield Tile("time", duration(story.total_s), f"{start:.1f} s until the first update was done" if start else "")
+        yield Tile("time", duration(story.total_s), f"{start:.1f} s until the end of the first update" if start else "")
 
 
 def _updates_tile(story: Story) -> Iterable[Tile]:
@@ -340,7 +340,7 @@ def _updates_tile(story: Story) -> Iterable[Tile]:
 def _checkpoints_tile(story: Story) -> Iterable[Tile]:
     known = [each for each in story.checkpoints if each.problems is not None]
     damaged = sum(bool(each.problems) for each in known)
-    state = f"{damaged} damaged" if damaged else "all whole" if known else "not read here"
+    state = f"{damaged} damaged" if damaged else "all valid" if known else "not read here"
     size = sum(each.bytes for each in story.checkpoints)
     yield Tile("checkpoints", str(len(story.checkpoints)), f"{state}, {sized(size)}" if story.checkpoints else "none")
 
@@ -373,8 +373,8 @@ def _rules(story: Story) -> list[Table]:
     ]
     if not cells:
         return []
-    note = f"rule of thumb: {rule_of_thumb(rows) or 'not known'}; accel-run benchmark suite=devices measures it"
-    return [Table("rules", "GPU or CPU? The rules of thumb", ("", "here", "rule of thumb", "says"), cells, note)]
+    note = f"rule of thumb: {rule_of_thumb(rows) or 'unknown'}; accel-run benchmark suite=devices measures it"
+    return [Table("rules", "GPU or CPU? The rules of thumb", ("", "here", "rule of thumb", "result"), cells, note)]
 
 
 # ---------------------------------------------------------------- predictions
@@ -484,10 +484,10 @@ def _configuration(story: Story) -> list[Table]:
     title = "Configuration"
     tables = []
     if story.defaults:
-        note = "" if differs else "nothing differs from the defaults of this task"
+        note = "" if differs else "no differences from the defaults of this task"
         rows = differs or [("-", "-", "-")]
         tables.append(
-            Table("differences", f"{title}: what differs from the defaults", ("key", "here", "default"), rows, note)
+            Table("differences", f"{title}: differences from the defaults", ("key", "here", "default"), rows, note)
         )
     decided, reasons = _decided(story), mapped(story.plan.get("reasons"))
     every = [
@@ -563,15 +563,15 @@ def _events(story: Story) -> Table:
 def _repeat(story: Story) -> list[Step]:
     steps = []
     if story.record.get("command"):
-        steps.append(Step("As it was typed:", str(story.record["command"])))
+        steps.append(Step("Original command:", str(story.record["command"])))
     if not files.is_plain_file(story.path / "command.sh"):
         return steps
     script = f"sh {fit(shlex.quote(str(story.path / 'command.sh')))}"
     is_named = is_name(story.path.name)
     if is_named and story.standing.word in _GOES_ON:
-        steps.append(Step("This run itself, on from where it stopped:", f"{script} run={story.name}"))
+        steps.append(Step("Resume this run:", f"{script} run={story.name}"))
     again = f" run={story.name}-again" if is_named else ""
-    steps.append(Step("The same settings as a new run, from any folder:", f"{script}{again}"))
+    steps.append(Step("Repeat as a new run, from any folder:", f"{script}{again}"))
     return steps
 
 

@@ -311,7 +311,7 @@ def _defaults_of(words: tuple[str, ...], file: Path | None) -> dict[str, Any]:
 
 def _samples(directory: RunDirectory, missing: dict[str, str]) -> Samples | None:
     if files.exists(directory.gpu_csv) and not files.is_plain_file(directory.gpu_csv):
-        missing["machine"] = f"{directory.gpu_csv.name} is no regular file"
+        missing["machine"] = f"{directory.gpu_csv.name} is not a regular file"
         return None
     try:
         found = read_samples(directory.gpu_csv)
@@ -329,7 +329,7 @@ def _checkpoints(directory: RunDirectory, missing: dict[str, str]) -> Iterator[C
     names = [name for name in names_in(folder) if name.startswith("update-")]
     if not names:
         is_there = files.is_plain_directory(folder)
-        missing["checkpoints"] = "there is no checkpoint" if is_there else "there is no folder checkpoints"
+        missing["checkpoints"] = "no checkpoints" if is_there else "no checkpoints folder"
     found = {name: dict(_sizes(folder / name)) for name in names}
     run = directory.owner
     is_read = sum(sum(sizes.values()) for sizes in found.values()) <= _MOST_READ

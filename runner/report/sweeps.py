@@ -46,7 +46,7 @@ def page_of_sweep(sweep: Sweep) -> Page:
         problems=[*([shortened(failed)] if failed else []), *page.problems],
         first=[table, *page.first],
         charts=[*drawn, *page.charts],
-        repeat=[Step("The whole of it", fit(sweep.command))] if sweep.command else [],
+        repeat=[Step("Whole sweep", fit(sweep.command))] if sweep.command else [],
         missing=[*missing, *page.missing],
     )
 
@@ -63,7 +63,7 @@ def _charts(results: Sequence[Result], goal: Goal) -> tuple[list[Chart], list[Mi
     """Return the metric over the number of the trial, and over each setting that is a number."""
     known = [(each, each.value) for each in results if each.value is not None]
     if len(known) < 2:
-        return [], [Missing(f"{goal.metric} over trials", "fewer than two trials are through with a finite value")]
+        return [], [Missing(f"{goal.metric} over trials", "fewer than two finished trials have a finite value")]
     charts = []
     with drawing():
         for number, (title, drawn) in enumerate(

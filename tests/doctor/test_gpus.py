@@ -85,7 +85,7 @@ def test_others_on_a_gpu_are_named_the_largest_first_and_their_memory_only_where
 
     assert (t4["state"], t4["figures"]) == ("warn", {"processes": 2})
     assert t4["seen"].startswith("process 4242")
-    assert t4["seen"].endswith("memory not told")
+    assert t4["seen"].endswith("unknown memory")
     *largest, others = crowded["seen"].split("; ")
     assert largest == [f"process {4_000_000 + number}, {number}.0 GiB" for number in (10, 9, 8, 7)]
     assert others == "and 6 more"
@@ -140,10 +140,10 @@ def test_an_entry_of_cuda_visible_devices_that_names_no_gpu_is_told(nvml_stub: N
 @pytest.mark.parametrize(
     ("built", "state", "words"),
     [
-        ("13.0", "ok", "serves up to 13.0"),
+        ("13.0", "ok", "supports up to 13.0"),
         ("12.8", "ok", ""),
         ("13.1", "warn", "(PTX)"),
-        ("14.0", "FAIL", "serves CUDA 14.0"),
+        ("14.0", "FAIL", "supports CUDA 14.0"),
     ],
 )
 def test_the_driver_must_serve_the_cuda_of_the_build(nvml_stub: NvmlStub, built: str, state: str, words: str) -> None:

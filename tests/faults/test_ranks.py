@@ -63,7 +63,7 @@ BASE = (
 FAULTS = {
     "kill": ({84}, ("rank {rank} of {size} was ended by SIGKILL",)),
     "raise": ({70}, ("no such thing",)),
-    "exit": ({84}, ("rank {rank} of {size} left in the middle, with exit code 0",)),
+    "exit": ({84}, ("rank {rank} of {size} exited early with exit code 0",)),
     "stop": ({83}, ("rank {rank} of {size} is stopped (SIGSTOP) in update",)),
     "slow": ({0}, ()),
     # gloo notices where sizes differ, and aborts the process or raises; else the ranks wait for each other

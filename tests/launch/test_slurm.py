@@ -243,7 +243,7 @@ def test_a_controller_out_of_reach_is_no_fault_of_the_configuration(
 
 def test_a_fatal_word_about_the_job_is_of_the_configuration(cluster: Path) -> None:
     (cluster / "says").write_text("sbatch: fatal: Invalid --gpus-per-node specification\n")
-    with pytest.raises(ConfigError, match="does not take the job: Invalid --gpus-per-node specification\n"):
+    with pytest.raises(ConfigError, match="rejected the job: Invalid --gpus-per-node specification\n"):
         launch("launcher=slurm", "run=a")
 
 

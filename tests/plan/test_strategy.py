@@ -43,13 +43,13 @@ def needs(demand: Demand) -> Needs:
             None,
             "ddp",
             {"shares": "memory"},
-            "even shares do not fit in one pass",
+            "even shares do not fit at once",
         ),
         (model(4, activations=0.3), devices(11, 8), 4, "ddp", {"shares": "speed"}, "even shares fit"),
-        (model(20), devices(16, 16), None, "fsdp", {}, "a part of it fits"),
-        (model(14), devices(11, 8), None, "pipeline", {}, "fsdp cuts evenly"),
-        (model(10, layers=None), devices(11, 8), None, "fsdp", {}, "even parts of it fit"),
-        (model(22), devices(16, 16), None, "fsdp", {}, "a part of it fits"),
+        (model(20), devices(16, 16), None, "fsdp", {}, "a shard fits"),
+        (model(14), devices(11, 8), None, "pipeline", {}, "fsdp shards evenly"),
+        (model(10, layers=None), devices(11, 8), None, "fsdp", {}, "even shards fit"),
+        (model(22), devices(16, 16), None, "fsdp", {}, "a shard fits"),
         (model(24), devices(16, 16), None, "pipeline", {}, "too large for fsdp"),  # evaluation gathers all
     ],
 )
@@ -66,7 +66,7 @@ def test_the_simplest_that_fits_is_taken(
 def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
     found = choose(needs(model(40, layers=None)), devices(11, 8), 32, None)
     assert (found.name, found.options, found.fits) == ("ddp", {"shares": "memory"}, False)
-    assert "1 sample takes 50" in found.reason
+    assert "1 sample needs 50" in found.reason
     assert "11 GiB + 8 GiB" in found.reason
     assert "layers()" in found.reason
 

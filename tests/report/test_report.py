@@ -140,7 +140,7 @@ def test_settings_have_the_names_by_which_they_are_typed_and_rates_no_exponent()
     [
         (0.8, "dashed: max_grad_norm=0.8, to which 50% of the rows were clipped"),
         (1.2, "dashed: max_grad_norm=1.2, to which 0% of the rows were clipped"),
-        (50.0, "no row comes near max_grad_norm=50: nothing was clipped"),
+        (50.0, "no gradient norm is close to max_grad_norm=50: nothing was clipped"),
     ],
 )
 def test_the_limit_of_gradients_is_drawn_in_sight_or_said_to_be_out_of_it(
@@ -171,7 +171,7 @@ def test_a_page_shows_all_that_a_run_has_left(full: Page, screen: Callable[..., 
     assert "1f1b, 4 micro-batches" in told["pipeline"]
     assert "gpu1 utilisation 50 %" in told["gpus"]
     for words in (
-        "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: nobody watched (1 time)", "to be & not to be <b>", "rank 0 holds the others up",
+        "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: not monitored (1 time)", "to be & not to be <b>", "rank 0 holds the others up",
         "damaged: MANIFEST.json is missing", "optimizer.lr", "auto: native", "sh ", "plots/broken.png", "Compute: 78% of the time after start-up (7.0 of 9.0 s)",
     ):  # fmt: skip
         assert words in page.words, words
@@ -189,7 +189,7 @@ def test_what_is_not_there_is_named_with_the_reason(tmp_path: Path) -> None:
     assert not page.all("svg")
     missing = page.text[page.text.index('id="missing"') :]
     for words in ("metrics.jsonl is missing", "gpu.csv: there is no such file", "plan.json is missing", "environment.json is missing", "config.yaml:",
-                  "there is no checkpoint", f"accel-run inference run={tmp_path / 'bare'}", "accel-run benchmark task=gpt"):  # fmt: skip
+                  "no checkpoints", f"accel-run inference run={tmp_path / 'bare'}", "accel-run benchmark task=gpt"):  # fmt: skip
         assert words in missing, words
     assert "(exit 70)" in page.words
     assert "mine.py:3" in page.words
@@ -307,7 +307,7 @@ def test_figures_that_no_run_writes_cost_no_other_chart(tmp_path: Path, capsys: 
         )
     page = report(tmp_path, "one")
     assert labelled(page).keys() >= {"loss", "lr", "ranks", "memory"}
-    assert re.search(r"3before .*nan", page.words.replace("\n", ""))
+    assert re.search(r"3previously .*nan", page.words.replace("\n", ""))
     page = report(tmp_path, "one", "two")
     assert labelled(page).keys() == {"chart0", "chart2"}
     assert ": one, two" in page.words
@@ -372,7 +372,7 @@ def test_the_page_lies_in_the_run_and_is_written_over_nothing_else(
         assert main(["report", "run=mine", f"output_root={tmp_path}"]) == 0
     page = (path / "report.html").read_text()
     assert "1 min 40 s</span>" in page
-    assert "10.0 s of it" in page
+    assert "of which 10.0 s" in page
     assert (path / "report.html").stat().st_mode & 0o777 == 0o600
     monkeypatch.chdir(path / "checkpoints")
     assert report(tmp_path, "..").words.strip().startswith("mine ")

@@ -230,7 +230,7 @@ def matmul(asked: Asked, seconds: float) -> Found:
         try:
             sizes = _sizes(number, work)
         except RuntimeError as error:
-            found.skipped[f"{number.subject} matmul"] = f"not made for this device: {first_line(str(error))}"
+            found.skipped[f"{number.subject} matmul"] = f"not supported on this device: {first_line(str(error))}"
             continue
         for size in sizes:
             once = functools.partial(product_seconds, number, work, size)
