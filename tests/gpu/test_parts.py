@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from runner.base.stopwatch import PARTS, DeviceStopwatch, between
 from runner.engine.evidence import read_evidence
+from tests.gpu.runs import Runs
 
 pytestmark = pytest.mark.gpu
-GPT = (
-    "train task=gpt task.size=tiny updates=60 global_batch_size=32 log_every=10 evaluate.every=20 evaluate.samples=32"
-    " precision=fp32 device=cuda:0"
+PLAIN = "precision=fp32 prefetch=none"
+
+
+@pytest.mark.parametrize(
+    "words", [PLAIN, "precision=fp32 prefetch=stream", f"{PLAIN} dataloader.num_workers=2", "precision=fp16"]
 )
-
-
-@pytest.mark.parametrize("words", ["prefetch=none", "prefetch=stream", "dataloader.num_workers=2", "precision=fp16"])
-def test_the_parts_of_a_run_add_up_to_it(words: str, tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "runner", *f"{GPT} run=r {words}".split()]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    found = read_evidence(tmp_path / "outputs/r")
+def test_the_parts_of_a_run_add_up_to_it(words: str, runs: Runs) -> None:
+    found = read_evidence(runs.train("run", f"device=cuda:0 updates=12 evaluate.every=4 {words}"))
     assert found is not None
     (phase,) = found.phases
     assert phase.seconds is not None

@@ -2,44 +2,86 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.gpu.runs import Runs, losses, plan_of, weights
+
 pytestmark = pytest.mark.gpu
-GPT = (
-    "train task=gpt task.size=tiny updates=20 global_batch_size=32 optimizer.lr=0.0003 log_every=1 precision=fp32"
-    " evaluate.every=0 evaluate.samples=32"
-)
+SEVERAL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+PLAIN = "device=cuda:0 precision=fp32"
 
 
-def curve(folder: Path, run: str, words: str) -> dict[int, float]:
-    line = [sys.executable, "-m", "runner", *f"{GPT} run={run} {words}".split()]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(row) for row in (folder / "outputs" / run / "metrics.jsonl").read_text().splitlines()]
-    return {row["update"]: row["train/loss"] for row in rows if "train/loss" in row}
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@SEVERAL
 @pytest.mark.parametrize(
     "words",
     [
-        "parallelism=ddp", "parallelism=ddp parallelism.shares=[19,13]", "parallelism=ddp parallelism.shares=speed",
-        "parallelism=fsdp", "parallelism=pipeline", "parallelism=auto",
+        "parallelism=ddp", "parallelism=ddp parallelism.shares=[11,5] micro_batch_size=auto",
+        "parallelism=ddp parallelism.shares=speed micro_batch_size=auto",
+        "parallelism=fsdp", "parallelism=pipeline micro_batch_size=4", "parallelism=auto micro_batch_size=auto",
     ],
 )  # fmt: skip
-def test_two_gpus_make_the_curve_of_one(words: str, tmp_path: Path) -> None:
-    one = curve(tmp_path, "one", "device=cuda:0")
-    assert curve(tmp_path, "two", words) == pytest.approx(one, rel=1e-5)
+def test_two_gpus_make_the_curve_of_one(words: str, runs: Runs) -> None:
+    one = losses(runs.straight(PLAIN))
+    assert runs.curve("two", f"precision=fp32 {words}") == pytest.approx(one, rel=1e-5)
 
 
-def test_one_gpu_is_a_world_of_size_one_of_every_strategy(tmp_path: Path) -> None:
-    one = curve(tmp_path, "one", "device=cuda:0")
-    for number, strategy in enumerate(("ddp", "fsdp", "pipeline", "auto")):
-        words = f"parallelism={strategy}" + (" parallelism.world_size=1" if strategy != "auto" else "")
-        assert curve(tmp_path, f"same{number}", words) == pytest.approx(one, rel=1e-6)
+@SEVERAL
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_gpus_learn_in_half_precision(strategy: str, runs: Runs) -> None:
+    precision = "bf16" if torch.cuda.get_device_capability(0) >= (8, 0) else "fp16"
+    one = runs.curve("one", f"device=cuda:0 precision={precision}")
+    two = runs.curve("two", f"parallelism={strategy} precision={precision}")
+    assert two == pytest.approx(one, rel=0.05)  # bfloat16 has 8 bits of mantissa, and the batch is cut otherwise
+
+
+@SEVERAL
+def test_batch_norm_over_two_gpus_is_that_of_the_whole_batch(runs: Runs) -> None:
+    words = "precision=fp32 task.batch_norm=true"
+    one = runs.curve("one", f"device=cuda:0 micro_batch_size=16 {words}")
+    two = runs.curve("two", f"parallelism=ddp parallelism.batch_norm=sync {words}")
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+@SEVERAL
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_is_out_of_memory_is_repeated_by_all(rank: int, runs: Runs) -> None:
+    words = "parallelism=ddp precision=fp32"
+    whole = losses(runs.straight(words))
+    short = runs.curve("short", f"{words} task.short_in=forward task.rank={rank}")
+    assert short == pytest.approx(whole, rel=1e-5)
+
+
+@SEVERAL
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_that_were_stopped_and_resumed_make_the_same_curve(strategy: str, runs: Runs) -> None:
+    words = f"parallelism={strategy} precision=fp32 backend=deterministic"
+    straight = runs.straight(words)
+    stopped = runs.train("stopped", words, code=75, env={"STOP_AT": "3"})
+    assert runs.end("resume stopped").code == 0
+    assert losses(stopped) == losses(straight)
+
+
+@SEVERAL
+def test_each_rank_has_a_gpu_of_its_own(runs: Runs) -> None:
+    plan = plan_of(runs.straight("parallelism=ddp precision=fp32"))
+    assert [rank["device"] for rank in plan["ranks"]] == ["cuda:0", "cuda:1"]
+
+
+@SEVERAL
+def test_a_run_of_two_gpus_goes_on_with_one(runs: Runs) -> None:
+    stopped = runs.train("run", "parallelism=ddp precision=fp32", code=75, env={"STOP_AT": "3"})
+    half = weights(stopped)
+    ended = runs.end("resume run parallelism=single device=cuda:0 resume_allow=[parallelism]")
+    assert ended.code == 0, ended.err
+    assert half.keys() & weights(stopped).keys()
+    assert max(losses(stopped)) == 6
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "auto"])
+def test_one_gpu_is_a_world_of_size_one_of_every_strategy(strategy: str, runs: Runs) -> None:
+    one = losses(runs.straight(PLAIN))
+    words = f"parallelism={strategy} precision=fp32" + (" parallelism.world_size=1" if strategy != "auto" else "")
+    env = {"CUDA_VISIBLE_DEVICES": "0"}
+    same = losses(runs.train("same", words, env=env))
+    assert same == pytest.approx(one, rel=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -141,15 +142,14 @@ import os, pytest
 os.chdir({root!r})
 assert pytest.main({words}) == 0
 """
+LEFT_OUT = 10  # tests of kernels that the stand-in does not have: flash, efficient, cudnn, and what a profiler records
 
 
-def test_tests_of_a_gpu_that_need_no_times_pass_on_the_stand_in(stand_in: StandIn) -> None:
+@pytest.mark.timeout(900)
+def test_all_tests_of_gpus_pass_on_the_stand_in(stand_in: StandIn) -> None:
     """So that they do not rot where nobody has a GPU."""
-    tests = [
-        "tests/gpu/test_stream_and_precision.py",
-        "tests/gpu/test_parts.py::test_marks_cost_no_wait_and_tell_what_the_device_did",
-    ]
-    out = stand_in.program(
-        "a100", PYTEST.format(root=str(ROOT), words=["-q", "--assert=plain", "-p", "no:cacheprovider", *tests])
-    )
-    assert "skipped" not in out.splitlines()[-1]
+    words = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "-m", "gpu and not long", "tests/gpu"]
+    out = stand_in.program("a100x2", PYTEST.format(root=str(ROOT), words=words))
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped)", out.splitlines()[-1])}
+    assert counts.get("passed", 0) >= 90
+    assert counts.get("skipped", 0) <= LEFT_OUT

@@ -16,6 +16,7 @@ class Device:
 
     memory_gib   what the driver reports as total
     context_gib  what a context and loaded kernels take of it before the first tensor
+    number       its place in the machine, which CUDA_VISIBLE_DEVICES does not change
     """
 
     name: str
@@ -23,6 +24,7 @@ class Device:
     memory_gib: float
     multiprocessors: int
     context_gib: float = 0.4
+    number: int = 0
 
     @property
     def memory(self) -> int:
@@ -48,7 +50,7 @@ MACHINES: dict[str, tuple[Device, ...]] = {
 
 
 def encoded(devices: Sequence[Device]) -> str:
-    return json.dumps([asdict(device) for device in devices])
+    return json.dumps([{**asdict(device), "number": number} for number, device in enumerate(devices)])
 
 
 def decoded(text: str) -> tuple[Device, ...]:

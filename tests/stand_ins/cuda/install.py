@@ -14,6 +14,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from tests.stand_ins.cuda.batch_norm import give_batch_norm
 from tests.stand_ins.cuda.devices import VARIABLE, Device, decoded
 
 REPORT = "STAND_IN_REPORT"  # a folder: each process leaves what it has counted there
@@ -66,6 +67,7 @@ def install() -> None:
     _give_storage(torch, _stand_in)
     _give_streams(torch)
     _give_nccl(torch, _stand_in)
+    give_batch_norm()
     describe()
 
 
@@ -130,7 +132,7 @@ def _give_bindings(torch: Any, native: Any, devices: list[Device]) -> None:
             raise RuntimeError("No CUDA GPUs are available")
         state["poisoned"] = True
         torch.cuda.default_generators = tuple(native.default_generator(index) for index in range(len(devices)))
-        torch.cuda._get_device_properties = lambda index: _properties(devices[index], index)
+        torch.cuda._get_device_properties = lambda index: _properties(devices[index])
 
     bindings = {
         "_cuda_getDeviceCount": count,
@@ -157,6 +159,7 @@ def _give_bindings(torch: Any, native: Any, devices: list[Device]) -> None:
         "_cuda_getCurrentRawStream": lambda index: torch.accelerator.current_stream(index).stream_id,
         "_cuda_sleep": lambda cycles: None,
         "_cuda_isHistoryEnabled": lambda: False,
+        "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),  # named by torch._inductor
     }
     for name, function in bindings.items():
         setattr(torch._C, name, function)
@@ -172,12 +175,13 @@ def _give_bindings(torch: Any, native: Any, devices: list[Device]) -> None:
     torch.backends.cudnn.version = lambda: 91900
 
 
-def _properties(device: Device, index: int) -> Properties:
+def _properties(device: Device) -> Properties:
     return Properties(
         name=device.name, major=device.capability[0], minor=device.capability[1], total_memory=device.memory,
-        multi_processor_count=device.multiprocessors, uuid=uuid_of(index).removeprefix("GPU-"), L2_cache_size=4 * 2**20,
+        multi_processor_count=device.multiprocessors, L2_cache_size=4 * 2**20,
+        uuid=uuid_of(device.number).removeprefix("GPU-"),
         is_integrated=0, is_multi_gpu_board=0, regs_per_multiprocessor=65536, max_threads_per_multi_processor=1024,
-        shared_memory_per_block=49152, warp_size=32, gcnArchName="", pci_bus_id=index + 1,
+        shared_memory_per_block=49152, warp_size=32, gcnArchName="", pci_bus_id=device.number + 1,
         pci_device_id=0, pci_domain_id=0,
     )  # fmt: skip
 

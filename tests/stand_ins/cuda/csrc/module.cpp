@@ -180,7 +180,8 @@ class ProcessGroupNCCL final : public Backend {
   }
   c10::intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
     return launch(c10d::OpType::_ALLGATHER_BASE, {output}, {input}, [=, this] {
-      auto to = alias_on_cpu(output), from = alias_on_cpu(input);
+      // NCCL counts elements; gloo cuts the output along its first dimension.
+      auto to = alias_on_cpu(output).view({getSize(), -1}), from = alias_on_cpu(input).reshape({1, -1});
       return gloo_->_allgather_base(to, from, options);
     });
   }

@@ -247,6 +247,17 @@ class Call {
 
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(); }
 
+// One kernel on a device; between the host and a device, as torch does it, one copy for each tensor.
+void foreach_copy(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  size_t first = stack->size() - 3;
+  auto to = (*stack)[first].toTensorVector(), from = (*stack)[first + 1].toTensorVector();
+  bool non_blocking = (*stack)[first + 2].toBool();
+  auto all_on_device = [](const std::vector<Tensor>& tensors) { return std::all_of(tensors.begin(), tensors.end(), on_device); };
+  if (all_on_device(to) && all_on_device(from)) return run_on_cpu(op, stack);
+  torch::jit::drop(*stack, 3);
+  for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking);
+}
+
 c10::Device device_or_current(std::optional<c10::Device> device) {
   return device && device->has_index() ? *device : c10::Device(c10::kCUDA, current_device());
 }
@@ -366,8 +377,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("record_stream", record_tensor_on_stream);
   library.impl("native_dropout", native_dropout);
   // Composite implementations of these would run on the CPU's list of kernels one by one, which are fewer on a GPU.
-  for (const auto* name : {"_foreach_norm.Scalar", "_foreach_copy_"})
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  library.impl("_foreach_norm.Scalar", torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  library.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&foreach_copy>());
 }
 
 TORCH_LIBRARY(stand_in, library) { library.def("cpu_alias(Tensor tensor) -> Tensor"); }

@@ -1,0 +1,31 @@
+"""What tests on GPUs share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import ROOT, ForkServer
+from tests.gpu.runs import Runs
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """Forks of a process with the GPUs that this one has, which may be those of the stand-in."""
+    with ForkServer.started({"PYTHONPATH": os.environ.get("PYTHONPATH") or str(ROOT)}) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs that tests compare with."""
+    return {"folder": tmp_path_factory.mktemp("straight")}
+
+
+@pytest.fixture
+def runs(server: ForkServer, tmp_path: Path, known: dict[str, Path]) -> Runs:
+    """Runs of the small task in a folder of the test."""
+    return Runs(server, tmp_path, known)

@@ -1,0 +1,76 @@
+"""Runs of the small task on GPUs, and what they leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.base.accelerator import is_stand_in
+from runner.durable.checkpoint import load_newest
+from tests.forkserver import Ended, ForkServer
+
+DESCRIBE = "from tests.stand_ins.cuda.install import describe; describe()\n"  # CUDA_VISIBLE_DEVICES may be another
+TASK = Path(__file__).with_name("task_for_gpus.py")
+COMMON = (
+    *("updates=6", "global_batch_size=16", "log_every=1", "monitor=off", "evaluate.samples=16", "optimizer.lr=0.01"),
+    *("max_grad_norm=1", "micro_batch_size=8", "dataloader.num_workers=0"),  # chosen by hand, nothing has to be traced
+)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs accel-run in one folder.
+
+    known  words -> folder of a run that other tests have made; "folder": where these are
+    """
+
+    server: ForkServer
+    folder: Path
+    known: dict[str, Path]
+
+    def end(self, words: str | list[str], env: Mapping[str, str] | None = None) -> Ended:
+        """Run a command to its end, however it ends."""
+        return self.server.run(words, self.folder, env, DESCRIBE if is_stand_in() else "")
+
+    def train(self, run: str, words: str, *, code: int = 0, env: Mapping[str, str] | None = None) -> Path:
+        """Train the small task; return the folder of the run."""
+        given = words.split()
+        keys = {word.partition("=")[0] for word in given}
+        common = [word for word in COMMON if word.partition("=")[0] not in keys]
+        ended = self.end(["train", "--task", str(TASK), f"run={run}", *common, *given], env)
+        assert ended.code == code, ended.out + ended.err
+        return self.folder / "outputs" / run
+
+    def straight(self, words: str) -> Path:
+        """Return the folder of a run to compare with, which is made once for all tests."""
+        if words not in self.known:
+            kept = self.known["folder"] / str(len(self.known))
+            kept.mkdir()
+            self.known[words] = dataclasses.replace(self, folder=kept).train("straight", words)
+        return self.known[words]
+
+    def curve(self, run: str, words: str) -> dict[int, float]:
+        """Train; return update -> loss."""
+        return losses(self.train(run, words))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["update"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+def plan_of(folder: Path) -> Any:
+    return json.loads((folder / "plan.json").read_text())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of the newest checkpoint: weights, state of the optimizer and of generators."""
+    checkpoint = load_newest(folder / "checkpoints")
+    assert checkpoint is not None
+    return {f"{stem}/{name}": tensor for stem in checkpoint.stems for name, tensor in checkpoint.tensors(stem).items()}

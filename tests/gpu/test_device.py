@@ -1,0 +1,220 @@
+"""What accel-run asks of a GPU, one by one: memory, generators, host memory, kernels, and workers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from runner.axes.attention import why_not
+from runner.axes.prefetch import none, stream
+from runner.base.accelerator import accelerator_of, cuda_is_initialized, is_stand_in, torch_devices, torch_uuids
+from runner.base.arriving import sent
+from runner.base.batch import MicroBatch
+from runner.base.generators import random_state, restore_random_state
+from runner.base.shortage import shortage_of
+from runner.base.streams import drawing_apart
+from runner.doctor.kernels import KERNELS, output_and_gradients
+from runner.durable.tensors import Room
+from runner.engine.out_of_memory import account
+from runner.engine.redo import Beginning
+
+pytestmark = pytest.mark.gpu
+MIB = 2**20
+DEVICES = range(torch.cuda.device_count())
+
+
+@pytest.fixture(params=DEVICES or [0])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Each GPU, as the current one."""
+    with torch.cuda.device(request.param):
+        yield torch.device("cuda", request.param)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_memory_in_use_is_what_tensors_take(device: torch.device) -> None:
+    accelerator = accelerator_of(device)
+    accelerator.empty_cache()
+    accelerator.reset_peak()
+    before, memory = accelerator.held(), accelerator.free_memory()
+    assert before is not None
+    assert memory is not None
+    tensor = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+    now, left = accelerator.held(), accelerator.free_memory()
+    assert now is not None
+    assert left is not None
+    assert now.allocated - before.allocated == tensor.nbytes
+    assert now.reserved >= now.allocated
+    assert memory.free - left.free == now.reserved - before.reserved
+    del tensor
+    accelerator.empty_cache()
+    assert accelerator.held() == before
+    assert accelerator.peak() == now
+    accelerator.reset_peak()
+    assert accelerator.peak() == before
+
+
+def test_the_whole_memory_is_what_the_driver_has(device: torch.device) -> None:
+    accelerator = accelerator_of(device)
+    memory, total = accelerator.free_memory(), accelerator.total_bytes()
+    assert memory is not None
+    assert total is not None
+    assert memory.total == pytest.approx(total, rel=0.02)
+    assert accelerator.statistics()["reserved_bytes.all.current"] >= 0
+    assert "memory" in accelerator.memory_table().lower()
+
+
+def test_a_limit_of_memory_is_kept(device: torch.device) -> None:
+    accelerator, total = accelerator_of(device), torch.cuda.get_device_properties(device).total_memory
+    try:
+        assert accelerator.limit_memory(0.1)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(total // 5, dtype=torch.uint8, device=device)
+    finally:
+        accelerator.limit_memory(1.0)
+
+
+def test_being_out_of_memory_is_recognized_and_accounted_for(device: torch.device) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(1 << 44, dtype=torch.uint8, device=device)
+    shortage = shortage_of(caught.value)
+    assert shortage is not None
+    assert shortage.side == "device"
+    found = account(shortage, device, "", 4, "")
+    memory = accelerator_of(device).free_memory()
+    assert memory is not None
+    assert found.total_bytes == memory.total
+
+
+def test_names_are_those_of_the_driver() -> None:
+    for index, known in enumerate(torch_devices()):
+        accelerator = accelerator_of(torch.device("cuda", index))
+        assert accelerator.name() == known.name
+        assert accelerator.uuid() == known.uuid
+        assert accelerator.capability() == known.capability
+    assert torch_uuids() == [known.uuid for known in torch_devices()]
+    assert cuda_is_initialized()
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def test_the_state_of_generators_is_restored(device: torch.device) -> None:
+    tensors, rest = random_state(device)
+    first = torch.randn(100, device=device)
+    restore_random_state(tensors, rest, device)
+    assert torch.equal(torch.randn(100, device=device), first)
+
+
+def test_drawing_apart_leaves_the_generator_of_the_gpu_alone(device: torch.device) -> None:
+    accelerator = accelerator_of(device)
+    before = accelerator.generator_state()
+    assert before is not None
+    drawn = []
+    for _ in range(2):
+        with drawing_apart(1, "sample"):
+            drawn.append(torch.randn(8, device=device))
+    after = accelerator.generator_state()
+    assert after is not None
+    assert torch.equal(*drawn)
+    assert torch.equal(before, after)
+
+
+def test_an_update_that_is_repeated_draws_the_same_numbers(device: torch.device) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(device)
+    beginning = Beginning(model, device)
+    inputs = torch.randn(8, 4, device=device)
+    for _ in range(2):
+        beginning.keep()
+        model(inputs)
+        beginning.passed()
+        beginning.learn()
+    beginning.keep()
+    mean = model[1].running_mean.clone()
+    first = model(inputs), torch.rand(8, device=device)
+    assert not beginning.put_back()
+    assert torch.equal(model[1].running_mean, mean)
+    assert torch.equal(torch.rand(8, device=device), first[1])
+
+
+# ---------------------------------------------------------------- between host and device
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_a_copy_of_the_state_on_the_host_is_equal(dtype: torch.dtype, device: torch.device) -> None:
+    room = Room()
+    for shape in ((3,), (17, 5), (1024, 1024)):
+        tensor = torch.randint(0, 2, shape, device=device).to(dtype)
+        assert torch.equal(room.copy(tensor), tensor.cpu())
+
+
+def test_numbers_that_are_sent_arrive_and_later_changes_do_not(device: torch.device) -> None:
+    numbers = torch.arange(4.0, device=device)
+    arriving = sent(numbers)
+    numbers += 1
+    assert arriving.read().tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert arriving.is_here()
+
+
+@pytest.mark.parametrize("prefetch", [none, stream])
+def test_a_batch_of_any_structure_is_on_the_device_as_it_was(prefetch: Any, device: torch.device) -> None:
+    batches = [{"x": (torch.full((5,), number), ["name", 3]), "y": torch.tensor(number)} for number in range(4)]
+    found = list(prefetch(device)(iter([MicroBatch(batch, last=True) for batch in batches])))
+    for number, item in enumerate(found):
+        assert item.batch["x"][0].device == device
+        assert item.batch["x"][0].tolist() == [number] * 5
+        assert item.batch["x"][1] == ["name", 3]
+        assert int(item.batch["y"]) == number
+
+
+class Numbers(Dataset[Tensor]):
+    """Numbers, read on the host or, which a forked worker cannot, on the GPU."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((3,), float(index), device=self.device)
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_workers_that_are_forked_after_the_gpu_was_used_read_on_the_host(pins: bool, device: torch.device) -> None:
+    torch.ones(1, device=device)
+    loader = DataLoader(Numbers("cpu"), batch_size=2, num_workers=2, multiprocessing_context="fork", pin_memory=pins)
+    read = torch.cat([batch.to(device, non_blocking=pins) for batch in loader])
+    assert read[:, 0].tolist() == list(range(8))
+
+
+def test_a_worker_that_uses_the_gpu_after_a_fork_is_told_so(device: torch.device) -> None:
+    torch.ones(1, device=device)
+    loader = DataLoader(Numbers("cuda"), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(RuntimeError, match="forked subprocess"):
+        list(loader)
+
+
+# ---------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_attention_kernel_runs_where_nothing_speaks_against_it(kernel: str, dtype: torch.dtype) -> None:
+    where, shape = torch.device("cuda", 0), (1, 2, 64, 64)
+    if is_stand_in() and kernel != "math":
+        assert isinstance(why_not(kernel, shape, dtype, where), str)
+        pytest.skip("the stand-in has no such kernel")
+    inputs = [torch.randn(shape, device=where).to(dtype) for _ in range(3)]
+    refuses = ""
+    try:
+        output_and_gradients(kernel, inputs)
+    except RuntimeError as error:
+        refuses = str(error)
+    assert bool(refuses) == bool(why_not(kernel, shape, dtype, where)), refuses

@@ -1,0 +1,146 @@
+"""Whole runs on one GPU: out of memory, stopped and resumed, repeated, exported, and used for inference."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runner.base.accelerator import torch_devices
+from tests.gpu.runs import Runs, losses, plan_of, weights
+
+pytestmark = pytest.mark.gpu
+PLAIN = "device=cuda:0 precision=fp32"
+SEVERAL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+# ---------------------------------------------------------------- out of memory
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
+def test_an_update_that_was_out_of_memory_is_repeated_with_the_same_result(place: str, runs: Runs) -> None:
+    short = runs.curve("short", f"{PLAIN} task.short_in={place}")
+    assert short == pytest.approx(losses(runs.straight(PLAIN)), rel=1e-5)
+
+
+def test_out_of_memory_ends_the_run_where_that_is_wanted_and_says_who_holds_the_memory(runs: Runs) -> None:
+    folder = runs.train("short", "device=cuda:0 task.short_in=forward on_oom=stop", code=80)
+    error = json.loads((folder / "error.json").read_text())
+    assert "GiB" in json.dumps(error)
+
+
+# ---------------------------------------------------------------- stopped, resumed, repeated
+
+
+@pytest.mark.parametrize(
+    "words", ["precision=fp32", "precision=fp16", "task.dropout=0.5 prefetch=stream", "task.batch_norm=true"]
+)
+def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(words: str, runs: Runs) -> None:
+    words = f"device=cuda:0 backend=deterministic {words}"
+    straight = runs.straight(words)
+    stopped = runs.train("stopped", words, code=75, env={"STOP_AT": "3"})
+    assert runs.end("resume stopped").code == 0
+    assert losses(stopped) == losses(straight)
+    mine, other = weights(stopped), weights(straight)
+    assert mine.keys() == other.keys()
+    for name, tensor in other.items():
+        assert torch.equal(mine[name], tensor), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_deterministic_run_has_the_same_bits_twice(precision: str, runs: Runs) -> None:
+    words = f"device=cuda:0 backend=deterministic precision={precision} task.dropout=0.5"
+    first, second = weights(runs.straight(words)), weights(runs.train("second", words))
+    for name, tensor in first.items():
+        assert torch.equal(second[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "words", ["memory=checkpoint", "dataloader.num_workers=2", "micro_batch_size=4", "prefetch=none"]
+)
+def test_mechanics_do_not_change_the_curve(words: str, runs: Runs) -> None:
+    plain = losses(runs.straight(PLAIN))
+    assert runs.curve("other", f"{PLAIN} {words}") == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_gpu_makes_the_curve_of_the_cpu(runs: Runs) -> None:
+    on_cpu = runs.curve("cpu", "device=cpu precision=fp32")
+    assert losses(runs.straight(PLAIN)) == pytest.approx(on_cpu, rel=1e-4)
+
+
+# ---------------------------------------------------------------- which GPU, which format, which kernels
+
+
+def test_the_format_chosen_is_the_one_that_the_capability_has(runs: Runs) -> None:
+    capability = torch.cuda.get_device_capability(0)
+    found = plan_of(runs.train("auto", "device=cuda:0 precision=auto"))["choices"]["precision"]["function"]
+    assert found == ("bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32")
+
+
+@SEVERAL
+@pytest.mark.parametrize("by", ["number", "uuid"])
+def test_only_the_gpus_that_cuda_visible_devices_names_are_used(by: str, runs: Runs) -> None:
+    uuid = f"GPU-{list(torch_devices())[1].uuid}"
+    env = {"CUDA_VISIBLE_DEVICES": "1" if by == "number" else uuid}
+    plan = plan_of(runs.train("one", "device=cuda", env=env))
+    assert (plan["device"], plan["device_uuid"]) == ("cuda:0", uuid)
+
+
+@SEVERAL
+def test_the_second_gpu_trains_alone(runs: Runs) -> None:
+    second = runs.curve("second", "device=cuda:1 precision=fp32")
+    assert second == losses(runs.straight(PLAIN))
+    assert plan_of(runs.folder / "outputs/second")["device"] == "cuda:1"
+
+
+def test_a_gpu_that_is_not_there_is_refused(runs: Runs) -> None:
+    assert runs.end("train device=cuda:7").code == 69
+
+
+@pytest.mark.parametrize("option", ["default", "reduce-overhead", "max-autotune"])
+def test_a_compiled_model_learns_the_same_or_is_refused_before_it_starts(option: str, runs: Runs) -> None:
+    """With accumulation and evaluation, whose shapes and modes differ from those of training."""
+    words = "device=cuda:0 precision=fp32 micro_batch_size=8 evaluate.every=2"
+    if find_spec("triton") is None:
+        runs.train("compiled", f"{words} compile={option}", code=78)
+        return
+    plain = runs.curve("plain", words)
+    assert runs.curve("compiled", f"{words} compile={option}") == pytest.approx(plain, rel=1e-3)
+
+
+def test_an_8_bit_optimizer_learns_or_its_package_is_named(runs: Runs) -> None:
+    words = "device=cuda:0 precision=fp32 optimizer=adamw8bit task.width=128"
+    if find_spec("bitsandbytes") is None and find_spec("torchao") is None:
+        runs.train("eight", words, code=78)
+        return
+    found = runs.curve("eight", words)
+    assert found[6] < found[1]
+
+
+# ---------------------------------------------------------------- export and inference
+
+
+def test_what_is_exported_computes_as_the_model_does(runs: Runs) -> None:
+    folder = runs.train("run", "device=cuda:0 precision=fp32")
+    ended = runs.end("export run format=safetensors,program")
+    assert ended.code == 0, ended.err
+    parity = json.loads((folder / "export/parity.json").read_text())
+    assert parity
+    trained = weights(folder)
+    for name, tensor in load_file(folder / "export/model.safetensors").items():
+        assert torch.equal(tensor, trained[f"model/{name}"])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0", pytest.param("cuda:1", marks=SEVERAL)])
+def test_inference_predicts_the_same_on_every_device(device: str, runs: Runs) -> None:
+    folder = runs.train("run", "device=cuda:0 precision=fp32")
+    scores = []
+    for chosen in ("cuda:0", device):
+        ended = runs.end(f"inference run device={chosen}")
+        assert ended.code == 0, ended.err
+        scores.append(np.load(folder / "predictions/scores.npy"))
+    assert scores[1] == pytest.approx(scores[0], rel=1e-4, abs=1e-6)

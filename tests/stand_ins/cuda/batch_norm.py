@@ -1,0 +1,76 @@
+"""The kernels of torch.nn.SyncBatchNorm, which exist for CUDA only, written with operators that the stand-in has.
+
+Source: torch/nn/modules/_functions.py, which calls them, and aten/src/ATen/native/cuda/Normalization.cuh, torch 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LIBRARIES: list[Any] = []  # registered as long as they live
+
+
+def give_batch_norm() -> None:
+    """Register the kernels for the device type "cuda"."""
+    import torch
+
+    library = torch.library.Library("aten", "IMPL")
+    for kernel in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt):
+        library.impl(f"batch_norm_{kernel.__name__}", kernel, "CUDA")
+    _LIBRARIES.append(library)
+
+
+def stats(x: Any, eps: float) -> tuple[Any, Any]:
+    """Return mean and 1 / standard deviation of each channel."""
+    rows = _rows(x)
+    return rows.mean(0), (rows.var(0, correction=0) + eps).rsqrt()
+
+
+def gather_stats_with_counts(
+    x: Any, means: Any, inverses: Any, running_mean: Any, running_var: Any, momentum: float, eps: float, counts: Any
+) -> tuple[Any, Any]:
+    """Return the same of all ranks, each with its number of rows, and bring the running statistics up to date."""
+    share = (counts / counts.sum()).to(means.dtype)[:, None]
+    mean = (share * means).sum(0)
+    variance = (share * (inverses**-2 - eps + (means - mean) ** 2)).sum(0)
+    if running_mean is not None:
+        total = counts.sum().to(variance.dtype)
+        running_mean.copy_((1 - momentum) * running_mean + momentum * mean)
+        running_var.copy_((1 - momentum) * running_var + momentum * variance * total / (total - 1))
+    return mean, (variance + eps).rsqrt()
+
+
+def elemt(x: Any, weight: Any, bias: Any, mean: Any, inverse: Any, eps: float) -> Any:
+    """Return the normalized values."""
+    found = (x - _over(mean, x)) * _over(inverse, x)
+    found = found if weight is None else found * _over(weight, x)
+    return (found if bias is None else found + _over(bias, x)).to(x.dtype)
+
+
+def backward_reduce(
+    grad: Any, x: Any, mean: Any, inverse: Any, weight: Any, needs_x: bool, needs_weight: bool, needs_bias: bool
+) -> tuple[Any, Any, Any, Any]:
+    """Return the sums of the gradient, and of its products with x - mean; and the gradients of weight and bias."""
+    rows, deviations = _rows(grad), _rows(x) - mean
+    sum_of_grad, sum_of_products = rows.sum(0), (rows * deviations).sum(0)
+    return sum_of_grad, sum_of_products, sum_of_products * inverse, sum_of_grad.clone()
+
+
+def backward_elemt(
+    grad: Any, x: Any, mean: Any, inverse: Any, weight: Any, sum_of_grad: Any, sum_of_products: Any, counts: Any
+) -> Any:
+    """Return the gradient of the input; the sums are those over all ranks."""
+    total = counts.sum().to(mean.dtype)
+    scale = inverse if weight is None else inverse * weight
+    of_mean, of_variance = sum_of_grad / total, sum_of_products / total * inverse**2
+    found = (grad - _over(of_mean, x) - (x - _over(mean, x)) * _over(of_variance, x)) * _over(scale, x)
+    return found.to(x.dtype)
+
+
+def _rows(x: Any) -> Any:
+    """Return (rows, channels) in float32 of (batch, channels, ...)."""
+    return x.float().transpose(0, 1).flatten(1).T
+
+
+def _over(channels: Any, x: Any) -> Any:
+    return channels.view(1, -1, *[1] * (x.dim() - 2))
