@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,13 @@ def test_torch_cuda_is_named_in_one_file() -> None:
 
 def test_every_floor_has_files() -> None:
     assert {file.relative_to(ROOT / "runner").parts[0].removesuffix(".py") for file in FILES} == set(FLOORS)
+
+
+def test_modules_of_the_engine_do_not_import_each_other_in_a_circle() -> None:
+    """Imports for type checkers and those inside functions count too."""
+    engine = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in FILES
+        if file.is_relative_to(ROOT / "runner" / "engine")
+    }
+    TopologicalSorter({name: engine.keys() & {*imports(file)} for name, file in engine.items()}).prepare()

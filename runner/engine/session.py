@@ -266,7 +266,9 @@ def _train(
     began: float,
 ) -> Ended:
     """Open the run, train, and say how it ended."""
-    from runner.engine.evidence import better_known, evidence_in, evidence_of
+    from runner.engine.evidence import better_known, evidence_in
+    from runner.engine.run_evidence import evidence_of
+    from runner.engine.run_report import report_end, report_start
     from runner.engine.tasks import check_packages
     from runner.engine.train import train
     from runner.engine.watchdog import END, watched
@@ -293,7 +295,7 @@ def _train(
         run.left = {phase.name: phase for phase in before.phases} if before else {}
         run.on_change = partial(_record_changes, run, directory, record)
         opened.append(run)
-        screen.report_start(job.plan, run.parts, job.inventory, start)
+        report_start(screen, job.plan, run.parts, job.inventory, start)
         exit_code = 1
         try:
             outcome = train(run, start)
@@ -320,7 +322,7 @@ def _train(
             "phases": {name: dataclasses.asdict(phase) for name, phase in run.records.items()},
             "evidence": better_known(before, evidence).to_json(),
         }
-        screen.report_end(run, outcome, evidence)
+        report_end(screen, run, outcome, evidence)
         return Ended(outcome.exit_code, run.stop.requested is not None, run.dropped)
 
 
