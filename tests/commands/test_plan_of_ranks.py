@@ -12,7 +12,7 @@ PAIR = "plan +hardware=pair_11gb_8gb global_batch_size=32"
 
 
 def test_an_unequal_pair_shares_an_update_by_memory(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run(f"{PAIR} parallelism=ddp parallelism.shares=memory", tmp_path)
+    ended = server.run(f"{PAIR} parallelism=ddp parallelism.shares=memory task.size=tiny", tmp_path)
     assert ended.code == 0, ended.err
     assert "19 (rank 0: 1 x 19) + 13 (rank 1: 1 x 13)" in ended.out
     assert re.search(r"cuda:0: .* 2080 Ti +11\.0 GiB +19 +59\.4 %", ended.out)
@@ -32,12 +32,12 @@ def test_auto_says_what_the_model_takes_and_the_devices_hold(server: ForkServer,
     assert ended.code == 0, ended.err
     assert re.search(r"^parallelism +ddp +auto: ", ended.out, re.M)
     assert "3.18 MiB" in ended.out
-    one = server.run("plan +hardware=t4 parallelism=auto", tmp_path)
+    one = server.run("plan +hardware=t4 parallelism=auto task.size=tiny", tmp_path)
     assert re.search(r"^parallelism +single .*\(Tesla T4\)", one.out, re.M)
     assert re.search(r" 15 GiB\n +fits\n", one.out), one.out
     assert re.search(r"[\d,]+ on rank 0", one.out)
     assert "samples/s (estimate: " in one.out
-    assert suggested(one.out.splitlines()[-1]) == ["hardware=t4", "parallelism=auto"]
+    assert suggested(one.out.splitlines()[-1]) == ["hardware=t4", "parallelism=auto", "task.size=tiny"]
 
 
 def test_what_does_not_fit_is_told_with_what_would(server: ForkServer, tmp_path: Path) -> None:

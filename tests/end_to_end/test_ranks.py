@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -280,22 +278,25 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
 
 
-def test_ranks_started_by_torchrun_make_the_same_run(folder: Path, expected: dict[int, float]) -> None:
+def test_ranks_started_by_torchrun_make_the_same_run(
+    server: ForkServer, folder: Path, expected: dict[int, float]
+) -> None:
     words = f"{BASE} parallelism=ddp".replace("run=r", "run=again").split()
-    code, out, err = torchrun(words, folder)
-    assert code == 0, err
+    assert server.call(torchrun, words, folder) == {0: 0, 1: 0}
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
-    assert out.count("12 of 12 updates") == 1, "one rank speaks"
+    assert (folder / "out").read_text().count("12 of 12 updates") == 1, "one rank speaks"
 
 
-def torchrun(words: list[str], folder: Path) -> tuple[int, str, str]:
-    start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *start, *words],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
+def torchrun(words: list[str], folder: Path) -> dict[int, int]:
+    """Return the exit codes by rank; torchrun's agent starts them, as forks: tests/faults/test_ranks.py has programs."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.chdir(folder)
+    os.dup2(os.open("out", os.O_WRONLY | os.O_CREAT), 1)
+    config = LaunchConfig(
+        1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="test", max_restarts=0, start_method="fork"
+    )
+    return {rank: int(code) for rank, code in elastic_launch(config, main)(words).items()}
 
 
 def test_what_ranks_trained_is_used_by_one_process(server: ForkServer, folder: Path) -> None:
