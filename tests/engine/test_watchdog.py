@@ -42,8 +42,13 @@ from runner.durable.system import System
 
 FOR_EVER = 10**6
 
+def hang():
+    open("hangs", "w").close()  # from now on the watchdog's time passes faster, see HASTE
+
 class Stuck(System):
-    def fsync(self, descriptor): time.sleep(FOR_EVER)
+    def fsync(self, descriptor):
+        hang()
+        time.sleep(FOR_EVER)
 
 class Slow(System):
     def fsync(self, descriptor):
@@ -60,6 +65,7 @@ class Rows(torch.utils.data.Dataset):
         if self.fault == "search": time.sleep(0.06)
         if self.fault == "data" and self.num_read > 200:
             open(f"hangs-{os.getpid()}", "w").close()
+            hang()
             time.sleep(FOR_EVER)
         return self.x[index], self.y[index]
 
@@ -75,6 +81,7 @@ class Small(Task):
         if self.fault == "slow disk" and self.update == 7: files._system = Slow()
     def fail(self, place):
         if self.fault != place or self.update != 7: return
+        if place not in ("pdb", "a while"): hang()
         if place == "lock":
             lock = threading.Lock()
             lock.acquire()
@@ -97,6 +104,7 @@ class Small(Task):
         if model.training:
             for place in ("loss", "lock", "pipe", "pdb", "a while"): self.fail(place)
         elif self.fault == "val" and self.update > 7:
+            hang()
             time.sleep(FOR_EVER)
         return F.cross_entropy(model(x), y, reduction="sum"), len(y)
     def summarize(self, metrics):
@@ -108,6 +116,7 @@ class Small(Task):
                 time.sleep(2.5)
                 yield Prediction({f"{number}.txt": "x"})
             return
+        hang()
         time.sleep(FOR_EVER)
         yield
 
@@ -118,8 +127,20 @@ BASE = (
     " watchdog.update_s=3 watchdog.data_s=3 watchdog.checkpoint_s=60"
 )
 COUNTED = "checkpoint.every=6updates"  # the best checkpoint of a run this short may be in memory only
-SOON = "checkpoint.every=5updates watchdog.checkpoint_s=1"
-BY_THE_CLOCK = "checkpoint.every=0.002min watchdog.checkpoint_s=1 updates=500"
+SOON = "checkpoint.every=5updates"
+BY_THE_CLOCK = "checkpoint.every=0.002min updates=500"
+# For runs that hang: before it, no limit is near, however busy the machine is; in it, a second takes 50 ms.
+PATIENT = BASE.replace("_s=3", "_s=40")
+HASTE = """
+import os, threading, types
+import runner.engine.watchdog as watchdog
+
+class Event(threading.Event):
+    def wait(self, timeout=None):
+        return super().wait(timeout / 20 if timeout and os.path.exists("hangs") else timeout)
+
+watchdog.threading = types.SimpleNamespace(**{**vars(threading), "Event": Event})
+"""
 
 ON_DISK_AT_ONCE = """
 from runner.durable.checkpoint import Writer
@@ -167,12 +188,12 @@ def test_what_hangs_is_named_with_its_place_and_leaves_nobody(
     fault: str, words: str, said: str, at: str, server: ForkServer, folder: Path
 ) -> None:
     run = f"h{os.getpid()}"
-    line = f"{BASE} task.fault={fault}".replace("run=r", f"run={run}")
+    line = f"{PATIENT} task.fault={fault}".replace("run=r", f"run={run}")
     words = words if fault == "disk" else f"{words} {COUNTED}"
     changed = {word.partition("=")[0] for word in words.split()}
     line = " ".join([word for word in line.split() if word.partition("=")[0] not in changed] + words.split())
     before = "" if fault == "disk" else ON_DISK_AT_ONCE  # there, training must go on beside the save
-    ended = server.run(line, folder, {"TMPDIR": str(folder / "tmp")}, before)
+    ended = server.run(line, folder, {"TMPDIR": str(folder / "tmp")}, HASTE + before)
     assert ended.code == 83, ended.err
     assert said in ended.err
     assert at in ended.err
@@ -199,7 +220,7 @@ def test_what_hangs_is_named_with_its_place_and_leaves_nobody(
 
 def test_a_prediction_that_hangs_is_named(server: ForkServer, folder: Path) -> None:
     assert server.run(BASE, folder).code == 0
-    ended = server.run("inference run=r watchdog.first_update_s=1", folder)
+    ended = server.run("inference run=r watchdog.first_update_s=40", folder, before=HASTE)
     assert ended.code == 83, ended.err
     assert "prediction 1 hangs" in ended.err
     assert "task.py" in (folder / "outputs/r/predictions/stacks.txt").read_text()
@@ -218,7 +239,7 @@ def test_a_hang_is_told_also_where_nothing_can_be_written(is_there: bool, server
     """And where there is nothing to go on from, nobody is sent there."""
     gone = folder / "gone"
     gone.mkdir()
-    before = "import runner.base.stacks, runner.engine.watchdog as watchdog\n"
+    before = f"{HASTE}\nimport runner.base.stacks\n"
     if is_there:
         before += (
             "def full(*_): raise OSError(28, 'No space left on device')\n"
@@ -234,7 +255,7 @@ def test_a_hang_is_told_also_where_nothing_can_be_written(is_there: bool, server
             f"def tell_after(self, sign): shutil.rmtree({str(gone)!r}); tell(self, sign)\n"
             "watchdog._Alone._tell = tell_after\n"
         )
-    line = f"{BASE} task.fault=loss".replace("evaluate.every=6", "evaluate.every=0")
+    line = f"{PATIENT} task.fault=loss".replace("evaluate.every=6", "evaluate.every=0")
     ended = server.run(line, folder, {"TMPDIR": str(gone)}, before)
     assert ended.code == 83, ended.err
     assert "time.sleep(FOR_EVER)" in ended.err
