@@ -9,6 +9,16 @@ from typing import Any, TypeVar
 
 Found = TypeVar("Found")
 
+# Run before a command of the fork server: its training waits for each save, as long as the disk takes.
+ON_DISK_AT_ONCE = """
+from runner.durable.checkpoint import Writer
+submit = Writer.submit
+def submit_and_wait(self, *args, **kwargs):
+    submit(self, *args, **kwargs)
+    self.wait()
+Writer.submit = submit_and_wait
+"""
+
 
 def wait_until(condition: Callable[[], Found], what: str = "", timeout_s: float = 120.0) -> Found:
     """Call `condition` until it returns something true, and return that.

@@ -16,7 +16,7 @@ import pytest
 from runner.cli import main
 from tests.faults.tallies import IS_LONG
 from tests.forkserver import Ended, ForkServer
-from tests.waiting import wait_until
+from tests.waiting import ON_DISK_AT_ONCE, wait_until
 
 TASK = '''
 import os, signal, time
@@ -288,7 +288,7 @@ def test_ranks_started_by_torchrun_make_the_same_run(
 
 
 def torchrun(words: list[str], folder: Path) -> dict[int, int]:
-    """Return the exit codes by rank; torchrun's agent starts them, as forks: tests/faults/test_ranks.py has programs."""
+    """Return the exit codes by rank; torchrun's agent starts them, here as forks."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.chdir(folder)
@@ -393,7 +393,7 @@ saving.time = Clock()
 def test_time_is_up_for_one_checkpoint_and_not_for_two_in_a_row(server: ForkServer, folder: Path) -> None:
     words = f"{BASE} {TWO} checkpoint.every=0.2min checkpoint.keep=100".replace("updates=12", "updates=40")
     words = words.replace("evaluate.every=6", "evaluate.every=0")
-    well(server.run(words.split(), folder, {"CLOCK": "1"}, CLOCK))
+    well(server.run(words.split(), folder, {"CLOCK": "1"}, CLOCK + ON_DISK_AT_ONCE))
     kept = sorted(int(path.name[-10:]) for path in (folder / "outputs/r/checkpoints").glob("update-*"))
     # 12 updates later it is time again, which the ranks know after the next
     assert [later - earlier for earlier, later in pairwise(kept[:-1])] == [13, 13], kept

@@ -28,7 +28,7 @@ from runner.engine.watchdog import (
     Waited,
 )
 from tests.forkserver import ForkServer
-from tests.waiting import wait_until
+from tests.waiting import ON_DISK_AT_ONCE, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -140,15 +140,6 @@ class Event(threading.Event):
         return super().wait(timeout / 20 if timeout and os.path.exists("hangs") else timeout)
 
 watchdog.threading = types.SimpleNamespace(**{**vars(threading), "Event": Event})
-"""
-
-ON_DISK_AT_ONCE = """
-from runner.durable.checkpoint import Writer
-submit = Writer.submit
-def submit_and_wait(self, *args, **kwargs):
-    submit(self, *args, **kwargs)
-    self.wait()
-Writer.submit = submit_and_wait
 """
 
 
