@@ -84,7 +84,7 @@ def check_sum(parts: Parts, loss: Callable[[nn.Module, Any], Any], first: MicroB
     halves = halves_of(first) if first.counts and not _mixes_samples(parts.bare) else None
     again: list[float] = []
     with ExitStack() as stack:
-        stack.enter_context(_counters_restored([parts.task, *parts.bare.modules()]))
+        stack.enter_context(counters_restored([parts.task, *parts.bare.modules()]))
         stack.enter_context(as_in_use(parts.bare, world.device))
         stack.enter_context(parts.parallel.gathered(parts.model))
         stack.enter_context(torch.no_grad())
@@ -207,7 +207,7 @@ def _mixes_samples(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _counters_restored(objects: Sequence[object]) -> Iterator[None]:
+def counters_restored(objects: Sequence[object]) -> Iterator[None]:
     """Restore numbers, flags and text in the attributes of objects: a loss may count its calls."""
     kept = [(vars(each), dict(vars(each))) for each in objects]
     try:

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,8 +89,11 @@ class explained:  # noqa: N801 - used as a statement: with explained(file, "loss
 class CheckedLoss:
     """The task's loss, whose answers are checked against the contract, and whose first call is watched.
 
-    attention  kind of call -> kernel -> how often, in the first forward pass; empty where nothing was seen
+    attention     kind of call -> kernel -> how often, in the first forward pass; empty where nothing was seen
+    around_first  context for the first call
     """
+
+    around_first: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, loss: Callable[..., Any], source: Path, *, watch: bool) -> None:
         self.loss, self.source, self.watch = loss, source, watch
@@ -100,10 +104,11 @@ class CheckedLoss:
         if self.checked:
             return checked_loss(self.loss(model, batch), self.loss, self.source)
         answers: list[Any] = []
-        if self.watch:
-            self.attention = observed_calls(lambda: answers.append(self.loss(model, batch)))
-        else:
-            answers.append(self.loss(model, batch))
+        with self.around_first():
+            if self.watch:
+                self.attention = observed_calls(lambda: answers.append(self.loss(model, batch)))
+            else:
+                answers.append(self.loss(model, batch))
         answer = checked_loss(answers[0], self.loss, self.source, look=True)
         self.checked = True  # not before: a first call in which memory runs out is made again
         return answer

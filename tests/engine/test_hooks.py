@@ -27,6 +27,7 @@ ORDER = [
     "FirstUpdate",
     "ProgressDisplay",
     "ForwardState",
+    "AttributeCheck",
     "Averaging",
     "EarlyStopping",
     "Evaluation",

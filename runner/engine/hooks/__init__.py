@@ -6,6 +6,7 @@ the same as one that was not interrupted.
 
 from collections.abc import Sequence
 
+from runner.engine.hooks.attribute_check import AttributeCheck
 from runner.engine.hooks.averaging import Averaging
 from runner.engine.hooks.bad_samples import BadSamples
 from runner.engine.hooks.checkpointing import Checkpointing
@@ -35,6 +36,7 @@ HOOKS: Sequence[type[Hook]] = [
     FirstUpdate,  # starts the tracker before anything is drawn or evaluated
     ProgressDisplay,  # draws an update before its evaluation is printed
     ForwardState,  # notes what an update has changed before evaluations and checkpoints rely on it
+    AttributeCheck,  # after ForwardState: its forward passes change what is a buffer by now
     Averaging,  # averages the weights before an evaluation uses the average
     EarlyStopping,  # counts an evaluation before a checkpoint is made of it
     Evaluation,  # before Checkpointing: a checkpoint includes the evaluation of its update

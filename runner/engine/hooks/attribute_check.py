@@ -1,0 +1,199 @@
+"""Refuse plain attributes of modules that a forward pass changes and later passes use: no checkpoint holds them."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from runner.base import noise
+from runner.base.batch import MicroBatch
+from runner.base.buffers import restored
+from runner.base.errors import TaskFault
+from runner.base.generators import random_state, restore_random_state, seed_everything
+from runner.base.words import shortened
+from runner.engine.additive import counters_restored
+from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.kinds import Gradients
+from runner.engine.loop import StepInfo
+
+Place = tuple[str, str]  # name of the module, and of its attribute
+
+
+class _Value(NamedTuple):
+    """An attribute as it was: the object itself, a copy of its content, and how often torch saw a tensor change."""
+
+    value: Any
+    kept: Any
+    version: int
+
+
+class AttributeCheck(Hook):
+    """Compares attributes before and after the first training pass and the first evaluation of a process.
+
+    Most models change none, and are not looked at again. Some keep a result that no other pass reads, such as a map of
+    attention or an auxiliary loss, or a cache. So what has changed is put back for one more forward pass of the next
+    batch: the attribute is a state only if the loss depends on it. Such a state is lost when a run resumes, and makes
+    training depend on when it is evaluated. Containers are compared by their elements, not by what those hold.
+    """
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self._work: Gradients | None = None  # None: nothing is compared
+        self._is_first = True
+        self._is_evaluated = False
+        self._before: Mapping[Place, _Value] = {}
+        self._changed: list[Place] = []
+
+    def begin(self) -> None:
+        work, parallel = self.phase.work, self.phase.parts.parallel
+        # A resumed run is not stopped after hours. In step, a forward pass that only some ranks make would not end.
+        if isinstance(work, Gradients) and not (
+            self.phase.position.update or parallel.in_step or parallel.places_model
+        ):
+            self._work, work.loss.around_first = work, self._comparing
+
+    def after_update(self, step: StepInfo) -> None:
+        if self._is_first and self._work is not None:
+            self._judge(self._work, "a forward pass")
+        self._is_first = False
+
+    @contextmanager
+    def during_evaluation(self) -> Iterator[None]:
+        if self._is_evaluated or self._work is None:
+            yield
+            return
+        self._is_evaluated = True
+        with self._comparing():
+            yield
+        self._judge(self._work, "an evaluation")
+
+    @contextmanager
+    def _comparing(self) -> Iterator[None]:
+        self._before = _attributes(self.phase.parts.bare)
+        yield
+        now = _attributes(self.phase.parts.bare)
+        self._changed = [
+            place for place in {**self._before, **now} if _is_changed(self._before.get(place), now.get(place))
+        ]
+
+    def _judge(self, work: Gradients, what: str) -> None:
+        """Raise TaskFault, on every rank, where the loss depends on what has changed."""
+        parts, changed = self.phase.parts, self._changed
+        found = self._used(work, self.phase.feed.peek(), changed) if any(parts.world.gather(bool(changed))) else []
+        self._before, self._changed = {}, []
+        states = sorted({(str(module), str(key)) for there in parts.world.gather(found) for module, key in there})
+        if states:
+            names = [f"{module}.{key}" if module else key for module, key in states]
+            key = states[0][1]
+            raise TaskFault(
+                f"{what} changes attributes of modules which later passes use, and no checkpoint holds them:"
+                f" {shortened(names)}",
+                where=str(parts.source),
+                fix=f'make each a buffer: self.register_buffer("{key}", torch.zeros(...)) in __init__, and change it in'
+                f" place, as self.{key}.copy_(new)",
+            )
+
+    def _used(self, work: Gradients, batch: MicroBatch, changed: list[Place]) -> list[Place]:
+        """Return those of the changed attributes on which the loss of a batch depends; every rank asks."""
+        parts, modules = self.phase.parts, dict(self.phase.parts.bare.named_modules())
+        now = {place: vars(modules[place[0]]).get(place[1], _ABSENT) for place in changed}
+        before = {place: self._before[place].kept if place in self._before else _ABSENT for place in changed}
+        current = {place: _copied(value) for place, value in now.items()}
+        tensors, rest = random_state(parts.world.device)
+
+        def loss(values: Mapping[Place, Any]) -> float:
+            _put(modules, {place: _copied(value) for place, value in values.items()})
+            seed_everything(0)
+            noise.start_pass(batch.samples)
+            with parts.precision.forward(), restored(modules.values()):
+                total, _ = work.task_loss(parts.model, batch.batch)
+            return float(total)
+
+        with ExitStack() as stack:
+            stack.callback(restore_random_state, tensors, rest, parts.world.device)
+            stack.callback(_put, modules, now)
+            stack.enter_context(counters_restored([parts.task]))
+            stack.enter_context(parts.parallel.gathered(parts.bare))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(noise.no_pass())
+            if parts.plan.choices["compile"].name != "off":
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            with suppress(Exception):  # a model may need what was put back: nothing is known of it
+                if not batch.counts or not changed:
+                    return []
+                one, other = loss(current), loss(current)
+                noise_of_kernels = 4 * abs(one - other)
+
+                def differs(values: Mapping[Place, Any]) -> bool:
+                    found = loss(values)
+                    return math.isfinite(found) and abs(found - one) > noise_of_kernels
+
+                if differs(before):
+                    alone = [place for place in changed[:_MOST] if differs({**current, place: before[place]})]
+                    return alone or changed
+        return []
+
+
+def _attributes(model: nn.Module) -> dict[Place, _Value]:
+    return {
+        (name, key): _Value(value, _copied(value), _version(value))
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in _OF_TORCH and isinstance(value, _KINDS)
+    }
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _is_changed(before: _Value | None, now: _Value | None) -> bool:
+    if before is None or now is None:
+        return before is not now
+    one: Any = before.kept
+    other: Any = now.value
+    if type(one) is not type(other) or (before.value is not now.value and isinstance(other, Tensor | np.ndarray)):
+        return True
+    if isinstance(other, Tensor):
+        return before.version != now.version
+    if isinstance(other, np.ndarray):
+        return not np.array_equal(one, other)
+    if isinstance(other, Mapping):
+        return one.keys() != other.keys() or any(one[key] is not other[key] for key in other)
+    if isinstance(other, set):
+        return bool(one != other)
+    if isinstance(other, list | tuple | collections.deque):
+        return len(one) != len(other) or any(a is not b for a, b in zip(one, other, strict=True))
+    return bool(one != other)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a value; elements of containers are not copied, nor tensors that take much memory."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.nbytes <= _MOST_BYTES else value
+    return copy.copy(value) if isinstance(value, _KINDS) else value
+
+
+def _put(modules: Mapping[str, nn.Module], values: Mapping[Place, Any]) -> None:
+    for (name, key), value in values.items():
+        if value is _ABSENT:
+            vars(modules[name]).pop(key, None)
+        else:
+            vars(modules[name])[key] = value
+
+
+_ABSENT = object()
+_KINDS = (
+    bool, int, float, complex, str, type(None), Tensor, np.ndarray, list, tuple, dict, set, collections.deque,
+)  # fmt: skip
+_OF_TORCH = frozenset(vars(nn.Module()))
+_MOST = 8  # attributes that are looked at one by one
+_MOST_BYTES = 1 << 26

@@ -1,0 +1,79 @@
+"""A forward pass that keeps what later passes use must keep it in buffers; what no other pass uses is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import Ended, ForkServer
+
+TASK = """
+import torch
+from torch import nn
+from runner import Task
+
+SETTINGS = {"updates": 4, "global_batch_size": 8, "evaluate.every": 2}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.kept, self.table = nn.Linear(3, 1), KEPT, None
+    def forward(self, x):
+        BODY
+        return self.net(x)
+
+def build():
+    return Mine()
+
+class Mine(Task):
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(3, 3), Model())
+    def dataset(self, split):
+        generator = torch.Generator().manual_seed(len(split))
+        return [(torch.randn(3, generator=generator), float(index % 2)) for index in range(24)]
+    def loss(self, model, batch):
+        x, y = batch
+        return (model(x)[:, 0] - y).square().sum(), len(x)
+    def begin_update(self, progress):
+        self.model[1].scale = 1 + progress.update
+"""
+MEAN = "x.detach().mean(0)"
+USED = {
+    "a counter": ("0", "self.kept += 1; x = x + 0.1 * self.kept"),
+    "a tensor that is replaced": ("torch.zeros(3)", f"self.kept = 0.9 * self.kept + {MEAN}; x = x - self.kept"),
+    "a tensor changed in place": ("torch.zeros(3)", f"self.kept.mul_(0.9).add_({MEAN}); x = x - self.kept"),
+    "a list": ("[]", f"self.kept.append({MEAN}); x = x - torch.stack(self.kept).mean(0)"),
+    "an array": ("__import__('numpy').zeros(3)", "self.kept += 1; x = x + torch.from_numpy(self.kept).float()"),
+    "what an evaluation changes": ("0", "self.kept += not self.training; x = x + 0.1 * self.kept"),
+}
+UNUSED = {
+    "a counter": ("0", "self.kept += 1"),
+    "activations for later": ("None", "self.kept = x"),
+    "an auxiliary loss": ("[]", "self.kept.append(x.mean().item())"),
+    "a cache": ("None", "self.kept = torch.ones(3) if self.kept is None else self.kept; x = x + self.kept"),
+    "what the task sets before updates": ("0", "x = x * self.scale"),
+}
+
+
+@pytest.mark.parametrize(("kept", "body"), USED.values(), ids=USED)
+def test_an_attribute_that_later_passes_use_stops_the_run_with_the_line_to_write(
+    kept: str, body: str, server: ForkServer, tmp_path: Path
+) -> None:
+    ended = trained(kept, body, server, tmp_path)
+    assert ended.code == 70, ended.err
+    assert "1.kept" in ended.err
+    assert 'self.register_buffer("kept"' in ended.err
+
+
+@pytest.mark.parametrize(("kept", "body"), UNUSED.values(), ids=UNUSED)
+def test_an_attribute_that_no_later_pass_uses_is_left_alone(
+    kept: str, body: str, server: ForkServer, tmp_path: Path
+) -> None:
+    ended = trained(kept, body, server, tmp_path)
+    assert ended.code == 0, ended.err
+
+
+def trained(kept: str, body: str, server: ForkServer, folder: Path) -> Ended:
+    (folder / "mine.py").write_text(TASK.replace("KEPT", kept).replace("BODY", body))
+    return server.run("train --task mine.py run=mine device=cpu monitor=off dataloader.num_workers=0", folder)
