@@ -22,6 +22,7 @@ from tests.warm import import_all
 
 # The files that take longest, longest first: started last, one of them would keep one process busy and others waiting.
 LONGEST = (
+    "stand_ins/test_cuda_paths.py",
     "faults/test_resume_matrix.py", "faults/test_environment.py", "end_to_end/test_ranks.py", "commands/test_sweep.py",
     "launch/test_sweeps.py",
     "faults/test_errors.py", "measure/test_tune.py", "faults/test_damage.py", "faults/test_kills.py",

@@ -11,9 +11,11 @@ import functools
 import json
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,8 @@ OF_LARGE = ("task.size=124m", "global_batch_size=8", "micro_batch_size=4")
 NATIVE_SPEEDUP = 1.5  # over float32; matrix units are at least twice as fast, emulation is slower
 MEMORY_TOLERANCE = 0.05  # of what the trace predicts; docs/memory.md
 SEGMENT = 2 * MIB  # the smallest that torch's allocator takes from the driver; less is no difference
+LEAST_CONTEXT = 100 * MIB  # of a GPU's memory; drivers need 300 to 500 MiB for one
+LOOK_EVERY_S = 0.5
 MOST_WAITS = 2.0  # an update: loss and norm for a line of progress (docs/gpu-costs.md)
 NOT_TIMED = "the stand-in computes on the CPU: its times are not compared"
 
@@ -228,11 +232,13 @@ def training(context: Context, *, request: Request) -> Iterator[Finding]:
         context.begin(f"{device.torch_name} trace")
         expected = _expected(wanted, context)
         context.begin(f"{device.torch_name} train")
-        ended, folder = _run("train", wanted, context)
+        with _growth_of_others(device) as grown:
+            ended, folder = _run("train", wanted, context)
         if ended is not None:
             yield failed(device.torch_name, f"training ended with {ended}", "accel-run doctor; then send this page")
             return
         yield from _of_training(device, expected, folder)
+        yield of_contexts(f"{device.torch_name} contexts", grown)
         context.begin(f"{device.torch_name} profile")
         ended, folder = _run("profile", wanted, context, "skip=2", "updates=2")
         if ended is not None:
@@ -274,6 +280,48 @@ def _run(command: str, request: Request, context: Context, *words: str) -> tuple
     said = [text for text in done.stderr.splitlines() if text.strip()]
     folder = root / ("profiles/contact" if command == "profile" else "contact")
     return (f"exit code {done.returncode}: {said[0] if said else ''}" if done.returncode else None), folder
+
+
+@contextmanager
+def _growth_of_others(device: Device) -> Iterator[dict[str, float]]:
+    """Yield other GPU -> bytes by which its memory in use has grown at most; complete at the end of the block."""
+    grown: dict[str, float] = {}
+    is_over = threading.Event()
+
+    def watch() -> None:
+        with open_nvml() as nvml:
+            if not device.uuid or nvml.find(device.uuid) not in nvml.gpus:  # unknown, or a MIG instance
+                return
+            others = {gpu.uuid: gpu for gpu in nvml.gpus if gpu != nvml.find(device.uuid)}
+            before: dict[str, float] = {}
+            while True:
+                for uuid, gpu in others.items():
+                    used = nvml.read(gpu, ["memory_used_bytes"])["memory_used_bytes"]
+                    if used is not None:
+                        grown[uuid] = max(grown.get(uuid, 0.0), used - before.setdefault(uuid, used))
+                if is_over.wait(LOOK_EVERY_S):
+                    return
+
+    watcher = threading.Thread(target=watch, name="growth of others", daemon=True)
+    watcher.start()
+    try:
+        yield grown
+    finally:
+        is_over.set()
+        watcher.join(5.0)  # NVML answers in milliseconds, or never
+
+
+def of_contexts(subject: str, grown: Mapping[str, float]) -> Finding:
+    """Compare the number of other GPUs on which the run took memory with none.
+
+    grown  other GPU -> bytes by which its memory in use has grown during the run
+    """
+    if not grown:
+        return skip(subject, "NVML shows no other GPU")
+    others = [uuid for uuid, size in grown.items() if size > LEAST_CONTEXT]
+    difference = f"the run opens a context on {', '.join(others)}, or another program started there" if others else ""
+    seen = f"memory taken on {len(others)} of {len(grown)} other GPUs, predicted none"
+    return compared(subject, "gpus", (0.0, float(len(others))), seen, difference)
 
 
 def _of_training(device: Device, expected: Expected | str, folder: Path) -> Iterator[Finding]:
@@ -412,4 +460,4 @@ def _row(finding: Finding) -> str:
     return f"| {finding.check}, {finding.subject} | {cells[0]} | {cells[1]} | {finding.state} |"
 
 
-_UNITS = {"mib": "MiB", "ms": "ms", "per_update": "an update"}
+_UNITS = {"gpus": "GPUs", "mib": "MiB", "ms": "ms", "per_update": "an update"}

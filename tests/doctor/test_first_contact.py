@@ -10,7 +10,17 @@ import torch
 
 from runner.base.configuration import Request
 from runner.doctor.arithmetic import Format
-from runner.doctor.first_contact import MIB, contact_checks, of_format, of_kernel, of_memory, of_time, page, report
+from runner.doctor.first_contact import (
+    MIB,
+    contact_checks,
+    of_contexts,
+    of_format,
+    of_kernel,
+    of_memory,
+    of_time,
+    page,
+    report,
+)
 from runner.plan.estimate import Seconds
 from runner.plan.inventory import Cpu, Device, Inventory
 from tests.forkserver import ForkServer
@@ -45,6 +55,15 @@ def test_a_kernel_that_runs_or_refuses_against_the_rules_is_a_difference(expecte
 @pytest.mark.parametrize(("measured", "state"), [(100, "ok"), (104, "ok"), (120, "warn"), (80, "warn")])
 def test_memory_may_differ_by_what_the_documentation_says(measured: int, state: str) -> None:
     assert of_memory("cuda:0 reserved memory", 100 * MIB, measured * MIB).state == state
+
+
+@pytest.mark.parametrize(
+    ("grown", "state"), [({}, "skip"), ({"GPU-1": 0.0, "GPU-2": 5.0 * MIB}, "ok"), ({"GPU-1": 400.0 * MIB}, "warn")]
+)
+def test_memory_taken_on_another_gpu_is_a_context_there(grown: dict[str, float], state: str) -> None:
+    found = of_contexts("cuda:0 contexts", grown)
+    assert found.state == state
+    assert state != "warn" or "GPU-1" in found.seen
 
 
 @pytest.mark.parametrize(
