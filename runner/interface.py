@@ -1,6 +1,6 @@
-"""Several devices from Python, without the command line: `auto_parallelize` chooses, `PipelineParallel` splits.
+"""Multi-device training from Python: `auto_parallelize` selects a strategy, `PipelineParallel` splits a model.
 
-Both are for one process. `accel-run train parallelism=...` does the same for one process per device.
+Both run in one process. `accel-run train parallelism=...` uses one process per device instead.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Strategy = Literal["single", "replicated", "pipeline"]
 
 @dataclass(frozen=True)
 class Chosen:
-    """How a model is trained here, and why; `model` is ready to be called and trained.
+    """The selected strategy with its reason; `model` is ready to use.
 
-    table  of a pipeline: which layer is where, with its bytes
+    table  for a pipeline: device and memory of each layer
     """
 
     model: nn.Module
@@ -57,20 +57,20 @@ def auto_parallelize(
     headroom: float = 0.1,
     say: Callable[[str], object] = print,
 ) -> Chosen:
-    """Return the model on the devices at hand, and say how and why.
+    """Place the model on the available devices, and report the strategy and the reason.
 
-    single: it fits one device. replicated: the process is one of several (torch.distributed is initialized) and each
-    has room for all of it; the copies average their gradients, as DistributedDataParallel does. pipeline: one process
-    has devices that are too small for it, or unequal; its layers are split over them.
+    single: the model fits on one device. replicated: torch.distributed is initialized with several processes, and the
+    model fits on each device; wrapped in DistributedDataParallel. pipeline: the devices of one process are too small
+    for the model, or unequal; its layers are split over them.
 
     devices              None: all GPUs, or the CPU; where torch.distributed is initialized, this process's
                          own GPU: the one its group is bound to, torch's current one, or LOCAL_RANK's
     layers               modules whose composition is the model; None: the children of an nn.Sequential
     example              inputs of one call: by it activations are counted too
-    capacities           bytes that each device may hold; None: what it has
+    capacities           memory of each device in bytes; None: all of it
     bytes_per_parameter  a parameter with gradient and optimizer state; 16: float32 with AdamW
-    headroom             share of each device's memory that is left free
-    Raises ConfigError where the model fits nowhere, with what it needs and what there is.
+    headroom             fraction of each device's memory that is left free
+    Raises ConfigError if the model does not fit, with the needed and available memory.
     """
     has_joined = dist.is_available() and dist.is_initialized()
     places = _places(_own_device() if devices is None and has_joined else devices)
@@ -81,9 +81,9 @@ def auto_parallelize(
     if has_joined and dist.get_world_size() > 1:
         chosen = _replicated(model, places[largest], need, limits[largest])
     elif need <= max(limits) and (parts is None or max(limits) <= 1.1 * min(limits)):
-        reason = f"the model needs {_size(need)}, and {places[largest]} has room for {_size(limits[largest])}"
+        reason = f"the model needs {_size(need)}, and {places[largest]} has {_size(limits[largest])} available"
         if len(places) > 1:
-            reason += f"; {len(places)} processes, one for each device, would each train a copy: torchrun"
+            reason += f"; {len(places)} processes, one per device, could each train a replica: use torchrun"
         chosen = Chosen(model.to(places[largest]), "single", reason)
     elif len(places) > 1 and parts is not None:
         chosen = _piped(model, places, limits, need, parts, example, num_microbatches, bytes_per_parameter)
@@ -94,14 +94,14 @@ def auto_parallelize(
 
 
 class PipelineParallel(nn.Module):
-    """Layers of a model split over the devices of one process; the output is that of the unsplit model.
+    """Split the layers of a model over the devices of one process; the output equals that of the unsplit model.
 
     A batch goes through in exactly `num_microbatches` parts along its first dimension, so that a device computes on one
     while the next device has the one before. Autograd goes back the same way, and optimizers take `parameters()`.
     Layers that look at the whole batch, such as batch norms, see a part of it.
 
     devices    None: all GPUs, or the CPU; a device may be named more than once
-    capacities bytes that each device may hold; None: what it has
+    capacities memory of each device in bytes; None: all of it
     layers     modules whose composition is the model; None: the children of an nn.Sequential
     split      number of layers on each device; None: by `balance`
     balance    memory: even shares of the devices' memory; time: the slowest device is fast, which needs an example
@@ -217,22 +217,22 @@ class PipelineParallel(nn.Module):
         return split
 
     def _place(self) -> None:
-        """Move each layer to its device; a parameter of several stages stays on the first one's."""
+        """Move each layer to its device; a shared parameter stays on the device of the first stage that uses it."""
         placed: set[nn.Parameter] = set()
         for stage in self._stages:
             stage.move(placed)
             placed |= stage.parameters
 
     def _parts(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return what each part of the batch is called with; everything that is not a tensor goes to all of them."""
+        """Split the arguments into micro-batches; values that are not tensors are passed to all of them."""
         sizes: list[int] = []
         map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 0), [inputs, named])
         size = sizes[0] if sizes else 0
         if size < self.num_microbatches or len(set(sizes)) > 1:
-            what = f"must be given at least num_microbatches ({self.num_microbatches}) samples, but has {size}"
+            what = f"needs at least num_microbatches ({self.num_microbatches}) samples, but got {size}"
             if len(set(sizes)) > 1:
-                what = f"must be given tensors of one number of samples, but they have {', '.join(map(str, sizes))}"
-            fix = f"use num_microbatches={size}" if size else "give it a batch"
+                what = f"needs tensors with the same number of samples, but got {', '.join(map(str, sizes))}"
+            fix = f"use num_microbatches={size}" if size else "pass a batch"
             raise ConfigError(Problem(what, "PipelineParallel", fix))
         stops = [size * number // self.num_microbatches for number in range(self.num_microbatches + 1)]
         return [_part(slice(start, stop), inputs, named) for start, stop in pairwise(stops)]
@@ -253,11 +253,11 @@ class DeviceStage:
 
     @property
     def parameters(self) -> set[nn.Parameter]:
-        """Return all that its layers use."""
+        """Return the parameters of its layers."""
         return {weight for layer in self.layers for weight in layer.parameters()}
 
     def move(self, placed: set[nn.Parameter]) -> None:
-        """Parameters and buffers are on the device, or copied to it for each part of a batch if they were placed."""
+        """Move parameters and buffers to the device; parameters placed elsewhere are copied for each micro-batch."""
         for weight in self.parameters - placed:
             weight.data = weight.data.to(self.device)
         for module in (module for layer in self.layers for module in layer.modules()):
@@ -286,7 +286,7 @@ class DeviceStage:
 
 
 class _Clock:
-    """How long each stage computed in a forward pass, and how long that took: the host's clock, or the GPUs' own."""
+    """Compute time of each stage and total time of a forward pass, from the host clock or CUDA events."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
@@ -306,7 +306,7 @@ class _Clock:
         return _Lap(self, stage)
 
     def read(self) -> tuple[list[float], float]:
-        """Return the seconds of each stage, and those of all; waits for the devices. Zeros before the first pass."""
+        """Return the seconds per stage and in total; synchronizes the devices. Zeros before the first pass."""
         busy = [0.0] * len(self.devices)
         if self._ended is None:
             return busy, 0.0
@@ -342,7 +342,7 @@ class _Lap:
 
 
 def _joined(values: Sequence[Any], name: str = "the output") -> Any:
-    """Return the batch of all parts' outputs; raises ConfigError, with its name, for a tensor without dimensions."""
+    """Concatenate the outputs of all micro-batches. Raises ConfigError for a tensor without dimensions."""
     first = values[0]
     if isinstance(first, Tensor):
         if not first.dim():
@@ -363,20 +363,20 @@ def _joined(values: Sequence[Any], name: str = "the output") -> Any:
 
 
 def _own_device() -> list[torch.device]:
-    """Return the GPU of this process among those that have joined, or the CPU."""
+    """Return the GPU of this process in the process group, or the CPU."""
     count = device_count()
     if not count:
         return [torch.device("cpu")]
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
         return [bound]
-    # 0 is also what a process has that has set none: then it would be the same GPU for all.
+    # 0 is also the default of a process that set no device; then all processes would use the same GPU.
     number = current_device().index or int(os.environ.get("LOCAL_RANK", "0")) % count
     return [torch.device("cuda", number)]
 
 
 def _places(devices: Sequence[Place] | None) -> list[torch.device]:
-    """Return the devices; those of CUDA with their number."""
+    """Return the devices, with explicit CUDA indices."""
     if devices is None:
         devices = [f"cuda:{number}" for number in range(device_count())] or ["cpu"]
     found = [torch.device(device) for device in devices]
@@ -386,7 +386,7 @@ def _places(devices: Sequence[Place] | None) -> list[torch.device]:
 
 
 def _capacities(places: Sequence[torch.device], given: Sequence[int] | None) -> list[int]:
-    """Return the bytes of each device; one that is named several times is shared evenly."""
+    """Return the memory of each device in bytes; a device listed several times is shared evenly."""
     if given is not None:
         if len(given) != len(places):
             what = f"must have one size for each of the {len(places)} devices, but has {len(given)}"
@@ -416,18 +416,18 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _needed_bytes(model: nn.Module, example: Sequence[Any] | None, bytes_per_parameter: float) -> int:
-    """Return the bytes of training the whole model on one device."""
+    """Return the memory in bytes for training the whole model on one device."""
     cost = _costs(model, [model], example, 1.0)[0]
     return cost.state_bytes(bytes_per_parameter) + cost.activation_bytes
 
 
 def _replicated(model: nn.Module, place: torch.device, need: int, limit: int) -> Chosen:
     if need > limit:
-        what = f"the model needs {_size(need)}, but {place} has room for {_size(limit)}"
+        what = f"the model needs {_size(need)}, but {place} has {_size(limit)} available"
         raise ConfigError(Problem(what, "", "use accel-run train parallelism=pipeline, or parallelism=fsdp"))
     wrapped = nn.parallel.DistributedDataParallel(model.to(place))
     reason = (
-        f"{dist.get_world_size()} processes; the model needs {_size(need)}, and {place} has room for {_size(limit)}"
+        f"{dist.get_world_size()} processes; the model needs {_size(need)}, and {place} has {_size(limit)} available"
     )
     return Chosen(wrapped, "replicated", reason)
 
@@ -452,7 +452,7 @@ def _piped(
         bytes_per_parameter=bytes_per_parameter,
     )
     rooms = ", ".join(_size(limit) for limit in limits)
-    why = "no device has room for it" if need > max(limits) else "the devices are unequal"
+    why = "it fits on no single device" if need > max(limits) else "the devices are unequal"
     reason = f"the model needs {_size(need)}, and {why} ({rooms}): layers are split {piped.split}"
     return Chosen(piped, "pipeline", reason, piped.table())
 
@@ -466,15 +466,15 @@ def _no_room(
 ) -> Problem:
     if len(places) > 1 and layers is None:
         return _without_layers(model)
-    what = f"the model needs {_size(need)}, but {places[0]} has room for {_size(limits[0])}"
-    return Problem(what, "auto_parallelize", "name more devices, or train a smaller model")
+    what = f"the model needs {_size(need)}, but {places[0]} has {_size(limits[0])} available"
+    return Problem(what, "auto_parallelize", "use more devices, or a smaller model")
 
 
 def _without_layers(model: nn.Module) -> Problem:
     return Problem(
-        f"the layers of a {type(model).__name__} are not known, only those of an nn.Sequential",
+        f"the layers of a {type(model).__name__} are unknown; only nn.Sequential is split automatically",
         "layers",
-        "use layers=[...], modules whose composition is the model",
+        "use layers=[...], the modules that are applied in sequence",
     )
 
 

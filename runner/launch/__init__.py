@@ -1,1 +1,1 @@
-"""Who runs what where: one process, ranks, jobs of a cluster, and the trials of sweeps and searches."""
+"""Launching: a single process, ranks, cluster jobs, and the trials of sweeps and searches."""

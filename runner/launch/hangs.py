@@ -1,7 +1,7 @@
-"""Which of the ranks started here hangs, by what they show of themselves and by what the system says of them.
+"""Detect a hanging rank from the heartbeats of all local ranks and the process states of the system.
 
-A rank that waits for others is no cause as long as one of them is busy with something that may take that long, such as
-a checkpoint: only who sees all of them can tell.
+A rank that waits for another one is not the cause while that one is busy within its own limit, for example writing a
+checkpoint. Only a supervisor of all ranks can tell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TICK_S = 0.5
 
 @dataclass(frozen=True)
 class Found:
-    """A hang: the rank that holds the others up, the error that says so, and the stacks of all ranks."""
+    """A hang: the blocking rank, the error, and the stacks of all ranks."""
 
     rank: int
     error: AccelRunError
@@ -33,11 +33,11 @@ class Found:
 
 @dataclass(frozen=True)
 class State:
-    """How a rank stands, as it is seen from outside.
+    """State of a rank, observed from outside.
 
-    stopped_s  seconds for which the system has not let it run (SIGSTOP)
-    silent_s   seconds since its watchdog has moved
-    is_traced  a debugger holds it
+    stopped_s  seconds since it was stopped (SIGSTOP)
+    silent_s   seconds since the last heartbeat of its watchdog
+    is_traced  a debugger is attached
     """
 
     sign: Sign
@@ -47,12 +47,12 @@ class State:
 
     @property
     def is_silent(self) -> bool:
-        """True where it lives and runs, but not its watchdog: something in C keeps the interpreter's lock."""
+        """True if the process runs but its watchdog does not: C code holds the GIL."""
         return self.silent_s > self.sign.limit_s and not self.stopped_s
 
 
 def odd_one(states: Mapping[int, State]) -> int | None:
-    """Return the rank that holds the others up, None as long as nobody waits for too long, or somebody is debugged."""
+    """Return the blocking rank; None if no rank exceeds its limit, or a debugger is attached to one."""
     if any(state.is_traced for state in states.values()):
         return None
     watched = {rank: state for rank, state in states.items() if state.sign.ticks}
@@ -103,7 +103,7 @@ class Hangs:
         return self._told(odd)
 
     def made(self) -> int:
-        """Return how many updates the ranks had made when they ended, or now."""
+        """Return the number of updates of the ranks when they ended, or now."""
         return max(int(board.made().value) for board in self._boards.values())
 
     def place(self, rank: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a run takes place: here, or on machines that a scheduler gives."""
+"""Launchers: run on this machine, or submit to a scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.launch.slurm import Slurm
 
 
 class Launcher:
-    """Hands a run to somebody else; this one to nobody."""
+    """Base launcher: runs on this machine."""
 
     def launch(self, configuration: Configuration) -> int | None:
         """Return the exit code of the launch, or None where the run takes place in this process."""
@@ -19,7 +19,7 @@ class Launcher:
 
 
 class ToSlurm(Launcher):
-    """Hands the run to SLURM."""
+    """Submits the run to SLURM."""
 
     def __init__(self, job: Slurm) -> None:
         self.job = job

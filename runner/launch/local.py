@@ -1,4 +1,4 @@
-"""The ranks of a run on this machine: forked from this process, watched to their end, and named when one fails."""
+"""Fork and supervise the ranks of a run on this machine, and report the rank that fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from runner.observe.events import Console
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank ended that did not end well.
+    """How a rank failed.
 
     exit_code   the rank's own; 128 + n for signal n
     signal      name of the signal that ended it, or None
@@ -108,7 +108,7 @@ def run_ranks(
 
 
 def as_error(ending: Ending) -> AccelRunError:
-    """Return the error that explains a failure: the rank's own, with its exit code, or RankLost."""
+    """Return the error for a failure: the rank's own, with its exit code, or RankLost."""
     cause = ending.cause
     assert cause is not None, "nothing failed"
     if cause.exit_code == Exit.HANG and cause.problems:  # it names the rank itself
@@ -139,7 +139,7 @@ def as_error(ending: Ending) -> AccelRunError:
 
 
 def _where_it_crashed(traceback: str) -> list[str]:
-    """Return the innermost calls of a rank that crashed in C, and what that may mean."""
+    """Return the innermost calls of a rank that crashed in C, with a hint."""
     frames = stacks.main_thread(traceback)
     lines = ["the main thread was at", *stacks.in_brief(frames), "stacks.txt in the run's folder has all threads"]
     if frames and stacks.is_collective(frames[0]):
@@ -152,7 +152,7 @@ def _where_it_crashed(traceback: str) -> list[str]:
 
 @dataclass
 class _Rank:
-    """A forked rank. It is a zombie once it has ended, until all have, so that its number means nobody else."""
+    """A forked rank. It stays a zombie until all ranks have exited, so that its PID is not reused."""
 
     number: int
     pid: int
@@ -177,7 +177,7 @@ class _Rank:
 
 @dataclass
 class _Watch:
-    """Waits for deaths and requests, and decides what they mean for the other ranks."""
+    """Waits for exits and stop requests, and handles the other ranks accordingly."""
 
     ranks: list[_Rank]
     folder: Path
@@ -226,7 +226,7 @@ class _Watch:
         )
 
     def _judge(self, rank: _Rank) -> None:
-        """Take note of a rank that has ended."""
+        """Record the exit of a rank."""
         assert rank.status is not None
         report = read_report(self.folder, rank.number)
         is_unsaved = rank.status == Exit.INTERRUPTED and report.result is not None
@@ -255,7 +255,7 @@ class _Watch:
             self._name(failure)
 
     def _end_hang(self, found: Found) -> None:
-        """End all ranks; the one that holds the others up is the cause."""
+        """End all ranks after a hang; the blocking rank is the cause."""
         problem, seconds = found.error.problems[0], time.monotonic() - self.started
         self.failures.append(
             Failure(found.rank, int(Exit.HANG), None, problem.what, (problem,), found.stacks, False, seconds)
@@ -272,7 +272,7 @@ class _Watch:
         return min(self.failures, key=lambda failure: (failure.is_victim, failure.seconds))
 
     def _heed(self) -> None:
-        """Do what was asked by signals, and what is due by the clock."""
+        """Handle pending signals and deadlines."""
         now = time.monotonic()
         if self.asked.suspends:
             self._suspend()
@@ -289,13 +289,13 @@ class _Watch:
                 rank.kill()
 
     def _patience(self) -> float:
-        """Return for how many seconds nothing is due."""
+        """Return the seconds until the next deadline."""
         now = time.monotonic()
         due = min(self.limit, self.next_reminder if self.asked.stop else float("inf"), now + TICK_S)
         return max(0.0, due - now) if now < self.limit else 0.1
 
     def _suspend(self) -> None:
-        """Stop with all ranks, which the terminal does not reach, until SIGCONT."""
+        """Suspend this process and all ranks until SIGCONT; the terminal does not signal the ranks."""
         for rank in self.ranks:
             rank.send_to_group(signal.SIGSTOP)
         self.asked.suspend()
@@ -351,7 +351,7 @@ class _Asked:
 
 
 def _wait(living: Iterable[_Rank], asked: _Asked, patience_s: float) -> list[_Rank]:
-    """Return the ranks that have ended; none after `patience_s`, or where a signal came."""
+    """Return the ranks that have exited; empty after `patience_s` or a signal."""
     by_descriptor = {rank.descriptor: rank for rank in living}
     poll = select.poll()
     for descriptor in (asked.bell, *by_descriptor):
@@ -362,7 +362,7 @@ def _wait(living: Iterable[_Rank], asked: _Asked, patience_s: float) -> list[_Ra
 
 
 def _status(rank: _Rank) -> int:
-    """Return the exit code of a rank that has ended, or minus its signal, and leave it a zombie."""
+    """Return the exit code of an exited rank, or minus its signal, without reaping it."""
     ended = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
     assert ended is not None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

@@ -1,4 +1,4 @@
-"""How many trials run at once: as many as were asked for, or as fit the device by what they are predicted to take."""
+"""How many trials run concurrently: as requested, or as many as are predicted to fit on the device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What a process of its own has found out.
+    """Result of the subprocess that traces the trials.
 
     why_not  why nothing is known of devices and cores, if so
     several  the parallelism of trials that take several devices each, "" where none does
@@ -62,7 +62,7 @@ class Foreseen:
 
 
 def packed(configurations: Sequence[Configuration], together: int | Literal["auto"]) -> Packing:
-    """Return the places for trials at once. Raises ConfigError where several cannot run beside each other."""
+    """Return the slots for concurrent trials. Raises ConfigError if several cannot run concurrently."""
     if together == 1:
         return Packing()
     if together == "auto" and len({each.settings.device for each in configurations}) > 1:

@@ -1,4 +1,4 @@
-"""Trials as processes: each a fresh one, some of them at once, and the signals that ask to stop handed on to all."""
+"""Run trials in separate processes, some of them concurrently, and forward stop signals to all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Running:
 
 
 class Pool:
-    """Runs trials in processes of their own, as many at once as there are slots.
+    """Runs trials in separate processes, one per slot.
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 let those under way save and stop; a second one ends them, a third kills them.
     A trial whose sweep was killed is asked to save, too. Only the main thread may open it.
@@ -60,7 +60,7 @@ class Pool:
 
     @property
     def is_stopped(self) -> bool:
-        """Tell whether somebody asked to stop."""
+        """Return whether a stop was requested."""
         return self.num_asked > 0
 
     @property
@@ -122,7 +122,7 @@ class Pool:
             time.sleep(_LOOK_S)
 
     def stop(self) -> None:
-        """The trials under way are asked to save and stop, once, and no other is started."""
+        """Ask running trials to save and stop, once, and start no other."""
         if not self.is_stopped:
             self._hand_on()
 
@@ -138,7 +138,7 @@ class Pool:
 
 
 def _tell(name: str, lines: IO[str]) -> None:
-    """Say each line of a trial with its name, until there are no more."""
+    """Print each line of a trial with its name."""
     say = Console().info
     with lines:
         for line in lines:

@@ -1,4 +1,4 @@
-"""One rank in its forked process: what it does first, and what it tells of its end."""
+"""One rank in its forked process: setup, and the report of its exit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Main = Callable[[Member], tuple[int, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a rank told before it ended.
+    """The report that a rank wrote before it exited.
 
     is_told     it had time to tell anything: it has returned or raised
     what        how it ended, as in "raised ValueError: no such file"; empty where it returned
@@ -65,7 +65,7 @@ def live(main: Main, member: Member, supervisor: int, folder: Path, mask: set[si
 
 
 def read_report(folder: Path, rank: int) -> Report:
-    """Return what the rank told; the traceback of a crash where it had no time to tell anything."""
+    """Return the report of the rank, or the traceback of a crash without a report."""
     try:
         told = json.loads((folder / f"report-{rank}").read_text(encoding="utf-8"))
         return Report(**{**told, "problems": tuple(Problem(**problem) for problem in told["problems"])})
@@ -79,7 +79,7 @@ def read_report(folder: Path, rank: int) -> Report:
 
 
 def _settle_in(supervisor: int, folder: Path, rank: int) -> None:
-    """Die with the supervisor, hear no terminal, and leave a traceback also where Python itself crashes."""
+    """Die with the supervisor, ignore terminal signals, and write a traceback if Python itself crashes."""
     die_with_parent(supervisor)
     gc.freeze()  # what was imported stays: looking through it again would take 0.2 s, and copy its pages
     os.setsid()
@@ -95,7 +95,7 @@ def _settle_in(supervisor: int, folder: Path, rank: int) -> None:
 
 
 def _lived(main: Main, member: Member) -> tuple[int, Report]:
-    """Call `main`; return the exit code and what is to be told."""
+    """Call `main`; return the exit code and the report."""
     try:
         code, result = main(member)
         assert 0 <= code <= 255, f"an exit code is a byte, but is {code}"

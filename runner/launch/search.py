@@ -1,4 +1,4 @@
-"""Searches: Optuna says what to try next, by what was reached before; its journal in the folder remembers all of it."""
+"""Searches: Optuna proposes each trial from earlier results, which its journal in the folder stores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JOURNAL = "optuna.journal"
 
 
 def search(request: Request, wish: Wish, *, num_trials: int, budget_s: float = math.inf) -> int:
-    """Try settings until there are so many trials or the time is over, and print a table; 0 where one has a value.
+    """Run trials until the number of trials or the time limit is reached, and print a table; 0 if one has a value.
 
     num_trials  of the whole search, those of earlier processes among them
     budget_s    start no new trial after this many seconds; one that is under way is not cut short
@@ -102,11 +102,11 @@ class Study:
         return found
 
     def is_told(self, trial: Trial) -> bool:
-        """Tell whether Optuna knows how the trial has ended."""
+        """Return whether the result was reported to Optuna."""
         return bool(self._study.get_trials(deepcopy=False)[trial.number - 1].state.is_finished())
 
     def tell(self, trial: Trial, value: float | None) -> None:
-        """Optuna knows what the trial has reached; None: it has failed."""
+        """Report the value of a trial to Optuna; None: it failed."""
         state = None if value is not None else self._optuna.trial.TrialState.FAIL
         with _at("append to", self._file):
             self._study.tell(trial.number - 1, value, state=state)
@@ -139,7 +139,7 @@ class Study:
 
 @contextmanager
 def _at(action: str, journal: Path) -> Iterator[None]:
-    """What the system refuses inside is a StorageError, what Optuna makes no sense of in its journal a DataError."""
+    """Convert system errors to StorageError, and errors from a damaged journal to DataError."""
     try:
         with files.storage(action, journal):
             yield
@@ -161,7 +161,7 @@ class _Held:
 
 
 class _Asking:
-    """The trials that were begun and are not through, then what Optuna asks for."""
+    """Unfinished trials first, then new trials from Optuna."""
 
     def __init__(self, found: Sweep, study: Study, total: int, until: float) -> None:
         self.total = total
@@ -194,7 +194,7 @@ def _no_metric(result: Result, goal: Goal) -> ConfigError:
     known = list(result.metrics)
     what = f"{result.trial.name} has no such metric; it has {shortened(known, 8) or 'none'}"
     near = did_you_mean(goal.metric, known)
-    fix = f"{near} The same command with another metric= goes on" if near else "use metric=NAME with one of them"
+    fix = f"{near} Repeat the command with another metric= to continue" if near else "use metric=NAME with one of them"
     return ConfigError(Problem(what, f"metric={goal.metric}", fix))
 
 

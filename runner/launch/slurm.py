@@ -1,4 +1,4 @@
-"""A run as a job of SLURM: one task per rank, warned before its time is up, queued again until it is done."""
+"""Run as a SLURM job: one task per rank, signalled before the time limit, requeued until it is done."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runner.observe.events import Console
 
 @dataclass(frozen=True)
 class Slurm:
-    """What is asked of the cluster; the options of `launcher=slurm` tell what each value means."""
+    """Resources requested from the cluster; documented at the options of `launcher=slurm`."""
 
     partition: str | None
     nodes: int

@@ -1,4 +1,4 @@
-"""Training by one process, by ranks that are started here, or as a rank that somebody else has started."""
+"""Train in one process, with ranks started here, or as a rank started by torchrun or srun."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _infer(request: Request, name: str | None) -> Exit:
 
 
 def _from_here(request: Request, configuration: Configuration, name: str, *, predicts: bool) -> tuple[Ended, Job]:
-    """Train in this process, or start the ranks that the plan wants and watch over them."""
+    """Train in this process, or start and supervise the ranks of the plan."""
     inventory = _inventory(configuration)
     needs = needs_in_subprocess(configuration, inventory) if wants_needs(configuration, inventory) else None
     job = Job(
@@ -143,7 +143,7 @@ def _let_go() -> None:
 
 
 def _in_smaller_passes(job: Job, began: float) -> Job:
-    """Return the job to go on with where the run has learned that its passes were too large."""
+    """Return the job to resume after the run has reduced its micro-batch size."""
     settings = job.plan.settings
     if settings.resume == "fresh" or _has_begun(job, began):  # what was there before is put aside already
         settings = dataclasses.replace(settings, resume="auto")
@@ -176,7 +176,7 @@ def _taken_part(job: Job, member: Member) -> Ended:
 
 
 def _launched(job: Job) -> tuple[Ended, Job]:
-    """Start the ranks; go on without those that were killed or cost more than they bring, from the last checkpoint."""
+    """Start the ranks; restart from the last checkpoint without ranks that were killed or slow the run down."""
     import runner.engine.train  # noqa: F401 - what every rank needs is imported once, before they are forked
     from runner.launch.local import as_error, run_ranks
 
@@ -210,19 +210,19 @@ def _launched(job: Job) -> tuple[Ended, Job]:
 
 
 def _say_of_signals(text: str) -> None:
-    """Say at once that a rank was killed or has left; what a rank says itself is said when all have ended."""
+    """Report a killed or exited rank at once; errors raised by a rank are reported when all have ended."""
     if " was ended by " in text or " exited early" in text or "does not die" in text:
         Console().warning(text)
 
 
 def _main(job: Job, member: Member) -> tuple[int, Any]:
-    """Be a rank; return its exit code, whether somebody asked to stop, and the ranks to go on without."""
+    """Run as a rank; return its exit code, whether a stop was requested, and the ranks to drop."""
     ended = _taken_part(job, member)
     return int(ended.code), (ended.asked_to_stop, ended.dropped)
 
 
 def _can_go_on(ending: Ending) -> bool:
-    """Tell whether a rank was killed from outside, which another start may be spared; a fault would come again."""
+    """Return whether a rank was killed by SIGKILL, which a restart may avoid; an error would recur."""
     return ending.stop is None and ending.cause is not None and ending.cause.signal == "SIGKILL"
 
 
@@ -261,7 +261,7 @@ def _has_begun(job: Job, began: float) -> bool:
 def _as_member(
     request: Request, configuration: Configuration, name: str, member: Member, *, predicts: bool
 ) -> tuple[Ended, Job]:
-    """Train as the rank that torchrun or srun made of this process; rank 0 decides for all what is run."""
+    """Train as a rank started by torchrun or srun; rank 0 decides which run is used."""
     import torch
 
     from runner import __version__
@@ -301,11 +301,11 @@ def _as_member(
 
 
 class _OfAll(ConfigError):
-    """Problems that every rank has found: one of them says so."""
+    """Problems found by every rank, reported once."""
 
 
 def _is_started_again(configuration: Configuration, name: str) -> bool:
-    """Tell whether an earlier attempt of the same starter has left a checkpoint."""
+    """Return whether an earlier attempt of the same launcher wrote a checkpoint."""
     from runner.durable.checkpoint import newest_valid
 
     folder = configuration.settings.root / name
@@ -314,7 +314,7 @@ def _is_started_again(configuration: Configuration, name: str) -> bool:
 
 
 def must_agree(facts: list[dict[str, str]]) -> None:
-    """Raise ConfigError, on every rank alike, where ranks differ in what decides the numbers."""
+    """Raise ConfigError on every rank if ranks differ in anything that affects results."""
     problems = []
     for key, first in facts[0].items():
         others = [f"{there[key]} on rank {rank}" for rank, there in enumerate(facts) if there[key] != first]

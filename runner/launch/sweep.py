@@ -1,4 +1,4 @@
-"""Sweeps: every combination of several values, each trained in a fresh process; a failure does not stop the rest."""
+"""Sweeps: train every combination of values in a new process; a failure does not stop the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from runner.plan.plan import Plan, make_plan
 
 @dataclass(frozen=True)
 class Wish:
-    """What was said of a sweep besides its settings.
+    """Options of a sweep besides its settings.
 
     metric    by which trials are compared, best_is which of its values are better; None: those of early_stopping
     together  trials at once; auto: as many as the device holds
@@ -45,21 +45,21 @@ class Wish:
 
 
 class Source(Protocol):
-    """What says which trial is next."""
+    """Source of trials."""
 
     def next(self) -> Trial | None:
-        """Return the next trial to be run, None where there is none for now."""
+        """Return the next trial to run, None if there is none at present."""
 
     def ended(self, result: Result) -> None:
-        """Take note of how a trial has ended. Raises AccelRunError where no other can be asked for."""
+        """Record the result of a trial. Raises AccelRunError if no further trial can be requested."""
 
     @property
     def total(self) -> int:
-        """Return how many trials there will be."""
+        """Return the total number of trials."""
 
 
 def sweep(request: Request, wish: Wish) -> int:
-    """Train each combination in a process of its own and print a table; 0 when all ended well, else the first failure.
+    """Train each combination in a subprocess and print a table; 0 if all succeeded, else the first failure.
 
     The runs are called NAME-1, NAME-2, ... in the folder NAME, after `run=NAME`; the same command goes on with those
     not finished. Ctrl-C, SIGTERM or SIGUSR1 lets the trials under way save, and ends the sweep with 75; so does a trial
@@ -124,7 +124,7 @@ class opened:  # noqa: N801 - used as a function
 
 
 def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing, configuration: Configuration) -> int:
-    """Run what the source asks for, write down how each trial ended, and print the table; return the exit code."""
+    """Run the trials of the source, record their results, and print the table; return the exit code."""
     console = Console()  # does not fail on a broken pipe, as in `| head`
     say = console.info
     found.together = packing.why
@@ -147,12 +147,12 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
                 if found.launcher == "local":
                     _wait_for(trial, found, pool, say)
                 if found.begin(trial) or found.kind == "search":
-                    found.save(directory, "running")  # whoever goes on after a kill must know of this start
+                    found.save(directory, "running")  # needed to resume after a kill
                 start(trial)
             if not pool:
                 break
             trial, code = pool.wait()
-            if code == Exit.IN_USE:  # the sweep was killed, and what it had begun is still being saved
+            if code == Exit.IN_USE:  # the sweep was killed, and the trial is still saving
                 if not pool.is_stopped and time.monotonic() < held.setdefault(
                     trial.number, time.monotonic() + _PATIENCE_S
                 ):
@@ -188,7 +188,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
 
 
 def _wait_for(trial: Trial, found: Sweep, pool: Pool, say: Callable[[str], None]) -> None:
-    """What a killed sweep had begun is still being saved: nobody could go on with it before that is done."""
+    """Wait while the process of a killed sweep is still saving the trial."""
     until, is_said = time.monotonic() + _PATIENCE_S, False
     while not pool.is_stopped and time.monotonic() < until:
         record = files.read_object(found.folder / trial.name / "run.json")
@@ -201,7 +201,7 @@ def _wait_for(trial: Trial, found: Sweep, pool: Pool, say: Callable[[str], None]
 
 
 def must_be_plannable(configurations: Sequence[Configuration]) -> None:
-    """Raise what this machine cannot do, found in a process of its own: this one must hold neither torch nor a GPU."""
+    """Raise the planning errors, found in a subprocess: this process must load neither torch nor CUDA."""
     try:
         errors = in_subprocess(_plan_all, configurations)
     except BrokenProcessPool:
@@ -213,7 +213,7 @@ def must_be_plannable(configurations: Sequence[Configuration]) -> None:
 
 
 class _Grid:
-    """The trials of a sweep that are not through, in their order."""
+    """The unfinished trials of a sweep, in order."""
 
     def __init__(self, found: Sweep, *, retry: bool) -> None:
         self.total = len(found.trials)
@@ -228,7 +228,7 @@ class _Grid:
 
 
 def enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
-    """The sweep has a trial for each choice: those it had before, and new ones for what was added to the lists."""
+    """Create a trial for each new choice; existing trials are kept."""
     before = {frozenset((*found.record.get("fixed", ()), *trial.words)): trial for trial in found.trials}
     asked = {frozenset((*found.fixed, *words)): words for words in choices}
     lost = [trial.label for whole, trial in before.items() if whole not in asked]
@@ -250,7 +250,7 @@ def enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
 
 
 def _must_be_whole(before: Sweep) -> None:
-    """Raise DataError where sweep.json is damaged: its trials are not begun anew under settings of others."""
+    """Raise DataError if sweep.json is damaged, so that trials are not restarted with other settings."""
     if not before.is_whole:
         fix = "restore a copy of it, or remove it; the results of the trials are in their own folders"
         raise DataError(f"{SWEEP} is damaged", where=str(before.folder), fix=fix)
@@ -318,7 +318,7 @@ def _said(directory: RunDirectory) -> str:
 
 
 def _code_of(result: Result) -> int:
-    """Return with what the sweep ends for the sake of this trial; 0 where it is no reason."""
+    """Return the exit code that this trial contributes to the sweep; 0 for none."""
     if result.state == "failed":
         return result.exit_code or int(Exit.SOFTWARE)
     if result.state in OPEN:
@@ -326,7 +326,7 @@ def _code_of(result: Result) -> int:
     return 0
 
 
-OPEN = ("waiting", "running", "stopped")  # the same command goes on with these
+OPEN = ("waiting", "running", "stopped")  # resumed by the same command
 TERSE = {SAYS: "warning"}
 _PLACE = ("run", "output_root")
 _PATIENCE_S = 60.0

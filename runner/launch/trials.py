@@ -1,4 +1,4 @@
-"""The trials of a sweep: how each stands and what it reached, as their runs tell, and the files about all of them."""
+"""Trials of a sweep: state and results read from their runs, and the summary files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from runner.durable.standing import standing
 TABLE = "results.csv"
 BEST = "<- best"
 State = Literal["waiting", "running", "stopped", "failed", "submitted", "done"]
-STOPPED = (Exit.PREEMPTED, Exit.INTERRUPTED)  # the trial goes on with the same command; any other code is a failure
+STOPPED = (Exit.PREEMPTED, Exit.INTERRUPTED)  # the same command resumes the trial; any other code is a failure
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Goal:
-    """By what trials are compared: the last value of a metric, and which values of it are better."""
+    """How trials are compared: the last value of a metric, and its direction."""
 
     metric: str = "val/loss"
     best_is: Literal["min", "max"] = "min"
@@ -71,7 +71,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Result:
-    """How a trial stands.
+    """State and result of a trial.
 
     exit_code  of its last process, where that is known
     last       the metric at its last evaluation, NaN where that had no items or was not finite; None: no evaluation
@@ -90,7 +90,7 @@ class Result:
 
     @property
     def value(self) -> float | None:
-        """Return what the trial is judged by, None where it is not through or not finite."""
+        """Return the value used for comparison, None if unfinished or not finite."""
         return self.last if self.state == "done" and self.last is not None and math.isfinite(self.last) else None
 
 
@@ -250,13 +250,13 @@ def winner(results: Sequence[Result], goal: Goal) -> Result | None:
 
 
 def counted(results: Sequence[Result]) -> str:
-    """Return how many trials are in which state: `3 done, 1 failed`."""
+    """Return the number of trials by state: `3 done, 1 failed`."""
     states = [each.state for each in results]
     return ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states) or "no trials"
 
 
 def summary(results: Sequence[Result], goal: Goal) -> str:
-    """Return in a line how many trials are in which state, and the best of them or why there is none."""
+    """Return a one-line summary: trials by state, and the best one or why there is none."""
     best = winner(results, goal)
     if best is not None:
         return f"{counted(results)}; {goal}: {best.value:.5g}, {best.trial.label}"

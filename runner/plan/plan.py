@@ -1,7 +1,7 @@
-"""The plan: what follows from the configuration on this machine, each value with its reason.
+"""The plan: all values derived from the configuration and the machine, each with its reason.
 
-`make_plan` is pure: it asks no device and reads none of the user's files, so it runs for machines that are not here.
-It returns every problem at once.
+`make_plan` is pure: it queries no device and reads no user files, so it also plans for other machines.
+It reports all problems at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from runner.plan.strategy import choose
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """What one phase is made of.
+    """The plan of one phase.
 
     kind     train: gradients; fit: statistics in one pass
     needs    phases that must be finished before
@@ -60,7 +60,7 @@ class PhasePlan:
     scheduler: Choice
 
     def __str__(self) -> str:
-        """Return the phase in one line, as people read it."""
+        """Return a one-line summary of the phase."""
         words = [f"{self.name} ({self.kind})"]
         if self.kind == "train":
             length = f"{self.updates} updates" if self.updates is not None else f"{self.epochs:g} epochs"
@@ -79,13 +79,13 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every value the run is made of; `auto` is left only where the option's own function knows what to do with it.
+    """All values of a run; `auto` remains only where the option's own function resolves it.
 
     device     torch's name of the device of rank 0, such as cuda:0
     ranks      the device of each rank; one process is one rank
     choices    group -> choice; `task` among them
     reasons    key -> why it has the value it has
-    notes      what the user should know: what was asked for and could not be, what differs
+    notes      notes for the user: options that were replaced or have no effect
     updates    optimizer steps, or None when they follow from `epochs` and the size of the data
     phases     all phases of the task, in order; `selected` names those that run
     own_keys   keys of the phases where the task declares some, as in the configuration
@@ -137,7 +137,7 @@ class Plan:
         return next((phase for phase in self.phases if phase.name == name), None)
 
     def values(self) -> dict[str, Any]:
-        """Return every decided key with its value, in the order in which people read them.
+        """Return all keys with their values, in display order.
 
         Where the task declares phases, what these have of their own is theirs and not the run's.
         """
@@ -218,7 +218,7 @@ def make_plan(
 ) -> Plan:
     """Derive the mechanics of a run.
 
-    ranks  devices of ranks that somebody else has started; None: as many as the configuration asks for, here
+    ranks  devices of ranks started by another launcher; None: as configured, on this machine
     needs  what training takes, where `wants_needs` says that it matters
 
     Raises ConfigError with every problem, DeviceMissing if a device asked for by name is not in the inventory.
@@ -261,7 +261,7 @@ def make_plan(
 
 
 def plan_here(configuration: Configuration) -> tuple[Plan, Inventory]:
-    """Plan for this machine and this process alone."""
+    """Plan for this process on this machine."""
     allow_for(configuration)
     inventory = take_inventory()
     planned = make_plan(configuration, inventory)
@@ -269,7 +269,7 @@ def plan_here(configuration: Configuration) -> tuple[Plan, Inventory]:
 
 
 def allow_for(configuration: Configuration) -> None:
-    """Tell CUDA's allocator its settings, before torch asks for devices."""
+    """Set the environment of the CUDA allocator, before torch queries devices."""
     allocator = configuration.choices["memory"].options.get("allocator")
     if allocator:
         os.environ.update(allocator_environment(allocator))
@@ -330,7 +330,7 @@ def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
 
 
 def part_of(parallelism: Choice, phase: PhasePlan) -> Part:
-    """Return how much of the whole each rank has in this phase."""
+    """Return the fraction of the model and batch on each rank in this phase."""
     batch = phase.batch
     return Part.of(parallelism, len(batch.shares) * batch.stages, max(batch.shares), batch.accumulation_steps)
 
@@ -368,7 +368,7 @@ class _Planner:
         )
 
     def choose_strategy(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> None:
-        """Put a strategy in the place of `auto`."""
+        """Resolve parallelism=auto."""
         if self.choices["parallelism"].function != "auto":
             return
         named = self.configuration.settings.device
@@ -391,7 +391,7 @@ class _Planner:
             self.set("parallelism", key, value, strategy.reason)
 
     def gather(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> Device | None:
-        """Give every rank its device; return the one that decides what all of them can compute in, None for the CPU."""
+        """Assign a device to each rank; return the one that limits the common format, None for the CPU."""
         parallelism = self.choices["parallelism"]
         if ranks is not None and len(ranks) > 1 and parallelism.function == "single":
             what = f"cannot be one of the {len(ranks)} ranks that were started"
@@ -442,14 +442,14 @@ class _Planner:
         return best
 
     def _unusable(self, words: str) -> str:
-        """Return `words` and the GPUs that are here in vain, nothing where there are none."""
+        """Return `words` and the unusable GPUs with reasons; empty if there are none."""
         seen = [f"{device.name}: {device.why_not}" for device in self.inventory.devices if not device.usable]
         return f"{words} ({'; '.join(seen)})" if seen else ""
 
     def fit_profile(self, gpu: Device | None) -> None:
-        """Where the profile's GPU is not here, say so; on a CPU put back the default of each group it selected.
+        """Add a note if the profile's GPU is not present; on a CPU, reset the groups it selected to their defaults.
 
-        But for auto, which suits what is here.
+        Options set to auto are kept.
         """
         profile = self.configuration.profile
         described = [item for item in self.configuration.hardware.get("devices") or () if item.get("kind") != "cpu"]
@@ -475,7 +475,7 @@ class _Planner:
         )
 
     def choose(self, group: str, name: str, reason: str) -> None:
-        """Put an option in the place of `auto` or of one that cannot be; keys that somebody set are kept."""
+        """Replace `auto` or an unsupported option; keys set by the user are kept."""
         signature = function_of(group, name)
         options = defaults(signature.keys) if signature else {}
         for_auto = self.configuration.for_auto
@@ -497,7 +497,7 @@ class _Planner:
         self.reasons[f"{group}.{key}"] = reason
 
     def refuse_or_replace(self, group: str, why: str, instead: str, reason: str) -> None:
-        """An option that cannot work: refuse it if asked for by name, else replace it and say so."""
+        """Refuse an unsupported option if requested by name, else replace it with a note."""
         name = self.choices[group].name
         if self.configuration.asked_by_name(group):
             others = dict.fromkeys((instead, "auto"))
@@ -603,7 +603,7 @@ class _Planner:
         return batch
 
     def _shared(self, total: int, micro: int | Literal["auto"], phase: str | None) -> tuple[Batch | Problem, str]:
-        """Return an update's samples dealt to the ranks and cut into micro-batches, and why so."""
+        """Return the samples of an update split over ranks and micro-batches, with the reason."""
         function, count = self.choices["parallelism"].function, len(self.ranks)
         if function == "pipeline" and count > 1:
             micro = self._of_stages(total, phase) if micro == "auto" else micro
@@ -620,7 +620,7 @@ class _Planner:
         return divide(total, micro, shares, ragged=function != "single" or is_free), why
 
     def _of_stages(self, total: int, phase: str | None) -> int:
-        """Return the micro-batch of a pipeline: enough of them to keep its stages busy, none larger than they hold."""
+        """Return the micro-batch size of a pipeline: small enough to keep all stages busy and to fit."""
         micro = max(1, -(-total // (PASSES_PER_STAGE * len(self.ranks))))
         part = Part.of(self.choices["parallelism"], len(self.ranks))
         for demand in self.needs.of(phase) if self.needs is not None else ():
@@ -633,7 +633,7 @@ class _Planner:
     def _held(
         self, needs: Needs, shares: Sequence[int], phase: str | None, *, follows_speed: bool
     ) -> int | Literal["auto"]:
-        """Return the micro-batch that every device holds; auto where each holds the whole share of its rank."""
+        """Return the micro-batch size that fits every device; auto if each fits the whole share of its rank."""
         largest = max(shares)
         part = Part.of(self.choices["parallelism"], len(self.ranks), largest)
         held = needs.held(phase, self.ranks, largest, part)
@@ -681,7 +681,7 @@ def _precision(planner: _Planner, gpu: Device | None) -> None:
 
 
 def _native_precision(gpu: Device | None) -> tuple[str, str]:
-    """Return the best format that the device computes in natively, and why it is that one."""
+    """Return the best native format of the device, with the reason."""
     if gpu is None:
         return "fp32", "auto: on a CPU bfloat16 helps only large models; measure before using it"
     if gpu.native_bf16:

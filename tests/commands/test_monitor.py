@@ -423,7 +423,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_where_it_was_asked_for(
     assert "log_dir" in capsys.readouterr().err
     assert main(["monitor", "seconds=0.1", "interval_s=0.05"]) == 0, "who only wants to look may look"
     shown = capsys.readouterr()
-    assert "gpu_logs" in shown.err
+    assert "gpu_logs: " in shown.err
     assert "CPU: " in shown.out
 
 
