@@ -144,10 +144,11 @@ def code_of(source: Path) -> Hashes:
     """Return the hash of the task's file and of all local modules that it imports, by path relative to its folder.
 
     Local is what is neither installed (site-packages), nor of Python itself, nor of accel-run. Modules are found by the
-    import statements in the files; those imported in other ways are not seen.
+    import statements in the files, which may run later. Those imported in other ways, such as by importlib, are found
+    below the task's folder if they are loaded by now.
     """
     found: Hashes = {}
-    left = [(source, _package_of(source))]
+    left = [(source, _package_of(source)), *_loaded_below(source.parent)]
     while left and len(found) < _MOST_FILES:
         file, package = left.pop(0)
         name = os.path.relpath(file, source.parent)
@@ -164,6 +165,17 @@ def code_of(source: Path) -> Hashes:
             if other is not None and _is_local(other):
                 left.append((other, its_package))
     return found
+
+
+def _loaded_below(folder: Path) -> list[tuple[Path, str]]:
+    """Return file and package of the local modules that are loaded from this folder, in the order of their names."""
+    found = {}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        file = Path(name) if isinstance(name, str) else None
+        if file is not None and file.is_relative_to(folder) and _is_local(file):
+            found[file] = getattr(module, "__package__", None) or ""
+    return sorted(found.items())
 
 
 def described(files: Sequence[str], samples: Sequence[str]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from runner.axes.dataloader import Fetcher, Loader, WorkerLoader
-from runner.engine.identity import changed_samples, code_of, data_of
+from runner.engine.identity import changed_files, changed_samples, code_of, data_of
 
 
 class Opening:
@@ -125,3 +127,24 @@ def test_modules_that_are_imported_later_belong_to_the_code_and_are_not_imported
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     assert set(code_of(tmp_path / "mine.py")) == {*files} - {"parts_of_mine/unused.py"}
+
+
+def test_a_module_that_importlib_loaded_belongs_to_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_by_name.py").write_text("import importlib\nimportlib.import_module('part' + '_by_name')")
+    (tmp_path / "part_by_name.py").write_text("import deep_by_name")
+    (tmp_path / "deep_by_name.py").write_text("VALUE = 1")
+    (tmp_path / "unused_by_name.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with monkeypatch.context() as patch:
+        for name in ("mine_by_name", "part_by_name", "deep_by_name"):
+            patch.setitem(sys.modules, name, sys)  # so that it is removed at the end
+            del sys.modules[name]
+        importlib.import_module("mine_by_name")
+        _check_by_name(tmp_path)
+
+
+def _check_by_name(folder: Path) -> None:
+    before = code_of(folder / "mine_by_name.py")
+    assert set(before) == {"mine_by_name.py", "part_by_name.py", "deep_by_name.py"}
+    (folder / "part_by_name.py").write_text("import deep_by_name  # edited")
+    assert changed_files(before, code_of(folder / "mine_by_name.py")) == ["part_by_name.py"]
