@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from runner import GPUStats
 from runner.base.errors import ConfigError, InputMissing
 from runner.observe.samples import read_samples
 from tests.nvml_stub import PAIR, ROOT, T4, NvmlStub, build_stub
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,7 @@ def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
 
 
 def watch(stats: GPUStats, num_samples: int = 2) -> None:
-    until = time.monotonic() + 10
-    while stats.get_summary()["whole"]["samples"] < num_samples and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: stats.get_summary()["whole"]["samples"] >= num_samples)
 
 
 def is_watching() -> bool:

