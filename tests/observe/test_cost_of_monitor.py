@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure" / "monitor.py"
 
 
-def test_each_missed_target_is_named_and_none_where_all_are_reached() -> None:
+def test_each_missed_target_is_named_and_none_where_all_are_reached(screen: Callable[..., None]) -> None:
     missed = runpy.run_path(str(SCRIPT))["missed"]
     within = {"2 GPUs": 0.0049}, {"1 samples a second": 0.0099}, {"2 GPUs": (28, 30.0)}
     assert missed(*within) == []
     (sampler,) = missed({"8 GPUs": 0.005}, *within[1:])
-    assert sampler == "the sampler takes 0.500% of a core with 8 GPUs: less than 0.5% is allowed"
     (loop,) = missed(within[0], {"50 samples a second": 0.02}, within[2])
-    assert "at least 2.00% longer, measured at 50 samples a second: less than 1% is allowed" in loop
     (rows,) = missed(*within[:2], {"2 GPUs": (27, 30.0)})
-    assert rows == "27 rows per device of 2 GPUs in 30.0 s: a run of d seconds must have d - 2"
+    screen("\n".join([sampler, loop, rows]))

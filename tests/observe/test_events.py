@@ -23,15 +23,17 @@ def test_the_terminal_hears_its_level_and_the_file_hears_everything(
     console = Console(tmp_path / "console.log")
     console.debug("details")
     console.info("device: cpu")
-    console.warning("slow disk")
+    console.warning("slow")
     console.error("lost")
     console.close()
-    assert capsys.readouterr() == ("device: cpu\n", "warning: slow disk\nerror: lost\n")
+    out, err = capsys.readouterr()
+    assert out == "device: cpu\n"
+    assert err.splitlines() == ["warning: slow", "error: lost"]
     lines = (tmp_path / "console.log").read_text().splitlines()
     assert [re.sub(TIME, "T", line) for line in lines] == [
         "T debug   details",
         "T info    device: cpu",
-        "T warning slow disk",
+        "T warning slow",
         "T error   lost",
     ]
 
@@ -55,8 +57,8 @@ def test_another_word_than_a_level_is_answered(monkeypatch: pytest.MonkeyPatch) 
 def test_a_warning_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
     for _ in range(3):
-        console.warn_once("compile has no effect here")
-    assert capsys.readouterr().err == "warning: compile has no effect here\n"
+        console.warn_once("no effect")
+    assert capsys.readouterr().err == "warning: no effect\n"
 
 
 def test_ranks_that_do_not_speak_leave_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,9 +114,9 @@ def test_a_full_disk_loses_rows_and_counts_them(capsys: pytest.CaptureFixture[st
     assert events.num_lost == 2
     events.close()
     console = Console(Path("/dev/full"))
-    console.info("the terminal still hears")
+    console.info("still heard")
     console.close()
-    assert capsys.readouterr().out == "the terminal still hears\n"
+    assert capsys.readouterr().out == "still heard\n"
 
 
 def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given
@@ -58,7 +58,7 @@ def test_every_part_is_of_one_kind_and_every_kind_has_its_words() -> None:
 )
 def test_the_limit_is_named_with_its_evidence(parts_s: dict[str, float], says: str) -> None:
     assert limited_by(parts_s, 10.0) == says
-    assert limited_by(parts_s, 0.0) == "unknown: the time was not measured"
+    assert limited_by(parts_s, 0.0) == limited_by({}, 10.0)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,11 @@ def test_the_limit_is_named_with_its_evidence(parts_s: dict[str, float], says: s
     ],
 )  # fmt: skip
 def test_every_kind_of_work_can_be_the_limit(part: str, kind: str) -> None:
-    assert limited_by({part: 6.0, "forward": 4.0}, 10.0) == (
-        f"{kind}: 60% of the time (6.0 of 10.0 s) {MEANINGS[kind]}; besides, compute 40%"
-    )
+    says = limited_by({part: 6.0, "forward": 4.0}, 10.0)
+    assert says.startswith(f"{kind}: 60% ")
+    assert " (6.0 of 10.0 s) " in says
+    assert MEANINGS[kind] in says
+    assert says.endswith(" compute 40%")
 
 
 @pytest.mark.parametrize(
@@ -101,19 +103,12 @@ def test_the_shares_of_the_table_add_up(parts_s: dict[str, float], rest_s: float
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_a_part_that_does_not_recur_is_not_told_by_update() -> None:
+def test_a_part_that_does_not_recur_is_not_told_by_update(screen: Callable[..., None]) -> None:
     parts_s = {"starting": 2.0, "forward": 4.0, "evaluation": 4.0}
-    assert table(parts_s, 10.0, updates=8) == [
-        "forward     40.0%       4.00 s     500.000 ms an update",
-        "evaluation  40.0%       4.00 s",
-        "starting    20.0%       2.00 s",
-    ]
+    screen("\n".join(table(parts_s, 10.0, updates=8)))
     assert table(parts_s, 10.0)[0] == "forward     40.0%       4.00 s"
 
 
-def test_a_phase_is_told_in_a_few_words() -> None:
-    assert (
-        mostly({"forward": 5.0, "data": 3.0, "hooks": 0.5, "starting": 1.5}, 10.0)
-        == "compute 50%, data 30%, start-up 15%"
-    )
+def test_a_phase_is_told_in_a_few_words(screen: Callable[..., None]) -> None:
+    screen(mostly({"forward": 5.0, "data": 3.0, "hooks": 0.5, "starting": 1.5}, 10.0))
     assert mostly({}, 10.0) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,19 +127,19 @@ def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert Summary.of(samples).whole.metrics["gpu0/util"].mean == 9.0
 
 
-def test_a_torn_or_damaged_row_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_torn_or_damaged_row_is_left_out_and_said(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = written(tmp_path / "gpu.csv", row(1, util_percent=5), row(2, util_percent="seven"), row(3, util_percent=6))
     path.write_bytes(path.read_bytes() + b"4.000,train,gp\n\0\0\0\n" + b"nan" + b"," * (len(COLUMNS) - 1))
     samples = read_samples(path)
 
     assert samples.times_s.tolist() == [1, 3]
-    assert samples.notes == ("4 damaged rows of gpu.csv were left out",)
+    screen("\n".join(samples.notes))
 
 
-def test_another_gpu_under_the_same_number_is_said(tmp_path: Path) -> None:
+def test_another_gpu_under_the_same_number_is_said(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = written(tmp_path / "gpu.csv", row(1), row(2, uuid="GPU-new"))
 
-    assert read_samples(path).notes == ("gpu0 was GPU-a and became GPU-new; GPU-a is gpu1 here",)
+    screen("\n".join(read_samples(path).notes))
 
 
 def test_another_gpu_is_summed_up_apart(tmp_path: Path) -> None:
@@ -174,14 +175,14 @@ def test_memory_errors_are_those_that_came_while_somebody_watched(tmp_path: Path
     assert (stat.min, stat.max) == (0, 3)
 
 
-def test_a_clock_set_back_is_a_gap_and_time_still_goes_on(tmp_path: Path) -> None:
+def test_a_clock_set_back_is_a_gap_and_time_still_goes_on(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = written(tmp_path / "gpu.csv", *(row(second, energy_j=100 + n) for n, second in enumerate((50, 51, 20, 21))))
     samples = read_samples(path)
 
     assert samples.gaps().tolist() == [False, False, True, False]
     assert samples.times_s.tolist() == sorted(samples.times_s.tolist())
     assert Summary.of(samples).whole.energy_j == {"gpu0": 2.0}, "what the counter gained meanwhile was not watched"
-    assert samples.notes == ("the clock was set back by 31 s: what follows is put after it",)
+    screen("\n".join(samples.notes))
 
 
 def test_the_energy_of_the_whole_is_that_of_its_phases() -> None:

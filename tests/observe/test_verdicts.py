@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -70,7 +72,8 @@ def test_every_reason_that_holds_clocks_down_has_words_a_share_and_the_temperatu
     assert reason in SLOWED
     (verdict,) = verdicts(summary_of({"gpu0": {reason: 0.4}}, gpu0_temperature_c=(40, 60, 87)))
     assert verdict.subject == "GPU 0 clocks"
-    assert verdict.evidence == f"{reason}, 40 % of the time, up to 87 °C"
+    assert verdict.evidence.startswith(f"{reason}, 40 % ")
+    assert verdict.evidence.endswith(" 87 °C")
     assert verdict.level == ("high" if "temperature" in reason or "hardware" in reason or "brake" in reason else "note")
 
 
@@ -83,7 +86,7 @@ def test_another_process_beside_a_run_is_said_and_on_a_watched_machine_a_second_
     assert said(one) == said(two) == {"GPU 0 processes": "high"}
     assert said(one, of_run=False) == {}
     assert said(two, of_run=False) == {"GPU 0 processes": "high"}
-    assert verdicts(two)[0].evidence == "at most 2 at once, with 1.5 GiB"
+    assert re.findall(r"[\d.]+", verdicts(two)[0].evidence) == ["2", "1.5"]
     assert said(summary_of(gpu0_other_processes=0)) == {}
 
 
@@ -108,23 +111,26 @@ def test_a_lost_gpu_comes_first_and_gets_no_advice_but_that() -> None:
     summary = summary_of(
         {"gpu0": {"power brake": 1.0}}, gpu0_util=50, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99
     )
-    found = verdicts(summary, [of_gpu0("lost", "is lost: it has fallen off the bus")])
+    why = "it has fallen off the bus"
+    found = verdicts(summary, [of_gpu0("lost", f"is lost: {why}")])
     assert [verdict.subject for verdict in found] == ["GPU 0 lost", "RAM"]
-    assert (found[0].level, found[0].says) == ("high", "it has fallen off the bus")
+    assert (found[0].level, found[0].says) == ("high", why)
     assert "GPU-1" in found[0].evidence
 
 
 def test_an_error_that_the_driver_reported_is_high_and_said_once() -> None:
-    xid = Notice("xid", "gpu0 (Tesla T4): XID 48, a memory error; reset it", "warning", {"device": "gpu0"})
+    what = "XID 48, a memory error; reset it"
+    xid = Notice("xid", f"gpu0 (Tesla T4): {what}", "warning", {"device": "gpu0"})
     found = verdicts(summary_of(gpu0_util=90), [xid])
     assert (found[0].subject, found[0].level) == ("GPU 0 error", "high")
-    assert found[0].says == "XID 48, a memory error; reset it"
+    assert found[0].says == what
     ecc = of_gpu0("ecc", "had memory errors that could not be corrected", ecc="uncorrected")
     assert said(summary_of()) == {}
     assert [verdict.subject for verdict in verdicts(summary_of(), [ecc])] == ["GPU 0 memory errors"]
     counted = verdicts(summary_of(gpu0_ecc_uncorrected=(0, 1, 2)), [ecc])
     assert [verdict.subject for verdict in counted] == ["GPU 0 memory errors"], "the counter has said it"
-    assert verdicts(summary_of(), [of_gpu0("ecc", "had a memory error that was corrected", ecc="corrected")]) == []
+    corrected = of_gpu0("ecc", "had a memory error that was corrected", ecc="corrected")
+    assert verdicts(summary_of(), [corrected]) == []
 
 
 def test_nothing_is_said_of_gpus_that_a_run_on_the_cpu_does_not_use() -> None:
@@ -163,13 +169,10 @@ def test_the_table_has_lowest_mean_and_highest_of_what_was_read_and_no_other_lin
     assert table(Summary()) == []
 
 
-def test_several_phases_have_a_line_each() -> None:
+def test_several_phases_have_a_line_each(screen: Callable[..., None]) -> None:
     times = np.arange(6.0)
     samples = Samples(
         times, np.ones(6), ("lora",) * 2 + ("router",) * 4, {"gpu0/util": times * 10, "cpu/percent": times}
     )
-    assert phases(Summary.of(samples)) == [
-        "phase lora        2 s  GPU 0 5 %, CPU 0 %",
-        "phase router      4 s  GPU 0 35 %, CPU 4 %",
-    ]
+    screen("\n".join(phases(Summary.of(samples))))
     assert phases(Summary.of(Samples(times, np.ones(6), ("train",) * 6, {"cpu/percent": times}))) == []
