@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 from runner import __version__
-from runner.base.errors import AccelRunError, Exit, UsageError, as_told, readable
+from runner.base.errors import AccelRunError, Exit, UsageError, as_told, limit_of, readable
 from runner.base.output import never_waiting, open_closed_streams, write_at_once
 from runner.base.secret import fit_to_show, refuse_secrets
 from runner.base.words import first_line, for_terminal, help_page, message_of, words_of
@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say("accel-run: out of host memory\n           free some, or raise the limit with ulimit -v")
             code = int(Exit.HOST_MEMORY)
         except Exception as error:
-            code = _fault(error)
+            limit = limit_of(error)
+            code = _fault(error) if limit is None else int(limit.exit_code)
+            if limit is not None:
+                print_problems(limit)
         ended.append(_flushed(code))
         return ended[0]
 

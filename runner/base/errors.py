@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import errno
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -256,3 +258,42 @@ class SystemLimit(AccelRunError):
     """A limit of the system was reached: shared memory, open files."""
 
     exit_code = Exit.SYSTEM
+
+
+def limit_of(error: BaseException) -> SystemLimit | None:
+    """Return the error for a limit of the system that stopped an import or a call anywhere; None where there is none.
+
+    Modules are imported when they are first needed, so a limit may be reached wherever the program is.
+    """
+    if isinstance(error, AccelRunError):
+        return None
+    for each in _raised_from(error):
+        if isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE):
+            where = os.fsdecode(each.filename) if each.filename is not None else ""
+            return SystemLimit("too many files are open", where=where, fix="raise the limit with ulimit -n")
+        if isinstance(each, ImportError):
+            text = " ".join(str(each).split())
+            if "too many open files" in text.lower():
+                return SystemLimit(text, fix="raise the limit with ulimit -n")
+            if any(words in text.lower() for words in _NOT_MAPPED):
+                return SystemLimit(
+                    f"a library does not fit into the address space: {text}", fix="raise the limit with ulimit -v"
+                )
+    return None
+
+
+def _raised_from(error: BaseException) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        seen.append(found)
+        yield found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+
+
+_NOT_MAPPED = (  # of the dynamic linker, as it loads a library
+    "failed to map segment from shared object",
+    "cannot map zero-fill pages",
+    "cannot allocate memory",
+    "cannot create shared object descriptor",
+)

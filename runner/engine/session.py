@@ -29,6 +29,7 @@ from runner.base.errors import (
     InputMissing,
     MissingPackage,
     RunInUse,
+    limit_of,
     number_of,
     where_it_goes_on,
 )
@@ -154,6 +155,11 @@ def _lead(job: Job, world: World) -> Ended:
                 with suppress(AccelRunError):  # what differs was seen only once the task and its data were built
                     for name, content in before.items():
                         directory.write(name, content)
+            limit = limit_of(error)
+            if limit is not None:
+                limit.__cause__ = error  # its traceback is for error.json
+                _end_badly(limit, directory, record, began)
+                raise limit from error
             is_written = _end_badly(error, directory, record, began)
             if is_written and not isinstance(error, (AccelRunError, KeyboardInterrupt)):
                 raise _fault_of_ours(error, directory) from error
