@@ -1,8 +1,8 @@
-"""Is a loss the sum over its batch? Looked at once, before the first update: a mean would be trained on unnoticed.
+"""Check once, before the first update, that a loss is the sum over its batch: a mean would be trained on unnoticed.
 
-With a mean in the place of the sum, gradients are smaller by the number of items and the loss shown is as well, but
-nothing fails. The loss of a batch must equal the sum of the losses of its halves, in eval mode, in which samples do not
-depend on each other. What is called here leaves no trace in the model, the generators or the order of the data.
+With a mean instead of the sum, gradients and the loss shown are too small by the number of items, but nothing fails.
+The loss of a batch must equal the sum of the losses of its halves, in eval mode, in which samples do not depend on each
+other. What is called here leaves no trace in the model, the generators or the order of the data.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import statistics
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,18 +24,26 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runner.axes.dataloader import Loader
+from runner.axes.prefetch import Prefetch
 from runner.base import noise
 from runner.base.batch import MicroBatch, Samples
 from runner.base.buffers import restored
 from runner.base.errors import TaskFault
+from runner.base.generators import seed_everything
+from runner.base.order import Micro
+from runner.base.streams import global_generators
+from runner.base.words import words_of
 from runner.engine.assemble import Parts
 from runner.engine.contract import checked_loss
 from runner.engine.evaluate import as_in_use
 from runner.engine.faults import place_of
 
 TOLERANCE = 0.05  # of the loss: bfloat16 and kernels for another size round; a mean is off by a half
-SPREAD = 0.05  # of a loss that draws random numbers, over three draws: with more nothing can be told
+SPREAD = 0.05  # of a loss that draws random numbers: with more, averages over draws decide
 NEAR_MEAN = 0.2
+_NUMBERS_OF_DRAWS = 16, 32, 64  # averaged until they decide
+_LONGEST_S = 30.0  # of one of these steps, after which none follows
 
 
 class _Values(NamedTuple):
@@ -66,67 +76,257 @@ class _Values(NamedTuple):
         return is_constant and self._adds_up and all(abs(loss) > NEAR_MEAN * self.scale for loss, _ in self.halves)
 
     @property
+    def undecided(self) -> str:
+        """Why these numbers tell nothing; "" where they do."""
+        numbers = [*self.whole, *self.halves[0], *self.halves[1]]
+        if not all(map(math.isfinite, numbers)):
+            return _NOT_FINITE
+        return "" if self.scale else "it is 0 for the first batch"
+
+    @property
+    def off_sum(self) -> float:
+        """How far the loss of the batch is from the sum of those of its halves."""
+        return self.whole[0] - sum(loss for loss, _ in self.halves)
+
+    @property
+    def off_mean(self) -> float:
+        """How far the loss of the batch is from the mean of those of its halves."""
+        return self.whole[0] - self._mean
+
+    @property
+    def _mean(self) -> float:
+        return sum(loss * count for loss, count in self.halves) / max(self.whole[1], 1e-30)
+
+    @property
     def _adds_up(self) -> bool:
-        return abs(self.whole[0] - sum(loss for loss, _ in self.halves)) <= TOLERANCE * self.scale
+        return abs(self.off_sum) <= TOLERANCE * self.scale
 
     def is_mean(self, tolerance: float) -> bool:
-        mean = sum(loss * count for loss, count in self.halves) / max(self.whole[1], 1e-30)
-        return abs(self.whole[0] - mean) <= tolerance * abs(mean)
+        return abs(self.off_mean) <= tolerance * abs(self._mean)
 
 
-def check_sum(parts: Parts, loss: Callable[[nn.Module, Any], Any], first: MicroBatch) -> None:
+def check_sum(
+    parts: Parts, loss: Callable[[nn.Module, Any], Any], first: MicroBatch, read: Reader | None = None
+) -> str:
     """Raise TaskFault, on every rank, where the loss of a batch is not the sum of those of its halves.
 
-    A batch that cannot be cut between samples is not looked at, nor a model whose eval mode mixes samples. All ranks
-    must ask, for there may be collectives in a model. Whatever the loss raises is left to the first update.
+    Return "" where that was decided, else why it could not be. All ranks must ask, for there may be collectives in a
+    model. Whatever the loss raises is left to the first update.
+
+    read  reads samples as a batch: for the halves of a batch that cannot be cut, and for a batch of one sample
     """
-    world, whole_batch = parts.world, not parts.parallel.splits_batch
-    halves = halves_of(first) if first.counts and not _mixes_samples(parts.bare) else None
-    again: list[float] = []
+    world = parts.world
     with ExitStack() as stack:
-        stack.enter_context(counters_restored([parts.task, *parts.bare.modules()]))
-        stack.enter_context(as_in_use(parts.bare, world.device))
-        stack.enter_context(parts.parallel.gathered(parts.model))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(noise.no_pass())
-        stack.enter_context(_eager(is_compiled=parts.plan.choices["compile"].name != "off"))
-
-        def value(part: Part, precision: Callable[[], AbstractContextManager[Any]]) -> tuple[float, float]:
-            noise.start_pass(part.samples)
-            with precision(), restored(parts.bare.modules()), _Unchanged(parts.bare):
-                total, count = checked_loss(loss(parts.model, part.batch), loss, parts.source)
-            return float(total), float(count)
-
-        def values(precision: Callable[[], AbstractContextManager[Any]]) -> _Values | None:
-            if halves is None:
-                return None
-            with suppress(Exception):  # a loss may not know eval mode or halves; the first update says what is wrong
-                return _Values(value(whole, precision), (value(halves[0], precision), value(halves[1], precision)))
-            return None
-
-        def is_doubtful(found: _Values | None) -> bool:
-            doubtful = found is not None and not found.is_sum
-            return bool(world.from_first(doubtful)) if whole_batch else doubtful  # all stages go on alike
-
-        whole, forward = Part(first.batch, first.samples), parts.precision.forward
-        found = values(forward)
-        is_wrong = is_doubtful(found)
-        if (
-            is_wrong and parts.precision.dtype is not torch.float32
-        ):  # only rounded, as large sums whose difference is small?
-            forward = nullcontext
-            exact = values(forward)
-            is_wrong = is_doubtful(exact)
-            found = exact or found
-        if is_wrong and found is not None:  # is it random?
-            with suppress(Exception):
-                again = [value(whole, forward)[0], value(whole, forward)[0]]
-    fault = _fault(found, again, loss, parts) if is_wrong and found is not None and len(again) == 2 else None
-    told = world.gather(fault)
-    said = told[0] if whole_batch else next(filter(None, told), None)  # rank 0 has drawn what the model was given
+        compared = _Compared(parts, loss, _split(first, read, parts), stack)
+        fault, why = compared.judged() if first.counts else (None, "")
+    told = world.gather([fault, why, first.counts])
+    faults = [there[0] for there in told]
+    # rank 0 has drawn what the model was given
+    said = faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None)
     if said is not None:
         what, where, fix = said
         raise TaskFault(what, where=where, fix=fix)
+    reasons = [why for _, why, counts in told if counts]
+    return reasons[0] if reasons and all(reasons) else ""
+
+
+class _Split(NamedTuple):
+    """A batch and its halves.
+
+    is_cut  the halves have the numbers of the batch; else they were collated again, perhaps with other draws
+    why     what prevented it where there are no halves
+    """
+
+    whole: Part | None
+    halves: tuple[Part, Part] | None
+    is_cut: bool = True
+    why: str = ""
+
+
+def _split(first: MicroBatch, read: Reader | None, parts: Parts) -> _Split:
+    if not first.counts:
+        return _Split(None, None)
+    if _mixes_samples(parts.bare):
+        return _Split(None, None, why="a batch norm without running statistics mixes the samples of a batch")
+    if first.samples is None:
+        return _Split(None, None, why="it is not known which samples are in a batch")
+    indices = list(first.samples.indices)
+    try:
+        if len(indices) == 1 and read is not None:
+            indices.append(read.other_than(indices[0]))
+            first = read(indices, first.samples)
+        halves = halves_of(first)
+        if halves is not None or read is None or len(indices) < 2:
+            return _Split(Part(first.batch, first.samples), halves, why="" if halves else _UNCUT)
+        middle, known = len(indices) // 2, first.samples
+        assert known is not None
+        one, other = (read(part, known) for part in (indices[:middle], indices[middle:]))
+        again = Part(one.batch, one.samples), Part(other.batch, other.samples)
+        return _Split(Part(first.batch, first.samples), again, is_cut=False)
+    except Exception as error:
+        return _Split(None, None, why=f"two halves of a batch cannot be read: {words_of(error)}")
+
+
+class Reader:
+    """Reads samples as a batch on the device, where and how those of training are read."""
+
+    def __init__(self, loader: Loader, prefetch: Prefetch) -> None:
+        self._loader, self._prefetch = loader, prefetch
+
+    def __call__(self, indices: Sequence[int], like: Samples) -> MicroBatch:
+        """Return the batch of these samples, of the epoch of `like`. Raises IndexError where one is unreadable."""
+        key = Micro(like.epoch, list(indices), last=False, first=min(like.places, default=0), seed=like.seed)
+        # Not by the loader of the training, whose workers are reading ahead.
+        loader = self._loader.alike(self._loader.fetcher)
+        try:
+            (found,) = self._prefetch(iter(loader.batches([key])))
+        finally:
+            loader.close()
+        if not found.counts or found.bad:
+            raise IndexError(f"samples that cannot be read are among {key.indices}")
+        return found
+
+    def other_than(self, index: int) -> int:
+        """Return the index of another sample."""
+        if len(self._loader.fetcher) < 2:
+            raise IndexError("the data set has one sample")
+        return (index + 1) % len(self._loader.fetcher)
+
+
+class _Compared:
+    """Calls a loss on a batch and its halves, from the same state of the model and of the random generators."""
+
+    def __init__(self, parts: Parts, loss: Callable[..., Any], split: _Split, stack: ExitStack) -> None:
+        self.parts, self.loss, self.split = parts, loss, split
+        self.why, self.draws = split.why, False
+        stack.enter_context(_left_alone(parts))
+
+    def judged(self) -> tuple[tuple[str, str, str] | None, str]:
+        """Return what is wrong, or None, and why it could not be decided, or ""."""
+        forward = self.parts.precision.forward
+        found = self._values(forward)
+        if self._agree(found is not None and not found.is_sum) and self.parts.precision.dtype is not torch.float32:
+            forward = nullcontext  # only rounded, as large sums whose difference is small?
+            found = self._values(forward) or found
+        if found is None:
+            return None, self.why
+        if not self._agree(self.draws or not found.is_sum):
+            return None, found.undecided
+        several = [found]
+        for number in (4, *_NUMBERS_OF_DRAWS):
+            since = time.perf_counter()
+            while len(several) < number:
+                next_one = self._values(forward, seed=len(several))
+                if next_one is None:
+                    return None, self.why
+                several.append(next_one)
+            kind = _kind_of(several)
+            takes_long = time.perf_counter() - since > _LONGEST_S
+            if self._agree(bool(kind) or takes_long):
+                break
+        return self._verdict(kind, several)
+
+    def _verdict(self, kind: str, several: Sequence[_Values]) -> tuple[tuple[str, str, str] | None, str]:
+        if kind == "sum":
+            return None, next((each.undecided for each in several if each.undecided), "")
+        if not kind:
+            return None, f"its random draws differ too much ({len(several)} draws)"
+        if kind == "neither" and not self.split.is_cut:
+            return None, "the halves of a batch, collated again, have other losses"
+        return _fault(kind, averaged(several), self.loss, self.parts), ""
+
+    def _values(self, precision: Callable[[], AbstractContextManager[Any]], seed: int = 0) -> _Values | None:
+        """Return the losses of the batch and its halves, None where the loss raises: not every one knows eval mode."""
+        whole, halves = self.split.whole, self.split.halves
+        if whole is None or halves is None:
+            return None
+        try:
+            value = self._value
+            return _Values(
+                value(whole, precision, seed), (value(halves[0], precision, seed), value(halves[1], precision, seed))
+            )
+        except _Changes:
+            self.why = "it changes weights of the model"
+        except Exception as error:  # the first update says what is wrong
+            self.why = f"it raises in eval mode: {words_of(error)}"
+        return None
+
+    def _value(
+        self, part: Part, precision: Callable[[], AbstractContextManager[Any]], seed: int
+    ) -> tuple[float, float]:
+        bare = self.parts.bare
+        noise.start_pass(part.samples)
+        seed_everything(seed)
+        generators = global_generators()
+        before = [generator.mark() for generator in generators]
+        with precision(), restored(bare.modules()), _Unchanged(bare):
+            total, count = checked_loss(self.loss(self.parts.model, part.batch), self.loss, self.parts.source)
+        self.draws = self.draws or [generator.mark() for generator in generators] != before
+        return float(total), float(count)
+
+    def _agree(self, flag: bool) -> bool:
+        """Return the flag of rank 0 where all ranks run each pass together."""
+        return flag if self.parts.parallel.splits_batch else bool(self.parts.world.from_first(flag))
+
+
+@contextmanager
+def _left_alone(parts: Parts) -> Iterator[None]:
+    """Put the model in eval mode without gradients, and leave no trace in it, the task and the generators."""
+    with (
+        counters_restored([parts.task, *parts.bare.modules()]),
+        as_in_use(parts.bare, parts.world.device),
+        parts.parallel.gathered(parts.model),
+        torch.no_grad(),
+        noise.no_pass(),
+        _eager(is_compiled=parts.plan.choices["compile"].name != "off"),
+    ):
+        yield
+
+
+def averaged(several: Sequence[_Values]) -> _Values:
+    """Return the averages over draws."""
+
+    def mean(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
+        losses, counts = zip(*pairs, strict=True)
+        return statistics.fmean(losses), statistics.fmean(counts)
+
+    one, other = (mean(each.halves[half] for each in several) for half in (0, 1))
+    return _Values(mean(each.whole for each in several), (one, other))
+
+
+def _kind_of(several: Sequence[_Values]) -> str:
+    """Return "sum", "mean", "count" or "neither", and "" where random draws hide it.
+
+    All generators are seeded alike for a batch and its halves, so draws that are the same for all samples cancel. Those
+    for each sample do not: there, the averages over draws must be closer to one than to the other, by six standard
+    errors. By Student's t distribution, 16 draws err in 2 of 100,000 cases.
+    """
+    found = averaged(several)
+    if any(each.undecided == _NOT_FINITE for each in several):
+        return "sum"  # not decided; the first update says so
+    if all(each.is_sum for each in several):
+        return "sum"
+    losses = [each.whole[0] for each in several]
+    spread = max(losses) - min(losses)
+    if all(each.is_mean(TOLERANCE) for each in several) or (
+        spread <= SPREAD * found.scale and found.is_mean(NEAR_MEAN)
+    ):
+        return "count" if found.has_constant_count else "mean"
+    if spread <= 1e-3 * found.scale:
+        return "count" if found.has_constant_count else "neither"
+    if len(several) < _NUMBERS_OF_DRAWS[0]:
+        return ""
+    from_sum, from_mean = [each.off_sum for each in several], [each.off_mean for each in several]
+    if found.whole[1] == found.halves[0][1] == found.halves[1][1] != 0:  # a mean of micro-batches, or a wrong count
+        return "sum" if _is_far(from_sum) else "count" if found.has_constant_count else ""
+    if _is_far(from_sum) and found.is_mean(NEAR_MEAN):
+        return "mean"
+    return "sum" if _is_far(from_mean) and abs(statistics.fmean(from_sum)) <= NEAR_MEAN * found.scale else ""
+
+
+def _is_far(differences: Sequence[float]) -> bool:
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return abs(statistics.fmean(differences)) > 6 * error
 
 
 class Part(NamedTuple):
@@ -252,19 +452,14 @@ def _storage(tensor: Tensor) -> int:
 # ---------------------------------------------------------------- what is wrong
 
 
-def _fault(found: _Values, again: list[float], loss: Callable[..., Any], parts: Parts) -> tuple[str, str, str] | None:
-    """Return what is wrong, where, and the fix; None for a loss whose random draws hide it."""
-    losses = [found.whole[0], *again]
-    spread = max(losses) - min(losses)
-    is_random = spread > 1e-3 * found.scale
-    if is_random and (spread > SPREAD * found.scale or not found.is_mean(NEAR_MEAN)):
-        return None
+def _fault(kind: str, found: _Values, loss: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
+    """Return what is wrong, where, and the fix."""
     (whole, count), ((one, _), (other, _)) = found.whole, found.halves
     figures = f"the loss of a batch is {whole:.4g}, that of its halves {one:.4g} and {other:.4g}"
-    if found.has_constant_count:
+    if kind == "count":
         what = f"loss returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
         return what, place_of(loss, parts.source), _COUNT
-    if found.is_mean(NEAR_MEAN if is_random else TOLERANCE):
+    if kind == "mean":
         where, fix = _line_to_change(loss, parts.source)
         what = f"loss returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
         return what, where, fix
@@ -315,6 +510,8 @@ def _reduces(function: Any) -> bool:
         return False
 
 
+_NOT_FINITE = "it is not finite for the first batch"
+_UNCUT = "the batch cannot be cut into two halves"
 _PLAIN = (bool, int, float, str, type(None))
 _SUM = '"sum"'
 _COUNT = "return the number of items as the count, such as len(y); len(batch) is the number of tensors in a batch"

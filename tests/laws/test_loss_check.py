@@ -13,16 +13,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from runner import per_sample_noise
+from runner.axes.dataloader import Fetcher, Loader
 from runner.axes.precision import bf16, fp32
+from runner.axes.prefetch import Prefetch
 from runner.base.batch import MicroBatch, Samples
 from runner.base.errors import TaskFault
 from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import load, newest_valid
-from runner.engine.additive import check_sum, halves_of
+from runner.engine.additive import Reader, check_sum, halves_of
 from tests.forkserver import ForkServer
 
 WORLD = World(torch.device("cpu"))
@@ -44,15 +47,22 @@ def micro_of(batch: Any, size: int = SIZE) -> MicroBatch:
     return MicroBatch(batch, last=True, samples=Samples(0, 0, list(range(10, 10 + size)), list(range(size))))
 
 
-def said(loss: Loss, batch: Any = None, *, model: nn.Module | None = None, precision: Any = fp32) -> str:
-    """Return what is said of a loss: "" where nothing is wrong."""
-    model = model or model_of()
-    parts: Any = SimpleNamespace(
+def parts_of(model: nn.Module, precision: Any = fp32) -> Any:
+    return SimpleNamespace(
         world=WORLD, bare=model, model=model, parallel=Parallel(WORLD), precision=precision(WORLD, model),
         source=Path(__file__), task=Task(), plan=SimpleNamespace(choices={"compile": SimpleNamespace(name="off")}),
     )  # fmt: skip
+
+
+def said(
+    loss: Loss, batch: Any = None, *, model: nn.Module | None = None, precision: Any = fp32,
+    first: MicroBatch | None = None, loader: Loader | None = None,
+) -> str:  # fmt: skip
+    """Return what is said of a loss: "" where nothing is wrong."""
+    parts = parts_of(model or model_of(), precision)
+    read = None if loader is None else Reader(loader, Prefetch(WORLD.device))
     try:
-        check_sum(parts, loss, micro_of(batch_of() if batch is None else batch))
+        check_sum(parts, loss, first or micro_of(batch_of() if batch is None else batch), read)
     except TaskFault as fault:
         return str(fault)
     return ""
@@ -62,6 +72,18 @@ def noisy(size: float, reduction: str) -> Loss:
     def loss(model: nn.Module, batch: Any) -> Any:
         x, y = batch
         return F.mse_loss(model(x), torch.zeros(len(x), CLASSES) + size * torch.randn(1), reduction=reduction), len(y)
+
+    return loss
+
+
+def denoised(reduction: str) -> Loss:
+    """A diffusion loss: what is drawn for a sample depends on the size of its batch."""
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        time, noise = torch.rand(len(x), 1), torch.randn_like(x)
+        restored = model(x * (1 - time) + noise * time)
+        return F.mse_loss(restored, noise[:, :CLASSES], reduction=reduction), len(y)
 
     return loss
 
@@ -103,8 +125,8 @@ SUMS: dict[str, Loss] = {
     "draws of its own for each sample": with_own_draws,
     "a mean of micro-batches": lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1]), 1),
     "nothing lost": lambda model, batch: (model(batch[0]).sum() * 0, len(batch[1])),
-    "draws that hide what it is": noisy(5.0, "mean"),
     "a sum with draws": noisy(5.0, "sum"),
+    "a sum with draws for each sample": denoised("sum"),
     "one that knows no eval mode": lambda model, batch: {}["x"] if not model.training else None,
     "not a number": lambda model, batch: (model(batch[0]).sum() * float("nan"), len(batch[1])),
     "what another check refuses": lambda model, batch: model(batch[0]).mean(),
@@ -133,6 +155,8 @@ MEANS: dict[str, tuple[Loss, str]] = {
         "model(batch[0]).square().sum()",
     ),
     "a mean with few draws": (noisy(0.001, "mean"), 'reduction="sum"'),
+    "a mean with many draws": (noisy(5.0, "mean"), 'reduction="sum"'),
+    "a mean with draws for each sample": (denoised("mean"), 'reduction="sum"'),
     "a mean by a function": (
         lambda model, batch: (torch.mean(model(batch[0]).square()), len(batch[1])),
         "torch.sum(model(batch[0]).square())",
@@ -164,6 +188,54 @@ def test_a_mean_with_a_count_is_refused_with_the_call_to_change(name: str) -> No
 
 def test_a_loss_that_is_no_sum_is_refused_with_the_attribute_that_allows_it() -> None:
     assert "loss_is_additive" in said(contrastive)
+
+
+def test_a_mean_of_a_batch_of_one_sample_is_refused() -> None:
+    x, y = batch_of()
+    loader = Loader(Fetcher(list(zip(x, y, strict=True)), default_collate, bad_samples="stop"))
+    first = MicroBatch((x[:1], y[:1]), last=True, samples=Samples(0, 0, [0], [0]))
+    assert "loss returns a mean" in said(MEANS["a mean"][0], first=first, loader=loader)
+    assert said(SUMS["a sum"], first=first, loader=loader) == ""
+
+
+def packed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.cat([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_samples_that_are_packed_are_collated_again_as_halves(reduction: str) -> None:
+    x, y = batch_of()
+    samples = list(zip(x, y, strict=True))
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0].view(-1, WIDTH)), batch[1], reduction=reduction), len(batch[1])
+
+    first = MicroBatch(packed(samples), last=True, samples=Samples(0, 0, range(SIZE), range(SIZE)))
+    told = said(loss, first=first, loader=Loader(Fetcher(samples, packed, bad_samples="stop")))
+    assert ("loss returns a mean" in told) == (reduction == "mean")
+    assert bool(told) == (reduction == "mean")
+
+
+def of_heavy_draws(model: nn.Module, batch: Any) -> Any:
+    drawn = torch.randn(len(batch[0]), 1).mul(5).exp()
+    return (model(batch[0]) * drawn).square().mean(), len(batch[1])
+
+
+def in_training_only(model: nn.Module, batch: Any) -> Any:
+    if not model.training:
+        raise ValueError("for training")
+    return F.cross_entropy(model(batch[0]), batch[1]), len(batch[1])
+
+
+@pytest.mark.parametrize("loss", [of_heavy_draws, in_training_only])
+def test_what_cannot_be_decided_is_reported(loss: Loss) -> None:
+    assert check_sum(parts_of(model_of()), loss, micro_of(batch_of()))
+    assert not check_sum(parts_of(model_of()), SUMS["a sum"], micro_of(batch_of()))
+
+
+def test_a_batch_norm_that_mixes_samples_is_reported() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 12), nn.BatchNorm1d(12, track_running_stats=False), nn.Linear(12, CLASSES))
+    assert "batch norm" in check_sum(parts_of(model), MEANS["a mean"][0], micro_of(batch_of()))
 
 
 @pytest.mark.parametrize("count", [len, lambda batch: 1])
@@ -304,12 +376,13 @@ CHANGES = Path(__file__).parent / "task_of_buffers.py"  # its buffers change in 
 OFF = "import runner.base.task\nrunner.base.task.Task.loss_is_additive = False"
 
 
-def trained(server: ForkServer, folder: Path, words: str, before: str) -> tuple[dict[str, Tensor], Sequence[Any]]:
+def trained(
+    server: ForkServer, folder: Path, words: str, before: str, task: Path = CHANGES
+) -> tuple[dict[str, Tensor], Sequence[Any]]:
     folder.mkdir()
-    size = "micro_batch_size=4"  # batches of two, as lists of two tensors, are not looked at
-    line = (
-        f"train --task {CHANGES} {size} run=mine device=cpu monitor=off updates=5 evaluate.every=0 log_every=1 {words}"
-    )
+    # Batches of two, as lists of two tensors, are collated again.
+    size = "micro_batch_size=4" if task == CHANGES else "micro_batch_size=1"
+    line = f"train --task {task} {size} run=mine device=cpu monitor=off updates=5 evaluate.every=0 log_every=1 {words}"
     ended = server.run(line, folder, before=before)
     assert ended.code == 0, ended.err
     path = newest_valid(folder / "outputs/mine/checkpoints")
@@ -336,6 +409,15 @@ def test_the_check_changes_no_bit_of_the_training(words: str, server: ForkServer
     without, other = trained(server, tmp_path / "without", words, OFF)
     assert losses == other
     assert with_check.keys() == without.keys()
+    assert [name for name, tensor in without.items() if not torch.equal(tensor, with_check[name])] == []
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("words", ["", "dataloader.num_workers=1", "parallelism=pipeline parallelism.world_size=2"])
+def test_reading_a_second_sample_changes_no_bit_of_the_training(words: str, server: ForkServer, tmp_path: Path) -> None:
+    with_check, losses = trained(server, tmp_path / "with", words, "", TASK)
+    without, other = trained(server, tmp_path / "without", words, OFF, TASK)
+    assert losses == other
     assert [name for name, tensor in without.items() if not torch.equal(tensor, with_check[name])] == []
 
 

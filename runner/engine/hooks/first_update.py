@@ -7,7 +7,7 @@ import time
 
 from runner.axes.compile import nothing_was_compiled
 from runner.base.words import shortened
-from runner.engine.additive import check_sum
+from runner.engine.additive import Reader, check_sum
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -41,10 +41,17 @@ class FirstUpdate(Hook):
             return
         if not isinstance(phase.work, Gradients) or not parts.task.loss_is_additive:
             return
-        if is_sharded and phase.hook(Evaluation).held_out is None:  # the whole model may never be on one device
-            return
-        check_sum(parts, phase.work.task_loss, phase.feed.peek())
-        phase.watch.lap("starting")
+        if is_sharded and phase.hook(Evaluation).held_out is None:
+            why = f"parallelism={phase.run_.plan.choices['parallelism'].name} gathers the model for evaluations only"
+        else:  # without validation data, the whole model may never be on one device
+            read = Reader(phase.loader, parts.prefetch)
+            why = check_sum(parts, phase.work.task_loss, phase.feed.peek(), read)
+            phase.watch.lap("starting")
+        if why:
+            phase.run_.observers.screen.say(
+                f"{phase.name}: loss was not checked to be a sum: {why}. It must return the sum over the items of a"
+                ' batch, such as with reduction="sum", and their number'
+            )
 
     def after_update(self, step: StepInfo) -> None:
         if self._is_first:
