@@ -182,11 +182,12 @@ def test_the_summary_is_whole_private_and_through_no_link(tmp_path: Path) -> Non
 
 
 def test_a_summary_that_is_there_is_not_written_over(tmp_path: Path) -> None:
-    (tmp_path / "monitor.json").write_text("of a table that was moved away")
+    text = "of a table that was moved away"
+    (tmp_path / "monitor.json").write_text(text)
     with GPUStats(tmp_path, 0.02) as stats:
         watch(stats)
 
-    assert (tmp_path / "monitor.json").read_text() == "of a table that was moved away"
+    assert (tmp_path / "monitor.json").read_text() == text
     assert stats.path_csv.name == "gpu-2.csv"
 
 
@@ -198,8 +199,10 @@ def test_nothing_sampled_is_nothing_to_draw_and_says_what_to_do(tmp_path: Path) 
 def test_a_device_that_is_not_there_is_named_with_those_that_are(nvml_stub: NvmlStub) -> None:
     said = nvml_stub.run(AROUND, PAIR, DEVICES="[0, 7]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
 
-    assert said.startswith("devices: no such GPU: 7; there are: 0 (GPU-2080aaaa-1111-4000-8000-000000000000), 1 (")
-    assert "no NVIDIA driver is installed" in nvml_stub.run(AROUND, None, DEVICES="[0]")
+    assert said.startswith("devices: ")
+    assert " 7; " in said
+    assert " 0 (GPU-2080aaaa-1111-4000-8000-000000000000), 1 (" in said
+    assert "NVIDIA driver" in nvml_stub.run(AROUND, None, DEVICES="[0]")
 
 
 def test_gpu0_is_torchs_cuda_0_where_torch_has_started(nvml_stub: NvmlStub) -> None:
