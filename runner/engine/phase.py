@@ -191,6 +191,7 @@ class Phase(PhaseView):
         self._tell_progress()
         for hook in self.hooks:
             hook.begin()
+        self._after_update = self.hooks_with("after_update")
         since: float | None = None  # the first update is not like the others
         for step in () if self.is_over else self.work.updates(self.batches):
             self.update_s = None if since is None else time.perf_counter() - since
@@ -201,7 +202,7 @@ class Phase(PhaseView):
     def _between(self, step: StepInfo) -> None:
         self.pulse.made.value = self.number
         self._tell_progress()
-        for hook in self.hooks:
+        for hook in self._after_update:
             hook.after_update(step)
         self.pulse.done.add(UPDATE)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from runner.axes.dataloader import Loader
@@ -79,7 +80,19 @@ class PhaseView:
 
     def hook(self, kind: type[AnyHook]) -> AnyHook:
         """Return the hook of this class."""
-        return next(hook for hook in self.hooks if isinstance(hook, kind))
+        return self._by_kind[kind]  # type: ignore[return-value]
+
+    @cached_property
+    def _by_kind(self) -> dict[type[Hook], Hook]:
+        return {type(hook): hook for hook in self.hooks}
+
+    def hooks_with(self, name: str) -> list[Hook]:
+        """Return the hooks that define this method or attribute; the others need not be asked after each update."""
+        return [hook for hook in self.hooks if getattr(type(hook), name) is not getattr(Hook, name)]
+
+    @cached_property
+    def _may_end(self) -> list[Hook]:
+        return self.hooks_with("ends_phase")
 
     @property
     def parts(self) -> Parts:
@@ -94,7 +107,7 @@ class PhaseView:
     @property
     def is_over(self) -> bool:
         """True once no update is left: all are done, or a hook ends the phase early."""
-        return self.position.update >= self.total or any(hook.ends_phase for hook in self.hooks)
+        return self.position.update >= self.total or any(hook.ends_phase for hook in self._may_end)
 
     @property
     def number(self) -> int:

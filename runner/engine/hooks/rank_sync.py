@@ -86,15 +86,19 @@ class RankSync(Hook):
         super().__init__(phase)
         self.exchange = Exchange(phase.parts.world)
         self.agreed, self.of = Wants(), 0
+        self._wanting: list[Hook] = []
         self.status: StepStatus | None = None
         self.asked_at: float | None = None
+
+    def begin(self) -> None:
+        self._wanting = self.phase.hooks_with("wants")
 
     def wants(self) -> Wants:
         return Wants(stop=self.phase.run_.stop.requested is not None)
 
     def after_update(self, step: StepInfo) -> None:
         phase = self.phase
-        wants = Wants(*map(any, zip(*(hook.wants() for hook in phase.hooks), strict=True)))
+        wants = Wants(*map(any, zip(*(hook.wants() for hook in self._wanting), strict=True)))
         if phase.is_alone:
             self.agreed, self.of = wants, step.update
         else:
