@@ -22,6 +22,7 @@ DRAW_EVERY_S = 0.25
 LINE_EVERY_S = 30.0
 PACE_WINDOW_S = 30.0
 BAR_COLUMNS = 24
+PACE = "it_per_s"
 LEAST_BAR = 6  # narrower ones tell nothing
 BEFORE_THE_BAR = 4  # figures up to this rank tell more than the bar
 
@@ -42,7 +43,8 @@ class Progress:
     def update(self, update: int, values: Values, monitor: str = "") -> None:
         """Show the state after `update` if that is due; a value that is None is left out.
 
-        values   by metric name; `train/loss` is shown as `loss`. data_wait is a fraction, memory_gib in GiB
+        values   by metric name; `train/loss` is shown as `loss`. data_wait is a fraction, memory_gib in GiB;
+                 it_per_s is shown instead of the pace of the last half minute, which the time left follows
         monitor  one line about the machine, shown below
         """
 
@@ -99,7 +101,7 @@ class Lines(Progress):
         now = self._clock()
         self._next_s = now + LINE_EVERY_S
         pace = self._pace.mark(update, now)
-        fields: dict[str, float | None] = {"update": update, "total": self._total, "it_per_s": pace}
+        fields: dict[str, float | None] = {"update": update, "total": self._total, PACE: pace}
         fields.update(values)
         fields["eta_s"] = round((self._total - update) / pace) if pace else None
         words = [f"{name}={_plain(value)}" for name, value in fields.items() if value is not None]
@@ -163,10 +165,11 @@ class Bar(Progress):
     def _frame(self, update: int, pace: float | None, values: Values, monitor: str) -> Group:
         fraction = min(1.0, update / self._total) if self._total else 1.0
         figures = [(f"{update:>{len(str(self._total))}}/{self._total}", 0)]
-        if pace:
-            figures.append(self._wide("pace", (f"{pace:.1f} it/s" if pace >= 1 else f"{1 / pace:.1f} s/it", 3)))
+        shown = values.get(PACE) or pace
+        if shown:
+            figures.append(self._wide("pace", (f"{shown:.1f} it/s" if shown >= 1 else f"{1 / shown:.1f} s/it", 3)))
         for name, value in values.items():
-            if value is not None:
+            if value is not None and name != PACE:
                 figures.append(self._wide(name, _figure(name.rpartition("/")[2], value)))
         if pace or "ETA" in self._widths:  # after the last update its place stays
             left = f"ETA {_clock_time((self._total - update) / pace)}" if pace and update < self._total else ""

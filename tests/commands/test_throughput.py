@@ -62,7 +62,14 @@ def test_the_throughput_is_the_items_over_the_time_from_the_first_update_to_the_
 
 
 def test_the_rows_of_metrics_lead_to_the_same_throughput(known: float, folder: Path) -> None:
-    assert rows(folder)[-1]["perf/throughput"] == known
+    assert rows(folder)[-1]["perf/throughput"] == rows(folder)[-1]["perf/items_per_s"] == known
+
+
+def test_a_progress_line_shows_the_throughput_of_a_row(screen: str, folder: Path) -> None:
+    shown = [float(found) for found in re.findall(r"items_per_s=([\d.e+-]+)", screen)]
+    assert shown
+    for figure in shown:  # of four digits
+        assert any(row["perf/throughput"] == pytest.approx(figure, rel=1e-3) for row in rows(folder))
 
 
 def test_the_end_of_the_screen_shows_the_throughput_of_the_run(known: float, screen: str) -> None:

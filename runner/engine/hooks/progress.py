@@ -42,7 +42,9 @@ class ProgressDisplay(Hook):
             values["lr"] = step.lr
         if step.grad_norm is not None:
             values["grad_norm"] = float(step.grad_norm)
-        values["items_per_s"] = meter.last_row.get("perf/items_per_s") or math.nan
+        if (pace := meter.timed.pace) is not None:
+            values["it_per_s"] = pace  # of the same time as the items per second beside it
+        values["items_per_s"] = meter.timed.throughput or math.nan
         data_wait = meter.data_wait()
         values["data_wait"] = math.nan if data_wait is None else data_wait
         if peak := accelerator_of(self.phase.parts.world.device).peak():
