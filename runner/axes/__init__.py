@@ -1,1 +1,1 @@
-"""One file per axis of choice; one function per option; none of them knows another."""
+"""Option groups: one file per axis, one function per option. Axes do not import each other."""

@@ -1,4 +1,4 @@
-"""Which kernel computes scaled dot product attention, which one really ran, and why not another."""
+"""Select the kernels of scaled dot product attention, and report which one ran and why others did not."""
 
 from __future__ import annotations
 

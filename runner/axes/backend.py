@@ -1,4 +1,4 @@
-"""Torch's global switches for the length of a run: kernel search, determinism, threads."""
+"""Set torch's global backend flags during a run: kernel search, determinism, threads."""
 
 from __future__ import annotations
 

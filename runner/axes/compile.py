@@ -1,4 +1,4 @@
-"""What torch.compile does with the model, in place: names in the state_dict stay as they are."""
+"""Apply torch.compile to the model in place; the names in its state_dict do not change."""
 
 from __future__ import annotations
 

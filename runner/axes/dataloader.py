@@ -1,7 +1,7 @@
-"""Who reads the samples: this process, worker processes or a thread. The batches are the same.
+"""Data loaders: in this process, in worker processes or in a thread. All yield identical batches.
 
-A loader is handed keys (epoch, indices, last) in the order of base/order.py and yields batches in that order.
-Code of the task draws from the global generators as base/streams.py seeds them for each sample, whoever runs it.
+A loader receives keys (epoch, indices, last) in the order of base/order.py and yields batches in that order.
+Code of the task draws from the global generators, which base/streams.py seeds for each sample in every loader.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the model keeps in memory, in which layout, and how much it may take."""
+"""Memory options of the model: activation checkpointing, memory layout, and limits."""
 
 from __future__ import annotations
 

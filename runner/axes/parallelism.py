@@ -1,4 +1,4 @@
-"""How ranks share the work. One process is a world of size 1 and uses the same verbs."""
+"""Parallelism strategies. A single process is a world of size 1 with the same interface."""
 
 from __future__ import annotations
 

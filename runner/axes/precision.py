@@ -1,4 +1,4 @@
-"""In which number format the forward pass runs, and how small gradients survive it."""
+"""Number format of the forward pass, and loss scaling where gradients would underflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a batch gets to the device: when it is needed, or one batch ahead on a stream of its own."""
+"""Copy batches to the device: synchronously, or one batch ahead on a separate stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: the factor on every learning rate as a function of the updates applied so far."""
+"""Learning rate schedules: a factor for all learning rates as a function of the number of updates."""
 
 from __future__ import annotations
 

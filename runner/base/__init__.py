@@ -1,1 +1,1 @@
-"""The ground floor: errors, settings, schema, configuration, world and the task contract."""
+"""Shared foundation: errors, settings, schema, configuration, world and the task contract."""

@@ -1,7 +1,7 @@
-"""What accel-run asks of a device beyond tensors: memory, generators, streams, names, native formats.
+"""Device access beyond tensors: memory, generators, streams, names and native formats.
 
-One class per vendor, and the only file that calls `torch.cuda` (tests/test_layers.py). What a device does not have does
-nothing; what it does not report is None, never 0. Importing this file does not import torch.
+One class per vendor. This is the only file that calls `torch.cuda` (checked by tests/test_layers.py). An operation that
+a device lacks is a no-op; a value that it does not report is None, never 0. Importing this file does not import torch.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-# ---------------------------------------------------------------- what a device reports
+# ---------------------------------------------------------------- device properties
 
 
 class FreeMemory(NamedTuple):
-    """Bytes of a device, as its driver counts them for all processes."""
+    """Free and total memory of a device in bytes, as the driver counts them for all processes."""
 
     free: int
     total: int
 
 
 class Held(NamedTuple):
-    """Bytes that this process holds on a device.
+    """Memory of a device that this process uses, in bytes.
 
-    allocated  in tensors
-    reserved   taken from the driver by torch's caching allocator; never less than `allocated`
+    allocated  occupied by tensors
+    reserved   obtained from the driver by torch's caching allocator; at least `allocated`
     """
 
     allocated: int
@@ -39,11 +39,11 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class TorchDevice:
-    """A GPU as torch numbers and describes it.
+    """A GPU as torch enumerates and describes it.
 
-    capability    NVIDIA compute capability; None for other vendors, whose numbers mean something else
-    architecture  AMD's name for it, such as gfx90a; empty for other vendors
-    free_bytes    free now, where torch had to be asked because NVML does not know the device; else None
+    capability    NVIDIA compute capability; None for other vendors, where the numbers have another meaning
+    architecture  AMD architecture name, such as gfx90a; empty for other vendors
+    free_bytes    free memory, set only if NVML does not know the device and torch was queried; else None
     """
 
     name: str
@@ -56,9 +56,9 @@ class TorchDevice:
 
 @dataclass(frozen=True)
 class Formats:
-    """What the matrix units of a device compute natively; torch emulates the rest.
+    """Formats that the matrix units of a device compute natively; torch emulates the others.
 
-    flash  torch's flash attention runs
+    flash  whether torch's flash attention kernel runs
     """
 
     bf16: bool = False
@@ -68,10 +68,10 @@ class Formats:
 
 
 def nvidia_formats(capability: tuple[int, int] | None, name: str = "") -> Formats:
-    """Return what tensor cores take. The GTX 16 series reports capability 7.5 and has none.
+    """Return the native formats of the tensor cores. The GTX 16 series reports capability 7.5 but has no tensor cores.
 
     Source: NVIDIA CUDA C++ Programming Guide, Compute Capabilities; sdp_utils.cpp for flash attention.
-    `is_bf16_supported()` of torch is no source: it is True for a T4, which emulates.
+    torch's `is_bf16_supported()` is not used: it returns True for a T4, which only emulates bfloat16.
     """
     if capability is None:
         return Formats()
@@ -81,9 +81,9 @@ def nvidia_formats(capability: tuple[int, int] | None, name: str = "") -> Format
 
 
 def amd_formats(architecture: str) -> Formats:
-    """Return what matrix cores (CDNA) and WMMA units (RDNA 3 and later) take, by the name of the architecture.
+    """Return the native formats of AMD matrix cores (CDNA) and WMMA units (RDNA 3 and later) for an architecture name.
 
-    No TF32: hipBLASLt has it on gfx942 only, and only where an environment variable asks for it.
+    TF32 is omitted: hipBLASLt has it on gfx942 only, and only if an environment variable enables it.
     Source: AMD Instinct MI200 and MI300 and RDNA3 instruction set references; AOTriton's targets for flash attention.
     """
     if architecture == "gfx908":  # MI100: bfloat16 at half the rate of float16
@@ -102,7 +102,7 @@ _CDNA = ("gfx90a", "gfx942", "gfx950")  # MI200, MI300, MI350
 
 
 class Accelerator:
-    """A device without memory, streams or generators of its own: a CPU, and the base class of all others."""
+    """A device without separate memory, streams or generators: the CPU, and the base class of all other devices."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -110,73 +110,73 @@ class Accelerator:
     # Memory
 
     def free_memory(self) -> FreeMemory | None:
-        """Return what the driver has left of the device's memory."""
+        """Return the free memory of the device, as reported by its driver."""
         return None
 
     def total_bytes(self) -> int | None:
-        """Return the memory that torch can allocate at most."""
+        """Return the maximum number of bytes that torch can allocate."""
         return None
 
     def held(self) -> Held | None:
-        """Return what this process holds now."""
+        """Return the memory that this process uses now."""
         return None
 
     def peak(self) -> Held | None:
-        """Return the most that this process held since `reset_peak`."""
+        """Return the peak memory of this process since `reset_peak`."""
         return None
 
     def reset_peak(self) -> None:
-        """Start `peak` from what is held now."""
+        """Reset `peak` to the current memory use."""
 
     def statistics(self) -> Mapping[str, int]:
-        """Return the counters of torch's caching allocator, by the names of `memory_stats`."""
+        """Return the counters of torch's caching allocator, keyed as in `torch.cuda.memory_stats`."""
         return {}
 
     def memory_table(self) -> str:
-        """Return torch's table of these counters, for people."""
+        """Return these counters as torch's human-readable table."""
         return ""
 
     def empty_cache(self) -> None:
-        """Return memory that no tensor uses to the driver."""
+        """Release unused cached memory to the driver."""
 
     def limit_memory(self, fraction: float) -> bool:
-        """Let this process allocate at most this fraction of the memory; return False where nothing can limit it."""
+        """Limit this process to a fraction of the memory. Return False if the device has no such limit."""
         return False
 
     # Random numbers
 
     def generator_state(self) -> torch.Tensor | None:
-        """Return the state of the device's default generator, as a tensor on the host."""
+        """Return the state of the device's default generator as a CPU tensor."""
         return None
 
     def set_generator_state(self, state: torch.Tensor) -> None:
-        """Restore what `generator_state` returned."""
+        """Restore a state returned by `generator_state`."""
 
     # Streams and contexts
 
     def activate(self) -> None:
-        """Make it the current device of this thread. A thread begins on device 0, where CUDA would open a context."""
+        """Make it the current device of this thread. New threads start on device 0, where CUDA would open a context."""
 
     def index(self) -> int:
-        """Return the number of the current device."""
+        """Return the index of the current device."""
         return 0
 
     def current_stream(self) -> Any:
-        """Return the stream on which this thread queues work."""
+        """Return the stream to which this thread submits work."""
         return None
 
     def page_lock(self, address: int, nbytes: int) -> bool:
-        """Page-lock memory of the host that exists already; return False where the system refuses."""
+        """Page-lock existing host memory. Return False if the system refuses."""
         return False
 
     # Names
 
     def name(self) -> str:
-        """Return the name of the product, empty where torch knows none."""
+        """Return the product name, or an empty string if torch does not know it."""
         return ""
 
     def uuid(self) -> str:
-        """Return the UUID without its prefix, empty where there is none."""
+        """Return the UUID without its prefix, or an empty string if there is none."""
         return ""
 
     def capability(self) -> tuple[int, int] | None:
@@ -184,16 +184,16 @@ class Accelerator:
         return None
 
     def architecture(self) -> str:
-        """Return AMD's name of the architecture, such as gfx90a."""
+        """Return the AMD architecture name, such as gfx90a."""
         return ""
 
     def l2_cache_bytes(self) -> int:
-        """Return the size of the last cache before the memory, 0 where it is not known."""
+        """Return the size in bytes of the last-level cache, 0 if unknown."""
         return 0
 
 
 class Metal(Accelerator):
-    """An Apple GPU. Its memory is the host's, and torch counts no peaks of it."""
+    """An Apple GPU. It shares the host's memory, and torch records no peak usage for it."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -269,7 +269,7 @@ class Cuda(Accelerator):
         runtime = self._torch.cudart()  # type: ignore[no-untyped-call]
         if runtime.cudaHostRegister(address, nbytes, 0) == runtime.cudaError.success:
             return True
-        # A refusal (WSL, a limit on locked memory) stays this thread's last error, and its next kernel would raise it.
+        # After a refusal (WSL, a limit on locked memory) this thread's next kernel would raise the pending CUDA error.
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
         return False
@@ -288,7 +288,7 @@ class Cuda(Accelerator):
 
 
 class Rocm(Cuda):
-    """An AMD GPU: torch's HIP build answers through the same functions, and also calls the device type `cuda`."""
+    """An AMD GPU: torch's HIP build uses the same functions and also names the device type `cuda`."""
 
     def capability(self) -> tuple[int, int] | None:
         return None
@@ -298,7 +298,7 @@ class Rocm(Cuda):
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """Return the device as accel-run asks it; makes no context on it."""
+    """Return the `Accelerator` of a device, without creating a context on it."""
     if device.type == "cuda":
         return Rocm(device) if _is_rocm() else Cuda(device)
     return Metal(device) if device.type == "mps" else Accelerator(device)
@@ -308,27 +308,27 @@ def accelerator_of(device: torch.device) -> Accelerator:
 
 
 def cuda_is_initialized() -> bool:
-    """Return whether this process has started CUDA (or HIP) and must not be forked; never imports torch."""
+    """Return whether this process has initialized CUDA (or HIP) and must not be forked; never imports torch."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
 
 
 def cuda_is_available() -> bool:
-    """Return whether torch sees a GPU under the device type `cuda`."""
+    """Return whether torch sees a GPU of device type `cuda`."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def device_count() -> int:
-    """Return how many GPUs torch sees under the device type `cuda`."""
+    """Return the number of GPUs of device type `cuda`."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def current_device() -> torch.device:
-    """Return the current GPU of this thread."""
+    """Return the index of this thread's current GPU."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device())
@@ -342,7 +342,7 @@ def default_generator(index: int) -> torch.Generator:
 
 
 def torch_devices() -> Iterator[TorchDevice]:
-    """Yield torch's GPUs in its order. Raises RuntimeError or AssertionError where the driver does not start."""
+    """Yield torch's GPUs in order. Raises RuntimeError or AssertionError if the driver cannot be initialized."""
     import torch
 
     is_rocm = _is_rocm()
@@ -354,12 +354,12 @@ def torch_devices() -> Iterator[TorchDevice]:
             properties.total_memory,
             None if is_rocm else (properties.major, properties.minor),
             _architecture(properties) if is_rocm else "",
-            torch.cuda.mem_get_info(index)[0] if is_rocm else None,  # there is no NVML to ask
+            torch.cuda.mem_get_info(index)[0] if is_rocm else None,  # no NVML on AMD
         )
 
 
 def torch_uuids() -> list[str] | None:
-    """Return the UUIDs of torch's GPUs without prefix, cuda:0 first; None where CUDA has not started or has none."""
+    """Return the UUIDs of torch's GPUs without prefix, in order; None if CUDA is not initialized or reports none."""
     torch: Any = sys.modules.get("torch")
     if not cuda_is_initialized():
         return None
@@ -369,14 +369,14 @@ def torch_uuids() -> list[str] | None:
 
 
 def compiled_architectures() -> tuple[str, ...]:
-    """Return what torch's kernels were compiled for: sm_75, compute_120, gfx90a, ..."""
+    """Return the architectures that torch's kernels were compiled for: sm_75, compute_120, gfx90a, ..."""
     import torch
 
     return tuple(torch.cuda.get_arch_list())
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of NCCL (RCCL on AMD) that torch brings."""
+    """Return the version of the NCCL (RCCL on AMD) library that ships with torch."""
     import torch
 
     return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
@@ -391,7 +391,7 @@ def page_unlock(address: int) -> None:
 
 @contextmanager
 def warning_of_waits() -> Iterator[None]:
-    """Let torch warn wherever the host waits for a GPU."""
+    """Make torch warn at each point where the host synchronizes with a GPU."""
     import torch
 
     before = torch.cuda.get_sync_debug_mode()
@@ -403,7 +403,7 @@ def warning_of_waits() -> Iterator[None]:
 
 
 def is_stand_in() -> bool:
-    """Return whether tests/stand_ins plays the GPU: numbers are real, times are those of the CPU."""
+    """Return whether tests/stand_ins emulates the GPU: results are real, timings are those of the CPU."""
     return "_stand_in" in sys.modules
 
 
@@ -414,5 +414,5 @@ def _is_rocm() -> bool:
 
 
 def _architecture(properties: Any) -> str:
-    """Return gfx90a of gfx90a:sramecc+:xnack-."""
+    """Return the base architecture, e.g. gfx90a for gfx90a:sramecc+:xnack-."""
     return str(getattr(properties, "gcnArchName", "")).partition(":")[0]

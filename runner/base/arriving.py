@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host: nobody waits for them before they are read."""
+"""Asynchronous copies of numbers from a device to the host; only reading them synchronizes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Arriving:
-    """Numbers that are being copied.
+    """A pending copy to the host.
 
-    on_host  where they arrive
-    arrived  is over when they have; None: nothing had to be copied from a device
+    on_host  destination tensor
+    arrived  event recorded after the copy; None if no device copy was needed
     """
 
     on_host: Tensor
     arrived: torch.Event | None = None
 
     def is_here(self) -> bool:
-        """Tell whether reading would not wait."""
+        """Return whether `read` would return without blocking."""
         return self.arrived is None or bool(self.arrived.query())
 
     def read(self) -> Tensor:
-        """Return the numbers; waits until they are here."""
+        """Return the numbers; blocks until the copy has finished."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.on_host
 
 
 def sent(numbers: Tensor) -> Arriving:
-    """Return a copy of the numbers that is on its way to the host; later changes do not reach it."""
+    """Start a non-blocking copy of the numbers to the host and return it; later in-place changes do not affect it."""
     if numbers.device.type == "cpu":
         return Arriving(numbers.clone())
     on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.device.type == "cuda")

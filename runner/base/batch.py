@@ -1,4 +1,4 @@
-"""A batch on its way from the loader to the model."""
+"""Batches and micro-batches, as passed from the loader to the model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class Samples(NamedTuple):
-    """Which samples a batch holds, in its order: enough to draw random numbers for each of them.
+    """The samples of a batch, in order; enough to draw random numbers per sample.
 
     seed     seed of the run
     indices  of the samples in their data set
-    places   of the samples in the order of the epoch
+    places   positions of the samples in the order of the epoch
     """
 
     seed: int
@@ -23,10 +23,10 @@ class Samples(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """A batch; `last` closes the update of this rank; `bad` lists (index, reason) of samples that were left out.
+    """A batch; `last` marks the last micro-batch of this rank's update; `bad` lists (index, reason) of skipped samples.
 
-    counts   False: it only keeps the ranks in step, and must add nothing to the update; `batch` may then be None
-    samples  None: not known, as for batches that no data set was read for
+    counts   False: it only keeps the ranks in step and must not contribute to the update; `batch` may then be None
+    samples  None if unknown, as for batches that were not read from a data set
     """
 
     batch: Any
@@ -37,7 +37,7 @@ class MicroBatch(NamedTuple):
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply `function` to every tensor inside tuples, lists and mappings."""
+    """Apply `function` to every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -50,7 +50,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Tell whether two batches hold the same tensors, NaN in the same places; what is no tensor is not compared."""
+    """Return whether two batches hold equal tensors (NaN equals NaN); values other than tensors are not compared."""
     ours: list[Tensor] = []
     theirs: list[Tensor] = []
     map_tensors(ours.append, one)
@@ -65,7 +65,7 @@ def _hold_the_same(one: Tensor, other: Tensor) -> bool:
 
 
 def first_shape(batch: Any) -> object:
-    """Return the shape of the first tensor of a batch, None where there is none; costs next to nothing."""
+    """Return the shape of the first tensor of a batch, None if it has none; needs no synchronization."""
     while isinstance(batch, (tuple, list)):
         batch = batch[0] if batch else None
     shape = getattr(batch, "shape", None)

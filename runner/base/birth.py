@@ -1,4 +1,4 @@
-"""Which process a number means: the same number is given again, but not the same birth."""
+"""Identify a process by PID and start time, because PIDs are reused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def birth_of(pid: int) -> str:
-    """Return what no other process of this machine has, whatever the clock is set to; empty where it is not known.
+    """Return an identifier of a process that is unique on this machine and independent of the clock; empty if unknown.
 
-    It is the system's start and the ticks from there to the process's own (Linux); a zombie has none any more.
+    It consists of the boot ID and the start time in clock ticks since boot (Linux). Zombies have none.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

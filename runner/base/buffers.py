@@ -1,4 +1,4 @@
-"""Forward passes that leave no trace in the buffers of a model."""
+"""Run forward passes without changing the buffers of a model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from runner.base.bits import is_dense, same_bits
 
 @contextmanager
 def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the buffers of these modules (not of their children) at the end, changed in place or replaced.
+    """Restore the buffers of these modules (not of their children) on exit, whether changed in place or replaced.
 
-    A cache, which is not saved, stays where it grew: its module may have noted
-    elsewhere how long it is.
+    Non-persistent buffers that serve as caches keep their new size: their module may have recorded
+    that size elsewhere.
     """
     kept = [
         (module, key, buffer, buffer.clone())
@@ -40,11 +40,11 @@ def _restore(module: nn.Module, key: str, buffer: Tensor, before: Tensor) -> Non
         module._buffers[key] = buffer
     if is_written(buffer) and not (
         buffer.device.type == "cpu" and same_bits(buffer, before)
-    ):  # a GPU is not waited for
+    ):  # no synchronization with the GPU
         buffer.copy_(before)
 
 
 def is_written(tensor: Tensor) -> bool:
-    """Tell whether torch can write into it: not where numbers share their memory, as after `expand`."""
+    """Return whether torch can write into the tensor in place: not if elements share memory, as after `expand`."""
     shares_memory = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return not (shares_memory or tensor.is_inference())

@@ -1,7 +1,7 @@
-"""What the control groups grant to this process, and how much of it is in use: CPU, memory, processes.
+"""CPU, memory and process limits that control groups (cgroups) set for this process, and their current use.
 
-Reads versions 1 and 2. The limits of all parents hold too, so the least counts; in a container the own path is often
-not mounted and only the last parent, the mount itself, is there.
+Reads cgroup v1 and v2. Limits of all ancestors apply, so the smallest one is used. In a container the process's own
+path is often not mounted, and only the mount point itself is visible.
 Source: the kernel's admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1, and man 7 cgroups.
 """
 
@@ -14,23 +14,23 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Grant:
-    """The tightest limit of one kind, and the folder of the group that sets it."""
+    """The tightest limit of one resource, and the directory of the cgroup that sets it."""
 
     amount: float
     folder: Path
 
     def cpu_seconds(self) -> float | None:
-        """Return the CPU time that the group has used so far, in seconds of one thread; None where nobody counts."""
+        """Return the CPU time used by the group in seconds; None if no controller accounts for it."""
         micros = _entry(self.folder / "cpu.stat", "usage_usec")
         if micros is not None:
             return micros / 1e6
-        # Version 1 counts in a controller of its own, which may be mounted beside that of the quota.
+        # cgroup v1 accounts CPU time in a separate controller, which may be mounted beside that of the quota.
         beside = (Path(*("cpuacct" if part == "cpu" else part for part in self.folder.parts)), self.folder)
         nanos = next((int(text) for each in beside if (text := _text(each / "cpuacct.usage")).isdigit()), None)
         return None if nanos is None else nanos / 1e9
 
     def memory_bytes(self) -> int | None:
-        """Return the memory in use, without pages of files, which the kernel gives up first; None where nobody counts.
+        """Return the memory in use without inactive page cache, which the kernel reclaims first; None if not accounted.
 
         Source: memory.stat in the kernel's documentation of cgroups, versions 1 and 2.
         """
@@ -38,29 +38,29 @@ class Grant:
         if not used.isdigit():
             return None
         stat = self.folder / "memory.stat"
-        of_all = "total_" if _entry(stat, "total_inactive_file") is not None else ""  # version 1: with those below
+        of_all = "total_" if _entry(stat, "total_inactive_file") is not None else ""  # v1: including descendants
         pages = sum(_entry(stat, f"{of_all}{each}") or 0 for each in ("inactive_file", "active_file"))
         return max(0, int(used) - pages)
 
 
 def cpu_grant(root: Path = Path("/")) -> Grant | None:
-    """Return the CPU threads that the cgroups grant, None where they set no limit. `root` holds /proc and /sys."""
+    """Return the CPU limit in threads, None if the cgroups set none. `root` is the folder with /proc and /sys."""
     return _tightest(root, "cpu", _quota)
 
 
 def memory_grant(root: Path = Path("/")) -> Grant | None:
-    """Return the bytes of memory that the cgroups grant, None where they set no limit. `root` holds /proc and /sys."""
+    """Return the memory limit in bytes, None if the cgroups set none. `root` is the folder with /proc and /sys."""
     return _tightest(root, "memory", _memory_limit)
 
 
 def cgroup_limits(root: Path = Path("/")) -> tuple[float | None, int | None]:
-    """Return the CPU threads and the bytes of memory that the cgroups grant, None where they set no limit."""
+    """Return the CPU limit in threads and the memory limit in bytes, None for each that the cgroups do not set."""
     cpu, memory = cpu_grant(root), memory_grant(root)
     return None if cpu is None else cpu.amount, None if memory is None else int(memory.amount)
 
 
 def cgroup_processes(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Return how many processes and threads the tightest cgroup grants, and how many it has; None without a limit."""
+    """Return the tightest limit of processes and threads, and the current count; None without a limit."""
     found: list[tuple[int, int]] = []
     for folder in _folders(root, {"pids"}):
         granted, counted = _text(folder / "pids.max"), _text(folder / "pids.current")
@@ -76,7 +76,7 @@ def _tightest(root: Path, controller: str, limit_of: Callable[[Path], float | No
 
 
 def _quota(folder: Path) -> float | None:
-    """Return the CPU threads granted here."""
+    """Return the CPU quota of this cgroup in threads."""
     quota, _, period = _text(folder / "cpu.max").partition(" ")
     if not quota:
         quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
@@ -84,13 +84,13 @@ def _quota(folder: Path) -> float | None:
 
 
 def _memory_limit(folder: Path) -> float | None:
-    """Return the bytes granted here; version 1 writes a number that no machine reaches where there is no limit."""
+    """Return the memory limit in bytes. Without a limit, cgroup v1 reports a number above the memory of any machine."""
     limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
     return int(limit) if limit.isdigit() and int(limit) else None
 
 
 def _folders(root: Path, wanted: Set[str]) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups that have one of these controllers, and those of their parents."""
+    """Yield the directories of this process's cgroups with one of these controllers, and of their ancestors."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -99,7 +99,7 @@ def _folders(root: Path, wanted: Set[str]) -> Iterator[Path]:
 
 
 def _folders_up(mount: Path, controllers: str, path: str) -> Iterator[Path]:
-    """Yield the folder of a cgroup and those of its parents, below whichever mount this system uses."""
+    """Yield the directory of a cgroup and those of its ancestors, for whichever mount layout this system uses."""
     names = [controllers, *controllers.split(",")] if controllers else ["unified", "."]
     base = next((mount / name for name in names if (mount / name).is_dir()), mount)
     parts = [part for part in path.split("/") if part not in ("", "..")]
@@ -108,7 +108,7 @@ def _folders_up(mount: Path, controllers: str, path: str) -> Iterator[Path]:
 
 
 def _entry(path: Path, key: str) -> int | None:
-    """Return the number behind a key, in a file of lines `key number`."""
+    """Return the value of a key in a flat-keyed file (lines `key number`)."""
     pairs = dict(line.split(None, 1) for line in _text(path).splitlines() if " " in line.strip())
     return int(pairs[key]) if pairs.get(key, "").isdigit() else None
 

@@ -1,4 +1,4 @@
-"""From a chosen option to the function behind it: closed tables, and the signature as the check."""
+"""Call the function of a chosen option: closed tables, with the signature as schema."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ Made = TypeVar("Made")
 
 
 def make(table: Mapping[str, Callable[..., Made]], option: str, *given: Any, **keys: Any) -> Made:
-    """Call the function that `table` holds for `option` with what the runner gives and the user's keys."""
+    """Call the function of `option` in `table` with the runner's arguments and the user's settings."""
     assert option in table, f"{option} is not in the table {sorted(table)}"
     return table[option](*given, **keys)

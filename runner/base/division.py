@@ -1,4 +1,4 @@
-"""How a global batch is divided: into shares of the ranks, and these into micro-batches."""
+"""Divide a global batch into shares of the ranks, and shares into micro-batches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from runner.base.shares import identity, table
 
 @dataclass(frozen=True)
 class Batch:
-    """The identity: the global batch is the sum of the shares, a share the sum of its micro-batches.
+    """Division of a global batch: it is the sum of the shares, and each share is the sum of its micro-batches.
 
-    micro_batch_size  most samples that a rank passes through the model at once
-    shares            samples of an update for each rank
-    in_one_pass       each rank passes its whole share at once, also where shares change on the way
-    stages            ranks through which every micro-batch goes; 1: each rank has micro-batches of its own
+    micro_batch_size  maximum number of samples in a forward pass of a rank
+    shares            samples per update for each rank
+    in_one_pass       each rank runs its whole share as one micro-batch, also if shares change during the run
+    stages            pipeline stages (ranks) per micro-batch; 1: each rank has separate micro-batches
     """
 
     global_batch_size: int
@@ -32,12 +32,12 @@ class Batch:
 
     @property
     def largest_pass(self) -> int:
-        """Return the most samples of a pass, whatever the shares will be."""
+        """Return the largest micro-batch, whatever the shares become."""
         return self.global_batch_size if self.in_one_pass else self.micro_batch_size
 
     @property
     def accumulation_steps(self) -> int:
-        """Return the number of micro-batches of the rank that has most of them."""
+        """Return the largest number of micro-batches of any rank."""
         return -(-max(self.shares, default=0) // max(1, self.micro_batch_size))
 
     def __str__(self) -> str:
@@ -60,9 +60,9 @@ class Batch:
 def divide(
     total: int, micro: int | Literal["auto"], shares: tuple[int, ...], *, ragged: bool = False
 ) -> Batch | Problem:
-    """Return the division of `total` samples, or what is wrong with the nearest sizes that divide.
+    """Return the division of `total` samples, or an error message with the nearest sizes that divide.
 
-    ragged  the last micro-batch of a share may be smaller: the numbers are the same, kernels may be slower
+    ragged  allow a smaller last micro-batch of a share: same results, possibly slower kernels
     """
     if micro == "auto":
         return Batch(total, max(shares), shares, in_one_pass=True)

@@ -1,4 +1,4 @@
-"""Every way a run can end, and the errors that carry it there."""
+"""Exit codes and the exceptions that end a run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 
 class Exit(IntEnum):
-    """Stable exit codes. Where sysexits.h has a code for the case, it is that one."""
+    """Stable exit codes, taken from sysexits.h where it defines a matching one."""
 
     DONE = 0
     USAGE = 64
-    BAD_DATA = 65  # data or checkpoint damaged
+    BAD_DATA = 65  # damaged data or checkpoint
     NO_INPUT = 66
     NO_DEVICE = 69
-    SOFTWARE = 70  # a fault in the program or in the user's task
-    SYSTEM = 71  # limits of the system: shared memory, open files
+    SOFTWARE = 70  # a bug in the program or in the user's task
+    SYSTEM = 71  # a system limit: shared memory, open files
     CANNOT_CREATE = 73  # the run directory
     INPUT_OUTPUT = 74
-    PREEMPTED = 75  # saved; run the same command again
+    PREEMPTED = 75  # checkpoint saved; run the same command again
     PERMISSION = 77
     CONFIG = 78
     GPU_MEMORY = 80
@@ -31,17 +31,17 @@ class Exit(IntEnum):
     HANG = 83
     RANK_LOST = 84
     DATA_WORKER = 85
-    IN_USE = 87  # another process holds the run directory
+    IN_USE = 87  # another process has locked the run directory
     INCOMPATIBLE_RESUME = 88
     SECURITY = 89
-    INTERRUPTED = 130  # left without saving
+    INTERRUPTED = 130  # stopped without saving
 
 
 def readable(text: str, limit: int) -> str:
-    """Return the text in one line of at most about `limit` characters, its middle left out where it is longer.
+    """Return the text as one line of at most about `limit` characters, shortened in the middle if necessary.
 
-    What would move a terminal's cursor, turn the order of letters around or cannot be seen or encoded is written as an
-    escape: the text may be a stranger's.
+    Terminal control characters, bidirectional overrides, and characters that are invisible or cannot be encoded are
+    escaped, because the text may be untrusted.
     """
     if len(text) > limit:
         text = f"{text[: limit * 2 // 3]} ... ({len(text):,} characters) ... {text[-limit // 4 :]}"
@@ -52,7 +52,7 @@ def readable(text: str, limit: int) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: what must be and what is, where, and what to do about it."""
+    """One problem: what was expected, what was found, where, and how to fix it."""
 
     what: str
     where: str = ""
@@ -69,10 +69,10 @@ class Problem:
 
 
 class AccelRunError(Exception):
-    """An end of the run that is explained to the user in words, without a traceback.
+    """An expected failure, reported to the user as a message without a traceback.
 
-    place  where in the run it happened, as far as that is known: rank, phase, update, samples; goes into error.json
-    Notes, as of `add_note`, are shown below what to do.
+    place  where it happened, as far as known (rank, phase, update, samples); written to error.json
+    Notes (`add_note`) are printed below the suggested fix.
     """
 
     exit_code = Exit.SOFTWARE
@@ -83,13 +83,13 @@ class AccelRunError(Exception):
         super().__init__(str(self.problems[0]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return remake, (type(self), self.problems, self.exit_code, self.place)  # data workers hand errors over
+        return remake, (type(self), self.problems, self.exit_code, self.place)  # data workers pickle errors
 
 
 def remake(
     kind: type[AccelRunError], problems: tuple[Problem, ...], exit_code: Exit, place: Mapping[str, Any] | None = None
 ) -> AccelRunError:
-    """Return the error another process ended with."""
+    """Rebuild the error of another process."""
     error = kind.__new__(kind)
     Exception.__init__(error, "\n".join(str(problem) for problem in problems))
     error.problems, error.exit_code, error.place = problems, exit_code, place or {}
@@ -97,15 +97,15 @@ def remake(
 
 
 def number_of(checkpoint: str | None) -> int:
-    """Return the update of a checkpoint by its name, "update-0000000012"; 0 for none."""
+    """Return the update number of a checkpoint name such as "update-0000000012"; 0 for none."""
     return int(checkpoint.rpartition("-")[2]) if checkpoint else 0
 
 
 def where_it_goes_on(last: str | None, made: int) -> str:
-    """Return the line below an error that says what is lost: as good as nothing.
+    """Return the line below an error that states from which checkpoint the run resumes.
 
-    last  the name of the newest checkpoint, None where there is none
-    made  updates of all phases, saved or not
+    last  name of the newest checkpoint, None if there is none
+    made  completed updates of all phases, saved or not
     """
     repeated = made - number_of(last)
     again = "nothing is" if repeated <= 0 else "1 update is" if repeated == 1 else f"{repeated} updates are"
@@ -115,7 +115,7 @@ def where_it_goes_on(last: str | None, made: int) -> str:
 
 
 def as_told(error: AccelRunError) -> str:
-    """Return what the user sees: each problem a paragraph, numbered when there are several, and the notes below."""
+    """Format the error for the user: one paragraph per problem, numbered if there are several, then the notes."""
     many = len(error.problems) > 1
     lines = [f"accel-run: {len(error.problems)} problems"] if many else []
     for number, problem in enumerate(error.problems, 1):
@@ -126,7 +126,7 @@ def as_told(error: AccelRunError) -> str:
 
 
 def _on_one_screen(problem: Problem, indent: str) -> str:
-    """Return the problem without what a terminal would obey, every line of it below the first one indented."""
+    """Return the problem without terminal control characters, with continuation lines indented."""
     where = f"{problem.where}: " if problem.where else ""
     text = f"{where}{problem.what}" + (f"\n{problem.fix}" if problem.fix else "")
     lines = [line.strip() if line.startswith("    ") else line for line in text.split("\n")]
@@ -134,15 +134,15 @@ def _on_one_screen(problem: Problem, indent: str) -> str:
 
 
 class ConfigError(AccelRunError):
-    """The configuration is wrong; carries every problem that was found, not only the first.
+    """The configuration is invalid; carries all problems that were found, not only the first.
 
-    of_known_keys  the keys are options that the command knows: names such as `pin` do not make their values secrets
+    of_known_keys  the keys are known settings, so a name such as `pin` does not mark its value as a secret
     """
 
     exit_code = Exit.CONFIG
 
     def __init__(self, problems: Problem | Iterable[Problem], *, of_known_keys: bool = False) -> None:
-        from runner.base.secret import without_value_of_secret  # here, because it imports this module
+        from runner.base.secret import without_value_of_secret  # avoids an import cycle
 
         given = (problems,) if isinstance(problems, Problem) else tuple(problems)
         if not of_known_keys:
@@ -152,44 +152,44 @@ class ConfigError(AccelRunError):
 
 
 class UsageError(AccelRunError):
-    """The command line cannot be understood at all."""
+    """The command line cannot be parsed."""
 
     exit_code = Exit.USAGE
 
 
 class DataError(AccelRunError):
-    """Data or a checkpoint is there but damaged, or not in the expected format."""
+    """Data or a checkpoint exists but is damaged or has an unexpected format."""
 
     exit_code = Exit.BAD_DATA
 
 
 class InputMissing(AccelRunError):
-    """A path, run or checkpoint that was named does not exist."""
+    """A path, run or checkpoint does not exist."""
 
     exit_code = Exit.NO_INPUT
 
 
 class MissingPackage(ConfigError):
-    """What was asked for needs a package of an extra that is not installed."""
+    """A requested feature needs a package of an extra that is not installed."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(Problem(what, where, fix))
 
 
 class DeviceMissing(AccelRunError):
-    """A device that was asked for by name is not here, or was lost."""
+    """A requested device is not available, or was lost."""
 
     exit_code = Exit.NO_DEVICE
 
 
 class TaskFault(AccelRunError):
-    """The user's task raised, or broke its contract."""
+    """The user's task raised an exception or violated its contract."""
 
     exit_code = Exit.SOFTWARE
 
 
 class CannotCreate(AccelRunError):
-    """The run directory cannot be made."""
+    """The run directory cannot be created."""
 
     exit_code = Exit.CANNOT_CREATE
 
@@ -201,61 +201,61 @@ class StorageError(AccelRunError):
 
 
 class NumericError(AccelRunError):
-    """The loss is not finite, or the loss scale collapsed."""
+    """The loss is not finite, or the loss scale has collapsed."""
 
     exit_code = Exit.NUMERIC
 
 
 class RunInUse(AccelRunError):
-    """Another process holds the lock of this run directory."""
+    """Another process has locked this run directory."""
 
     exit_code = Exit.IN_USE
 
 
 class IncompatibleResume(AccelRunError):
-    """The checkpoint was made with mathematics other than those of this configuration."""
+    """The checkpoint was written with settings that change the mathematics of this configuration."""
 
     exit_code = Exit.INCOMPATIBLE_RESUME
 
 
 class SecurityRefusal(AccelRunError):
-    """Something asked for would run foreign code or leave the run's own folder."""
+    """The request would execute untrusted code or access files outside the run directory."""
 
     exit_code = Exit.SECURITY
 
 
 class DeviceMemoryError(AccelRunError):
-    """The GPU's memory does not hold an update."""
+    """The GPU is out of memory."""
 
     exit_code = Exit.GPU_MEMORY
 
 
 class HostMemoryError(AccelRunError):
-    """The machine's memory does not hold what is needed."""
+    """The host is out of memory."""
 
     exit_code = Exit.HOST_MEMORY
 
 
 class DataWorkerLost(AccelRunError):
-    """A process that reads samples died."""
+    """A data worker process died."""
 
     exit_code = Exit.DATA_WORKER
 
 
 class RankLost(AccelRunError):
-    """A rank of the run was ended from outside, or can no longer reach the others."""
+    """A rank was killed, or can no longer reach the others."""
 
     exit_code = Exit.RANK_LOST
 
 
 class Hang(AccelRunError):
-    """What was waited for did not come within its time."""
+    """A wait exceeded its timeout."""
 
     exit_code = Exit.HANG
 
 
 class SystemLimit(AccelRunError):
-    """A limit of the system was reached: shared memory, open files."""
+    """A system limit was reached: shared memory, open files."""
 
     exit_code = Exit.SYSTEM
 

@@ -1,4 +1,4 @@
-"""What a process started, and what that started in turn: followed, and cleared away at the end (Linux)."""
+"""Track the descendants of a process and kill them at the end (Linux)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-LAST_S = 10.0  # a process that does not die of SIGKILL within this time is left to the system
+LAST_S = 10.0  # s; a process that survives SIGKILL for this long is left to the system
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Return what `pid` started, and that in turn, and lives: number -> state, such as R, S, D or T (stopped).
+    """Return the living descendants of `pid` as PID -> state, such as R, S, D or T (stopped).
 
-    What leads a session of its own, as the process behind a tracker does, is left out with all that it started.
+    Session leaders, such as the service process of a tracker, are omitted together with their descendants.
     """
     by_parent = _by_parent(_processes())
     found: dict[int, str] = {}
@@ -31,19 +31,19 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def state_of(pid: int) -> str:
-    """Return R, S, D, T (stopped by a signal), t (by a debugger), Z or another letter of the system's; "" when gone."""
+    """Return the process state: R, S, D, T (stopped), t (traced), Z or another letter of proc(5); "" if it is gone."""
     process = _read(Path(f"/proc/{pid}/stat"))
     return process.state if process else ""
 
 
 def children() -> set[int]:
-    """Return the numbers of the processes that this one started or adopted."""
+    """Return the PIDs of the children of this process, including adopted ones."""
     return {process.pid for process in _processes() if process.parent == os.getpid()}
 
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Orphans among the descendants become children of this process, not of the first one (Linux)."""
+    """Make this process the subreaper: orphaned descendants become its children instead of those of init (Linux)."""
     library = ctypes.CDLL(None)
     before = ctypes.c_int()
     library.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -55,15 +55,17 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def clear_away(sessions: Set[int], known: Set[int], others_s: float | None) -> None:
-    """Kill the descendants of this process in `sessions`, and all others after `others_s`; None: let those be.
+    """Kill the descendants of this process in `sessions`, and all others after `others_s` seconds; None: never those.
 
-    known  children this process had before, which are not asked about
+    known  children that existed before; they are ignored
     """
     began, num_empty = time.monotonic(), 0
-    while num_empty < 2:  # one look may miss a process whose parent ends during it
+    while num_empty < 2:  # one scan may miss a process whose parent exits during it
         waited_s = time.monotonic() - began
         left = list(_left(known, sessions))
-        ours = [process for process in left if sessions & {process.session, process.pid}]  # it may not lead it yet
+        ours = [
+            process for process in left if sessions & {process.session, process.pid}
+        ]  # it may not be the leader yet
         if waited_s > LAST_S:
             return
         num_empty = 0 if ours or (left and others_s is not None) else num_empty + 1
@@ -84,16 +86,16 @@ class _Process:
 
     @property
     def is_zombie(self) -> bool:
-        """True once all of it has ended, and it can be reaped.
+        """True if all of its threads have ended and it can be reaped.
 
-        Where only its first thread has ended, as for a moment in every process of several threads that is killed, its
-        state is Z, too: it is neither gone nor to be reaped yet.
+        The state is also Z while only the main thread has ended, which happens briefly whenever a multi-threaded
+        process is killed; such a process still runs and cannot be reaped yet.
         """
         return self.state == "Z" and self.num_threads <= 1
 
 
 def _left(known: Set[int], sessions: Set[int]) -> Iterator[_Process]:
-    """Yield what lives of the descendants and sessions; orphans that have ended are reaped, ranks are not."""
+    """Yield the living processes among the descendants and sessions. Reaps orphans that have ended, but not ranks."""
     processes = list(_processes())
     yield from (process for process in processes if process.session in sessions and not process.is_zombie)
     by_parent = _by_parent(processes)
@@ -116,7 +118,7 @@ def _by_parent(processes: Iterable[_Process]) -> dict[int, list[_Process]]:
 
 
 def _processes() -> Iterator[_Process]:
-    """Yield what runs on this machine."""
+    """Yield all processes of this machine."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         process = _read(path)
         if process is not None:
@@ -124,9 +126,9 @@ def _processes() -> Iterator[_Process]:
 
 
 def _read(path: Path) -> _Process | None:
-    """Return the process of a file /proc/PID/stat; None where it has ended."""
+    """Parse a file /proc/PID/stat; return None if the process has ended."""
     try:
-        fields = path.read_text(errors="replace").rpartition(") ")[2].split()  # from the third on, see proc_pid_stat(5)
+        fields = path.read_text(errors="replace").rpartition(") ")[2].split()  # from field 3 on, see proc_pid_stat(5)
         return _Process(int(path.parent.name), int(fields[1]), int(fields[3]), fields[0], int(fields[17]))
     except (OSError, ValueError, IndexError):
         return None

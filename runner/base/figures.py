@@ -1,4 +1,4 @@
-"""Numbers as JSON knows them, without infinities and NaN, and metrics as they are shown."""
+"""Convert numbers for JSON (no infinities or NaN) and format metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """Return the value with None in the place of each float that is infinite or NaN; json.dumps writes null for it."""
+    """Replace every float that is infinite or NaN by None, which json.dumps writes as null."""
     if isinstance(value, Mapping):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -17,15 +17,15 @@ def finite(value: Any) -> Any:
 
 
 def metric_text(value: float | None, digits: int = 4) -> str:
-    """Return the value of a metric as it is shown.
+    """Format the value of a metric for display.
 
-    None, as files have it, and NaN are a metric without items. One that is not finite is null in files too.
+    None (as in files) and NaN mean a metric without items. Other non-finite values are null in files, too.
     """
     return NOT_MEASURED if value is None or math.isnan(value) else f"{value:.{digits}g}"
 
 
 def nan_for_none(figures: Mapping[str, float | None]) -> dict[str, float]:
-    """Return figures that were read from JSON as numbers."""
+    """Convert metrics read from JSON back to floats: None becomes NaN."""
     return {name: math.nan if value is None else value for name, value in figures.items()}
 
 

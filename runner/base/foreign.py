@@ -1,4 +1,4 @@
-"""Words people bring from other tools, and what to say here instead: answered with it, never taken for it silently."""
+"""Settings and commands of other tools: suggest the equivalent here, without ever accepting them silently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def _names(words: str) -> list[str]:
     return words.split()
 
 
-# Other names of the options of precision, which are understood.
+# Accepted aliases of the precision options.
 PRECISION_NAMES = {
     "32": "fp32", "32-true": "fp32", "float32": "fp32", "full": "fp32",
     "16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16",
@@ -26,8 +26,8 @@ _OF_TASK = "such a setting belongs to a task: task.NAME=VALUE, for the keys of i
 _OF_RANKS = "ranks on one machine find each other; several machines: docs/scale.md"
 _OF_HYDRA = "Hydra only composes here"
 
-# what to say -> the keys of other trainers; {} stands for the value that was given. A key of a group that is common in
-# other trainers, such as trainer.max_epochs, is found without the group's name.
+# Suggestion -> keys of other trainers; {} is replaced by the given value. A key of a group that is common in
+# other trainers, such as trainer.max_epochs, is also found without the group's name.
 _SAY: Mapping[str, str] = {
     _BATCH: "batch_size bs batchsize b"
     " batch bsz",
@@ -161,7 +161,7 @@ _SAY: Mapping[str, str] = {
 }  # fmt: skip
 FOREIGN_KEYS: Mapping[str, str] = {key: say for say, keys in _SAY.items() for key in keys.split()}
 
-# why not -> keys of other trainers for which there is nothing here
+# Reason -> keys of other trainers that have no equivalent.
 _ABSENT: Mapping[str, str] = {
     _OF_TASK: "label_smoothing dropout drop_path mixup cutmix img_size image_size input_size crop_size max_length "
     "max_seq_length block_size num_classes hidden_size num_layers augment shuffle group_by_length"
@@ -184,7 +184,7 @@ _ABSENT: Mapping[str, str] = {
     "barebones plugins",
 }  # fmt: skip
 ABSENT: Mapping[str, str] = {key: why for why, keys in _ABSENT.items() for key in keys.split()}
-# groups of other trainers, whose name says nothing
+# Group names of other trainers that carry no meaning.
 _CONTAINERS = _names(
     "trainer training train model module args hparams params cfg config opts options data datamodule dataset "
     "dataloader "
@@ -200,7 +200,7 @@ _RENAMED_GROUPS = {
     "sched": "scheduler",
 }
 
-# group -> what to say -> other names of the option
+# Group -> suggestion -> other names of the option.
 FOREIGN_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "scheduler": {
         "cosine": "cos cosine_warmup cosine_annealing cosineannealinglr cosine_with_warmup cosineannealing",
@@ -249,7 +249,7 @@ FOREIGN_OPTIONS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# what to type -> words that somebody may take for commands
+# Command to type -> words that a user may try as a command.
 _COMMANDS: Mapping[str, str] = {
     "accel-run train": "fit run start launch go main",
     "accel-run resume": "continue restart go-on",
@@ -274,7 +274,7 @@ FOREIGN_COMMANDS: Mapping[str, str] = {word: say for say, words in _COMMANDS.ite
 
 
 def fix_of_key(key: str, value: str = "") -> str:
-    """Return what to say instead of a key of another tool, with its value; nothing where it is unknown."""
+    """Return a suggestion for a key of another tool and its value; empty if unknown."""
     name = key.lower().replace("-", "_")
     group, _, inner = name.partition(".")
     names = [name, *([inner] if inner and group in _CONTAINERS else [])]
@@ -317,7 +317,7 @@ def _with_value(key: str, said: str, value: str) -> str:
 
 
 def own_names(key: str) -> Iterator[str]:
-    """Yield our names that a key of a foreign group may stand for: trainer.precision, train.epochs, ckpt.every."""
+    """Yield our keys that a key of another tool's group may mean: trainer.precision, train.epochs, ckpt.every."""
     group, _, inner = key.lower().replace("-", "_").replace("/", ".").partition(".")
     yield f"{group}.{inner}" if inner else group
     if inner and group in _RENAMED_GROUPS:
@@ -327,13 +327,13 @@ def own_names(key: str) -> Iterator[str]:
 
 
 def _by_value(key: str, value: str) -> str:
-    """Return what to say for keys whose value decides it: a number or a list of devices, batches, a debug run."""
+    """Return a suggestion for keys whose value matters: a count or list of devices, batches, a debug run."""
     text = value.strip("[]()'\"").replace(" ", "").lower()
     if key not in _BY_VALUE:
         return ""
     if _BY_VALUE[key] == "trainer" and text in ("ddp", "fsdp", "ddp_sim", "deepspeed"):
         return f"use parallelism={'ddp' if text.startswith('ddp') else 'fsdp'}"
-    if _BY_VALUE[key] == "weights":  # of nanoGPT
+    if _BY_VALUE[key] == "weights":  # nanoGPT
         known = {"resume": f"use {_RESUME}", "scratch": "leave it out: training starts from new weights"}
         return known.get(text, "")
     if _BY_VALUE[key] == "batches" and text in ("1.0", "null", "none"):
@@ -349,7 +349,7 @@ def _by_value(key: str, value: str) -> str:
     if re.fullmatch(r"\d+(,\d+)+", text):
         return f"use CUDA_VISIBLE_DEVICES={text} accel-run train parallelism=ddp"
     if _BY_VALUE[key] == "number" and value.startswith("[") and text.isdigit():
-        return f"use device=cuda:{text}"  # a list of devices, of one
+        return f"use device=cuda:{text}"  # a list with one device
     if _BY_VALUE[key] == "number":
         if text in ("auto", "-1", "all", ""):
             return "use parallelism=ddp, which takes all GPUs"
@@ -372,8 +372,8 @@ _BY_VALUE: Mapping[str, str] = {
     ),
     **dict.fromkeys(_names("fast_dev_run debug"), "updates"),
 }
-_ENABLING = _names("enable_checkpointing enable_progress_bar")  # what they stand for is said where they are false
-# keys that are given alone, or with true and false
+_ENABLING = _names("enable_checkpointing enable_progress_bar")  # suggested only if false
+# Keys that are used as flags, or with true and false.
 _SWITCHES = _names(
     "no_save disable_tqdm quiet silent verbose "
     "use_amp amp autocast use_mixed_precision fp16 half bf16 tf32 allow_tf32 use_cuda cuda use_gpu no_cuda cpu use_cpu "
@@ -387,7 +387,7 @@ _SWITCHES = _names(
 
 
 def fix_of_option(group: str, option: str) -> str:
-    """Return what to say instead of an option as another tool calls it; nothing where it is unknown."""
+    """Return a suggestion for an option under another tool's name; empty if unknown."""
     if group == "dataloader" and option.isdigit():
         return f"use dataloader.num_workers={option}"
     if group == "parallelism" and option.isdigit():
@@ -416,7 +416,7 @@ def fix_of_option(group: str, option: str) -> str:
 
 
 def fix_of_value(key: str, value: object) -> str:
-    """Return what to say instead of a value that other tools have for this key; nothing where none is known."""
+    """Return a suggestion for a value that other tools use for this key; empty if unknown."""
     text = str(value).lower().replace(" ", "")
     if key == "device":
         if re.fullmatch(r"\[?(?:cuda:)?\d+(?:,(?:cuda:)?\d+)+\]?", text):
@@ -435,7 +435,7 @@ def fix_of_value(key: str, value: object) -> str:
 
 
 def other_ways(key: str, value: object) -> Iterator[str]:
-    """Yield words that may say what was meant by a value that does not fit: 1k, 100steps, 3epochs, never, (1,2)."""
+    """Yield interpretations of a value that does not fit: 1k, 100steps, 3epochs, never, (1,2)."""
     text = str(value).strip("'\" ").lower()
     plain = text.replace("_", "").replace(",", "").replace(" ", "")
     if found := re.fullmatch(r"(\d+\.?\d*(?:e\+?\d+)?)([a-z%]*)", plain):
@@ -455,7 +455,7 @@ def other_ways(key: str, value: object) -> Iterator[str]:
     if text in ("never", "none", "null", "off", "no", "false", "0", "0.0"):
         if key == "checkpoint.every":
             yield "checkpoint=off"
-        elif not re.search(r"(^|\.)(updates|epochs)$", key):  # without a length there is no run
+        elif not re.search(r"(^|\.)(updates|epochs)$", key):  # a run needs a length
             yield from (f"{key}=null", f"{key}=0")
     if text:
         yield f"{key}={text}"
@@ -467,9 +467,9 @@ _UNITS = ("", *_names("k m step steps it its iter iters iterations update update
 
 
 def fix_of_word(word: str, groups: Mapping[str, Collection[str]]) -> str:
-    """Return what to say instead of a lone word: the option of a group, a device, a file; nothing where it is none.
+    """Return a suggestion for a lone argument: the option of a group, a device, a file; empty if unknown.
 
-    groups  name -> its options
+    groups  group -> its options
     """
     if word.endswith(".py"):
         return f"use --task {word}"
@@ -486,7 +486,7 @@ def fix_of_word(word: str, groups: Mapping[str, Collection[str]]) -> str:
 def fix_of_command(
     words: Sequence[str], proper: Callable[[str, str], str], groups: Mapping[str, Collection[str]]
 ) -> str:
-    """Return what to type instead of a line that begins with no command; nothing where nothing is known.
+    """Return a suggestion for a command line that does not start with a command; empty if unknown.
 
     proper  (key, value) -> "use key=value" for an option with dashes
     """
@@ -511,7 +511,7 @@ def fix_of_command(
 def _translated(
     words: Sequence[str], proper: Callable[[str, str], str], groups: Mapping[str, Collection[str]]
 ) -> tuple[str, str, bool]:
-    """Return the words as they are typed here, a note about the last one, and whether any of them was known."""
+    """Return the translated arguments, a note about the last one, and whether any of them was recognized."""
     found: list[str] = []
     note, is_known, rest = "", False, list(words)
     while rest:
@@ -543,7 +543,7 @@ def _translated(
 
 
 def _line_of(said: str) -> tuple[str, str]:
-    """Return what is typed of a suggestion, and the words about it."""
+    """Split a suggestion into the text to type and the comment on it."""
     end = re.search(r"(?:,(?= )|;| \().*$", said)
     return (said[: end.start()], said[end.start() :]) if end else (said, "")
 

@@ -1,4 +1,4 @@
-"""The global random generators, which a task may draw from: torch's, numpy's and Python's. They go together."""
+"""Seed, save and restore the global random generators of torch, numpy and Python together."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from runner.base.accelerator import accelerator_of, cuda_is_available
 
 
 def seed_everything(seed: int) -> None:
-    """The generators of torch, numpy and Python begin the sequence of `seed`."""
-    # torch.manual_seed writes down the stack for each kind of device that has not been started: 0.3 ms. A pipeline
+    """Seed the global generators of torch, numpy and Python."""
+    # torch.manual_seed records a stack trace for each device type that is not initialized: 0.3 ms. A pipeline
     # seeds before each micro-batch of each stage.
     if torch.accelerator.is_available() or cuda_is_available():
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # the global generator is what a user's task may draw from
+    np.random.seed(seed % 2**32)  # user tasks may draw from the global generator
     random.seed(seed)
 
 
 def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the state of every global generator: tensors, and JSON-able rest."""
+    """Return the state of every global generator: tensors, and a JSON-serializable rest."""
     tensors = {"torch": torch.get_rng_state()}
     of_device = accelerator_of(device).generator_state()
     if of_device is not None:
@@ -37,7 +37,7 @@ def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def restore_random_state(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what `random_state` returned."""
+    """Restore the state returned by `random_state`."""
     torch.set_rng_state(tensors["torch"])
     if device.type in tensors:
         accelerator_of(device).set_generator_state(tensors[device.type])

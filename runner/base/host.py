@@ -1,6 +1,6 @@
-"""What this process may use of the machine: all of it, or less where affinity and control groups leave less.
+"""CPU threads and memory available to this process, within CPU affinity and control groups.
 
-Without torch, but for the memory of a device.
+Does not import torch, except for the memory of a device.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ ROOT = Path("/")  # holds /proc and /sys
 
 
 def affinity(pid: int = 0) -> Set[int]:
-    """Return the numbers of the CPU threads on which a process may run; 0: this one."""
+    """Return the CPU threads on which a process may run; 0: the current process."""
     try:
         return os.sched_getaffinity(pid)
-    except (OSError, AttributeError):  # the process has ended, or the system has no such call
+    except (OSError, AttributeError):  # the process has ended, or the system lacks the call
         return frozenset(range(psutil.cpu_count() or 1))
 
 
 def memory_bytes(root: Path = ROOT) -> int:
-    """Return the bytes of memory that this process and those beside it may have in all."""
+    """Return the memory limit in bytes that this process and its siblings share."""
     grant, whole = memory_grant(root), int(psutil.virtual_memory().total)
     return whole if grant is None else min(whole, int(grant.amount))
 
 
 def free_memory_bytes(root: Path = ROOT) -> int:
-    """Return the bytes of memory that may still be taken; all that a cgroup grants where nobody counts its use."""
+    """Return the available memory in bytes; the full cgroup limit if its use is not accounted."""
     grant, free = memory_grant(root), int(psutil.virtual_memory().available)
     return free if grant is None else min(free, max(0, int(grant.amount) - (grant.memory_bytes() or 0)))
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the bytes of memory of a device of torch; those of the host for a CPU."""
+    """Return the memory of a torch device in bytes; host memory for the CPU."""
     found = accelerator_of(device).free_memory()
     return memory_bytes() if found is None else found.total

@@ -1,7 +1,7 @@
-"""Which samples an update sees: arithmetic on (seed, epoch, update), whatever reads them.
+"""Sample order as a pure function of (seed, epoch, update), independent of what reads the samples.
 
-The order of an epoch is a permutation drawn from (seed, epoch) alone. The position is the number of updates made,
-so resuming is starting to count elsewhere; workers, prefetching and ranks cannot change it.
+The order of an epoch is a permutation drawn from (seed, epoch) alone. The position is the number of completed updates,
+so resuming only changes the starting index; workers, prefetching and ranks cannot change the order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Indices = list[int]
 
 
 class Micro(NamedTuple):
-    """The key of one micro-batch: samples `indices` of epoch `epoch`; `last` closes the update of this rank.
+    """Loader key of a micro-batch: samples `indices` of epoch `epoch`; `last` marks the last one of this rank's update.
 
-    counts  False: read only to keep the ranks in step, or empty because this rank has nothing to do
-    first   place of the first sample in the order of the epoch
-    seed    of the run
+    counts  False: read only to keep the ranks in step, or empty because this rank has no samples
+    first   position of the first sample in the order of the epoch
+    seed   seed of the run
     """
 
     epoch: int
@@ -36,14 +36,14 @@ class Micro(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """Cut each epoch into updates of `global_batch_size` samples, those into the shares of the ranks and micro-batches.
+    """Split each epoch into updates of `global_batch_size` samples, and these into shares of ranks and micro-batches.
 
-    The last update of an epoch has fewer samples, or is left out with `drop_last`.
+    The last update of an epoch is smaller, or dropped with `drop_last`.
 
-    shares   samples of an update for each rank, in sum `global_batch_size`; empty: one rank has them all
-    rank     whose micro-batches are told
-    in_step  every rank gets the same number of micro-batches, the missing ones read in vain
-    smaller  (update, size): from that update (from 0) on a pass of this rank has at most so many samples
+    shares   samples per update for each rank, summing to `global_batch_size`; empty: one rank has them all
+    rank   rank whose micro-batches are returned
+    in_step  every rank gets the same number of micro-batches; missing ones are dummy micro-batches
+    smaller  (update, size): from update `update` (from 0) on, micro-batches of this rank have at most `size` samples
     """
 
     num_samples: int
@@ -67,19 +67,19 @@ class Order:
         return update // self.updates_per_epoch
 
     def samples_before(self, update: int) -> int:
-        """Return how many samples the updates before number `update` have consumed."""
+        """Return the number of samples consumed before update number `update`."""
         epoch, window = divmod(update, self.updates_per_epoch)
         per_epoch = min(self.num_samples, self.updates_per_epoch * self.global_batch_size)
         return epoch * per_epoch + window * self.global_batch_size
 
     def size_of(self, update: int) -> int:
-        """Return the most samples of a pass in update number `update` (from 0)."""
+        """Return the maximum micro-batch size in update number `update` (from 0)."""
         return min([self.micro_batch_size, *(size for first, size in self.smaller if update >= first)])
 
     def micros(self, update: int, shares: Shares | None = None) -> Iterator[Micro]:
-        """Yield the micro-batches of this rank in update number `update`; one that does not count where it has none.
+        """Yield the micro-batches of this rank in update number `update`; a dummy one if the rank has no samples.
 
-        shares  those of this update, where they are not the usual ones
+        shares  shares of this update, if they differ from the usual ones
         """
         epoch, window = divmod(update, self.updates_per_epoch)
         start = window * self.global_batch_size
@@ -98,16 +98,16 @@ class Order:
             yield Micro(epoch, indices, number == wanted - 1, counts, before + number * size, self.seed)
 
     def samples_of_ranks(self, update: int, shares: Shares | None = None) -> Shares:
-        """Return how many samples each rank has in update number `update`."""
+        """Return the number of samples of each rank in update number `update`."""
         window = update % self.updates_per_epoch
         there = min(self.global_batch_size, self.num_samples - window * self.global_batch_size)
         dealt_as = shares or self.shares
         return dealt(there, dealt_as) if dealt_as else (there,)
 
     def from_update(self, update: int, shares_of: Callable[[int], Shares | None] = lambda _: None) -> Iterator[Micro]:
-        """Yield micro-batches from update number `update` on, without end.
+        """Yield micro-batches from update number `update` on, indefinitely.
 
-        shares_of  tells the shares of an update, None for the usual ones; asked when the update is read
+        shares_of  returns the shares of an update, None for the usual ones; called when the update is read
         """
         while True:
             yield from self.micros(update, shares_of(update))
@@ -121,23 +121,23 @@ def permutation(seed: int, epoch: int, num_samples: int) -> np.ndarray[tuple[int
 
 
 def evenly_spread(num_samples: int, wanted: int | None) -> Indices:
-    """Return `wanted` sample indices spread evenly over the data set, always the same ones; all if None."""
+    """Return `wanted` sample indices, evenly spaced over the data set and always the same; all if None."""
     if wanted is None or wanted >= num_samples:
         return list(range(num_samples))
     return [index * num_samples // wanted for index in range(wanted)]
 
 
 def seed_of_rank(seed: int, rank: int, update: int = 0) -> int:
-    """Return the seed of what a rank draws from an update on; rank 0 of a run that begins has the seed itself."""
+    """Return the seed of a rank's generators from an update on; rank 0 at update 0 uses `seed` unchanged."""
     if rank == 0 and update == 0:
         return seed
     return int(_sequence(seed, rank, update).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _sequence(seed: int, *numbers: int) -> np.random.SeedSequence:
-    """Return what nothing but this seed and these numbers below 2**32 gives.
+    """Return a SeedSequence that is unique to this seed and these numbers below 2**32.
 
-    Smaller seeds keep the sequences of earlier versions, whose runs are resumed. Larger ones are two words for NumPy:
-    in one list with the numbers, they would be read as a smaller seed and other numbers.
+    Smaller seeds keep the sequences of earlier versions, so that their runs can be resumed. Larger seeds take two
+    words in NumPy: in one list with the numbers, they would collide with a smaller seed and other numbers.
     """
     return np.random.SeedSequence([seed, *numbers] if seed < 2**32 else seed, spawn_key=() if seed < 2**32 else numbers)

@@ -1,13 +1,13 @@
-"""Standard output and standard error that never wait for their reader.
+"""Non-blocking standard output and standard error.
 
-A terminal stopped with Ctrl-S, a hung ssh or a pipe whose reader sleeps blocks write(2) for as long as that lasts, and
-with it whatever prints: the training loop, a data worker, the supervisor of the ranks. Here a write takes what fits and
-keeps the rest, which a thread hands over as soon as the reader takes more. Up to KEPT_BYTES are kept; then the oldest
-lines are dropped, and a line in their place says how many. A reader that reads gets everything, in order. Secrets are
-replaced on the way, in whole lines where a line is not flushed before its end.
+A terminal stopped with Ctrl-S, a hung ssh or a pipe with a sleeping reader blocks write(2) for as long as that
+lasts, and with it every caller: the training loop, a data worker, the supervisor of the ranks. Here a write passes
+on what fits and buffers the rest, which a thread writes as soon as the reader accepts more. Up to KEPT_BYTES are
+buffered; then the oldest lines are dropped and replaced by a line with their number. An active reader receives
+everything, in order. Secrets are redacted on the way, in whole lines unless a line is flushed before its end.
 
-Why not a thread for every write: with a reader that keeps up, output would appear later than what C code or a
-subprocess prints to the same descriptor, and a process with a thread cannot fork ranks.
+Why not a thread for every write: even with an active reader, output would appear after what C code or a subprocess
+prints to the same descriptor, and a process with threads cannot safely fork ranks.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from typing import Any, TextIO, cast
 
 from runner.base.secret import redacted_message
 
-KEPT_BYTES = 8 << 20  # of each terminal or pipe: 10 minutes of a progress bar are 0.5 MB
-FINISH_S = 2.0  # at the end: how long a reader may take nothing
-STALLED_S = 1.0  # without a byte taken: from then on C code and subprocesses do not wait either
+KEPT_BYTES = 8 << 20  # per terminal or pipe: 10 minutes of a progress bar are 0.5 MB
+FINISH_S = 2.0  # at exit: stop after this time without progress of the reader
+STALLED_S = 1.0  # after this time without progress, C code and subprocesses do not wait either
 POLL_MS = 100
 
 
 @contextmanager
 def never_waiting() -> Iterator[None]:
-    """Let sys.stdout and sys.stderr never wait for their reader; the end waits FINISH_S for one that takes nothing.
+    """Make sys.stdout and sys.stderr non-blocking; on exit, wait at most FINISH_S for a reader that makes no progress.
 
-    Text that nobody reads any more, or that a full disk refuses, is dropped without an error. Inside another such
-    context, nothing changes.
+    Text for a closed pipe, or that a full disk refuses, is dropped without an error. A nested use is a
+    no-op.
     """
     before = sys.stdout, sys.stderr
     if any(isinstance(stream, (_Stream, _Outlasting)) for stream in before):
@@ -57,7 +57,7 @@ def never_waiting() -> Iterator[None]:
 
 
 def never_wait_again() -> None:
-    """Enter `never_waiting` for the life of this process: for one that multiprocessing has started."""
+    """Enter `never_waiting` for the life of this process; for processes started by multiprocessing."""
     from multiprocessing import util
 
     _FOR_LIFE.enter_context(never_waiting())
@@ -65,9 +65,9 @@ def never_wait_again() -> None:
 
 
 def open_closed_streams() -> None:
-    """Point standard streams that whoever started this process has closed to /dev/null.
+    """Redirect standard streams that the parent process has closed to /dev/null.
 
-    The next file that is opened would get their descriptor, and what is printed: a lock, a checkpoint.
+    Otherwise the next opened file, such as a lock or a checkpoint, gets their descriptor and receives the output.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -83,29 +83,29 @@ def open_closed_streams() -> None:
 
 
 def finish(limit_s: float = FINISH_S) -> None:
-    """Hand over what is kept, as long as the reader takes something every `limit_s`, and drop the rest."""
+    """Flush the buffers while the reader makes progress at least every `limit_s` seconds, and drop the rest."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # a task may have put anything there
+        with suppress(Exception):  # a task may have replaced the streams
             stream.flush()
     for outlet in list(_OUTLETS):
         outlet.finish(limit_s)
 
 
 def rest() -> None:
-    """End the threads of this module, so that the process may fork; the next write starts one where it is needed."""
+    """Stop the threads of this module, so that the process may fork; the next write restarts one if needed."""
     for outlet in list(_OUTLETS):
         outlet.rest()
 
 
 def write_at_once(text: str) -> None:
-    """Write a line to standard error if that does not wait: for signal handlers just before the process leaves."""
+    """Write a line to standard error if that does not block; for signal handlers just before the process exits."""
     with suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, text.encode(errors="replace"))
 
 
 def _wrapped(stream: TextIO, outlets: dict[tuple[int, ...], _Outlet]) -> _Stream | _Outlasting:
-    """Return a stream for the descriptor of `stream`; both share one outlet, and so one order, where it is one file."""
+    """Wrap the descriptor of `stream`; streams of the same file share one outlet, which preserves their order."""
     try:
         descriptor = stream.fileno()
         with suppress(OSError):
@@ -115,13 +115,13 @@ def _wrapped(stream: TextIO, outlets: dict[tuple[int, ...], _Outlet]) -> _Stream
             outlets[place] = _Outlet(descriptor)
         outlet = outlets[place]
         outlet.descriptors.append(descriptor)
-    except (OSError, ValueError, AttributeError):  # text in memory, as in tests and notebooks
+    except (OSError, ValueError, AttributeError):  # in-memory streams, as in tests and notebooks
         return _Outlasting(stream)
     return _Stream(stream, outlet, descriptor)
 
 
 class _Outlasting:
-    """A stream that is written to whether or not that succeeds."""
+    """A stream that ignores write errors."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -140,7 +140,7 @@ class _Outlasting:
 
 
 class _Stream:
-    """Text for an outlet, line by line; all else (isatty, encoding, fileno) is that of the stream it stands for."""
+    """A line-buffered text stream for an outlet; other attributes (isatty, encoding, fileno) are the original's."""
 
     def __init__(self, stream: TextIO, outlet: _Outlet, descriptor: int) -> None:
         self._stream, self._outlet, self._descriptor = stream, outlet, descriptor
@@ -159,7 +159,7 @@ class _Stream:
             self.write(line)
 
     def flush(self) -> None:
-        """Write a line that has no end yet; waits for nobody."""
+        """Write an incomplete line; does not block."""
         with self._outlet.lock:
             data, self._line = bytes(self._line), bytearray()
         self._send(redacted_message(data.decode(errors="surrogateescape")).encode(errors="surrogateescape"))
@@ -178,7 +178,7 @@ class _Stream:
             is_elsewhere = _identity(self._descriptor) != self._place
         except OSError:
             return
-        if is_elsewhere:  # the task has pointed the descriptor to a place of its own
+        if is_elsewhere:  # the task has redirected the descriptor
             with suppress(OSError):
                 _write_all(self._descriptor, data)
             return
@@ -186,7 +186,7 @@ class _Stream:
 
 
 class _Bytes:
-    """The binary side of a stream, as `sys.stdout.buffer` has one."""
+    """The binary side of a stream, like `sys.stdout.buffer`."""
 
     def __init__(self, stream: _Stream) -> None:
         self._text = stream
@@ -203,14 +203,14 @@ class _Bytes:
 
 
 class _Outlet:
-    """One terminal, pipe, socket or file, and what its reader has not taken yet.
+    """One terminal, pipe, socket or file, and the output that its reader has not accepted yet.
 
-    descriptors  of standard output and standard error that lead here
+    descriptors  those of standard output and standard error that refer to it
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptors: list[int] = []
-        self.lock = threading.RLock()  # a signal handler may print in the middle of a write
+        self.lock = threading.RLock()  # reentrant: a signal handler may print during a write
         self._original = os.dup(descriptor)
         self._unblocked = _reopened(self._original)
         self._attempt = _attempt_for(self._original, self._unblocked)

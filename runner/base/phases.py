@@ -1,4 +1,4 @@
-"""Phases as data: what a task's PHASES says, the keys that follow from it, and which of two sayings is stronger."""
+"""Phases as data: a task's PHASES, the resulting keys, and the precedence of their values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from runner.base.schema import Key, Signature, defaults, did_you_mean, settings_
 from runner.base.settings import Settings
 
 KINDS = ("train", "fit")
-INFERENCE = "infer"  # the phase that every task has: prediction with what the others made
-GROUPS = ("optimizer", "scheduler")  # a phase may choose its own option of these
+INFERENCE = "infer"  # the phase of every task that predicts with the result of the others
+GROUPS = ("optimizer", "scheduler")  # groups for which a phase may choose another option
 _OF_FIT = ("global_batch_size", "micro_batch_size", "evaluate.samples")
 _OF_TRAIN = (*_OF_FIT, "evaluate", "updates", "epochs", "max_grad_norm", "early_stopping")
-_STRUCTURE = ("kind", "needs")  # what a phase is; the command line cannot change it
+_STRUCTURE = ("kind", "needs")  # structure of a phase; cannot be changed on the command line
 LENGTHS = ("updates", "epochs")
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A phase as the task's file has it: `settings` holds key -> value, without the phase's name in front."""
+    """A phase as declared in the task's file: `settings` maps keys to values, without the phase's name as prefix."""
 
     name: str
     kind: Literal["train", "fit"] = "train"
@@ -29,14 +29,14 @@ class Declared:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
-        """Return the key of the whole configuration for a key of this phase."""
+        """Return the full configuration key of a key of this phase."""
         return f"phase.{self.name}.{name}"
 
 
 def read_phases(
     literal: Mapping[str, Any], more: Mapping[str, Any], source: str, problems: list[Problem]
 ) -> tuple[Declared, ...]:
-    """Return the phases of the literal PHASES; `more`, `phase.NAME.KEY` of SETTINGS and SIZES, comes on top."""
+    """Parse the PHASES literal; `more` (`phase.NAME.KEY` of SETTINGS and SIZES) overrides it."""
     found: list[Declared] = []
     for name, content in literal.items():
         where = f"{source}: PHASES[{name!r}]"
@@ -67,9 +67,9 @@ def read_phases(
 def keys_of(
     phase: Declared, options: Mapping[str, str], signature: Callable[[str, str], Signature | None]
 ) -> dict[str, Key]:
-    """Return what may be set in a phase, by the name within it.
+    """Return the keys that can be set for a phase, by their name within it.
 
-    options    group -> option that the phase uses
+    options   group -> option that the phase uses
     signature  (group, option) -> the function behind it
     """
     wanted = _OF_TRAIN if phase.kind == "train" else _OF_FIT
@@ -96,17 +96,17 @@ def values_of(
     said: Container[str],
     folder: Container[str],
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (key within the phase, value, source) where the command line does not name this phase's key itself.
+    """Yield (key within the phase, value, source) for keys that the command line does not set for this phase.
 
-    A key said for the whole run on the command line is stronger than what the task says for a phase; this is stronger
-    than what the whole run has from elsewhere. `source` is "run", "folder", "task", "default",
-    or "length" where the other of updates and epochs counts.
+    A key set for the whole run on the command line overrides what the task sets for a phase; this overrides
+    values that the whole run has from elsewhere. `source` is "run", "folder", "task", "default",
+    or "length" if the other one of updates and epochs is in effect.
 
-    options      group -> option that the phase uses; `run_options` those of the whole run
-    tuned        group -> option that the task's values are for, where the phase names none
-    tree         key -> value of the whole run
-    said         keys and groups of the command line
-    folder       keys that the user's configuration files set
+    options   group -> option that the phase uses; `run_options` those of the whole run
+    tuned   group -> option that the task's values apply to, if the phase names none
+    tree   key -> value of the whole run
+    said   keys and groups set on the command line
+    folder   keys set in the user's configuration files
     """
     pinned = next((level for level in _levels(phase, said, folder) if any(level(name) for name in LENGTHS)), None)
     for name, key in keys.items():
@@ -131,12 +131,12 @@ def values_of(
 
 
 def is_for(phase: Declared, group: str, options: Mapping[str, str], tuned: Mapping[str, str]) -> bool:
-    """Tell whether the task's values for the keys of a group are for the option that the phase uses."""
+    """Return whether the task's values for the keys of a group apply to the option that the phase uses."""
     return group not in GROUPS or options[group] == phase.settings.get(group, tuned[group])
 
 
 def _levels(phase: Declared, said: Container[str], folder: Container[str]) -> list[Callable[[str], bool]]:
-    """Return who may say how long a phase is, strongest first."""
+    """Return the sources that may set the length of a phase, strongest first."""
     return [
         lambda name: phase.key(name) in said,
         lambda name: name in said,

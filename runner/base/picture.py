@@ -1,23 +1,23 @@
-"""Pictures for plots/: matplotlib's figures without its global state, and their bytes."""
+"""Plots for plots/: matplotlib figures without its global state, encoded as PNG."""
 
 from __future__ import annotations
 
 import io
 from typing import Any
 
-# Okabe and Ito, Color Universal Design, 2008: told apart by colour-blind readers too
+# Okabe and Ito, Color Universal Design, 2008: distinguishable with color vision deficiency
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 
 
 def new_figure(width: float = 8.0, height: float = 4.5) -> Any:
-    """Return an empty matplotlib Figure of that size in inches."""
-    from matplotlib.figure import Figure  # here: it takes its time
+    """Return an empty matplotlib Figure; width and height in inches."""
+    from matplotlib.figure import Figure  # slow to import
 
     return Figure(figsize=(width, height), layout="constrained", dpi=120)
 
 
 def png(figure: Any) -> bytes:
-    """Return the figure as the bytes of a PNG file."""
+    """Encode the figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

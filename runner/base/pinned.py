@@ -1,7 +1,7 @@
-"""Folders that are pinned: what is named below one is found from the folder itself, through no link.
+"""Access a folder through an open directory descriptor (dirfd), so that no path component below it can be a link.
 
-Between a look at a path and its use somebody else may put a link in the place of a folder on the way. A run's folder
-is opened once; everything below is opened from there, one name at a time.
+Between the check of a path and its use, another process may replace a folder on the way by a link. A run's folder
+is therefore opened once, and everything below it is opened relative to that descriptor, one name at a time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _pinned: dict[Path, int] = {}
 
 
 def pin(folder: Path) -> None:
-    """Names below `folder` are found from the folder that has this path now. Raises OSError, for a link too."""
+    """Resolve names below `folder` relative to the folder that has this path now. Raises OSError, also for a link."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     unpin(folder)
     _pinned[folder] = descriptor
 
 
 def unpin(folder: Path) -> None:
-    """The folder is found by its path again; one that is not pinned stays so."""
+    """Resolve the folder by its path again; a no-op if it is not pinned."""
     descriptor = _pinned.pop(folder, None)
     if descriptor is not None:
         with suppress(OSError):
@@ -30,15 +30,15 @@ def unpin(folder: Path) -> None:
 
 
 def unpin_all() -> None:
-    """Every folder is found by its path again, as after the end of the process."""
+    """Resolve every folder by its path again."""
     for folder in [*_pinned]:
         unpin(folder)
 
 
 def place_of(folder: Path) -> Path | None:
-    """Return where a pinned folder is now: it may have been moved. None where it was deleted.
+    """Return the current path of a pinned folder, which may have been moved. None if it was deleted.
 
-    Where the system does not tell (no /proc), it is `folder`.
+    Without /proc, returns `folder`.
     """
     descriptor = _pinned[folder]
     found = os.fstat(descriptor)
@@ -55,10 +55,10 @@ def place_of(folder: Path) -> Path | None:
 
 @contextmanager
 def beside(path: Path) -> Iterator[tuple[int | None, Path | str]]:
-    """Give (descriptor of the folder, name in it) for calls that take `dir_fd`; (None, path) outside of what is pinned.
+    """Return (directory descriptor, name) for calls that take `dir_fd`; (None, path) outside of pinned folders.
 
-    A pinned folder itself is "." in itself, so that it is found where it was moved to.
-    Raises OSError where a folder between the pinned one and the name is a link, or not there.
+    A pinned folder itself is "." relative to its descriptor, so that it is found after a move.
+    Raises OSError if a folder between the pinned one and the name is a link or missing.
     """
     if path in _pinned:
         yield _pinned[path], "."

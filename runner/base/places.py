@@ -1,4 +1,4 @@
-"""Where things that are not code lie: the shipped configuration, the tasks, the user's cache."""
+"""Locations of resources that are not code: shipped configuration, tasks, the user's cache."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def shipped(name: str) -> Path:
-    """Return the folder `conf` or `tasks`: inside the package in a wheel, beside it in a checkout."""
+    """Return the path of the shipped `conf` or `tasks`: inside the package in a wheel, beside it in a checkout."""
     inside = PACKAGE / name
     return inside if inside.is_dir() else PACKAGE.parent / name
 
 
 def cache_folder() -> Path:
-    """Return the folder for prepared data that outlives a run: $ACCEL_RUN_CACHE, else the XDG cache folder.
+    """Return the cache folder for prepared data: $ACCEL_RUN_CACHE, else the XDG cache folder.
 
-    A user without a home, as in some containers, has it where the command is given.
+    Without a home folder, as in some containers, it is in the current directory.
     """
     chosen = os.environ.get("ACCEL_RUN_CACHE")
     if chosen:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises where there is none
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises without a home folder
     return (Path(base) if base else Path("" if home == "~" else home).absolute() / ".cache") / "accel-run"
 
 
 def as_path(text: str) -> Path:
-    """Return the path that a setting names; ~ is the home folder, as a shell leaves it where it follows =.
+    """Return the path in a setting, with ~ expanded: shells do not expand it after `=`.
 
     Raises ConfigError for a URL.
     """
     if re.match(URL, text):
         raise ConfigError(Problem(f"must be {LOCAL_PATH}", text, "name a local folder, or mount the remote one"))
-    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises where there is none
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises without a home folder

@@ -1,4 +1,4 @@
-"""Where a process stands among the processes that train together, before any of them has joined the others."""
+"""Rank and world size of a process, read from the environment before process groups exist."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from runner.base.errors import ConfigError, Problem
 class Member:
     """One rank of a run.
 
-    rank             number among all ranks; 0 writes and speaks
-    local_rank       number among the ranks of this machine
-    store            where the ranks meet: file:///path for one machine, tcp://host:port for several; empty: alone
-    attempt          how often the ranks were started before; those of another attempt must not be met
+    rank   rank among all processes; rank 0 writes and prints
+    local_rank   rank among the processes of this machine
+    store   rendezvous store: file:///path on one machine, tcp://host:port for several; empty: single process
+    attempt   number of previous starts; ranks of other attempts must not join
     """
 
     rank: int = 0
@@ -29,10 +29,10 @@ class Member:
 
 
 def member_of(environment: Mapping[str, str]) -> Member | None:
-    """Return which rank torchrun or srun made of this process; None where nothing says that it is one.
+    """Return the rank that torchrun or srun assigned to this process; None if none did.
 
-    Neither the shell of a batch script nor a step of a single task is a rank. torchrun goes before srun, since one
-    starts the other on each machine. Raises ConfigError with everything in the variables that does not fit.
+    Neither the shell of a batch script nor a step with a single task is a rank. torchrun takes precedence over srun,
+    because srun may start one torchrun per machine. Raises ConfigError with all invalid variables.
     """
     if "RANK" in environment:
         return _of_torchrun(_Variables(environment))
@@ -42,15 +42,15 @@ def member_of(environment: Mapping[str, str]) -> Member | None:
 
 
 def starter() -> str:
-    """Return who starts this process, and starts it again: the job of SLURM, or the parent."""
+    """Return the process that started, and restarts, this one: the SLURM job, or the parent."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"job {job}" if job else f"process {os.getppid()}"
 
 
 def hosts_of(nodelist: str) -> list[str]:
-    """Return the names that a list of SLURM's stands for: `n[01-03,7],login` is n01, n02, n03, n7 and login.
+    """Expand a SLURM node list: `n[01-03,7],login` is n01, n02, n03, n7 and login.
 
-    Raises ValueError where it is not such a list.
+    Raises ValueError if the list is malformed.
     """
     hosts: list[str] = []
     for group in re.findall(_GROUP, nodelist):
@@ -64,9 +64,9 @@ def hosts_of(nodelist: str) -> list[str]:
 
 
 def tasks_of(tasks_per_node: str) -> list[int]:
-    """Return how many tasks each machine has: `2(x3),1` is 2, 2, 2 and 1.
+    """Return the number of tasks per machine: `2(x3),1` is 2, 2, 2 and 1.
 
-    Raises ValueError where it is not such a list.
+    Raises ValueError if the list is malformed.
     """
     counts: list[int] = []
     for word in tasks_per_node.split(","):
@@ -77,7 +77,7 @@ def tasks_of(tasks_per_node: str) -> list[int]:
     return counts
 
 
-# ---------------------------------------------------------------- the two who start ranks
+# ---------------------------------------------------------------- torchrun and srun
 
 
 def _of_torchrun(given: _Variables) -> Member:
@@ -98,7 +98,7 @@ def _of_torchrun(given: _Variables) -> Member:
 
 
 def _of_srun(given: _Variables) -> Member | None:
-    """Return the rank of a task; what is said of the step goes before what is said of the whole job."""
+    """Return the rank of a SLURM task; variables of the step take precedence over those of the job."""
     num_tasks = given.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     world_size = given.number(num_tasks, at_least=1)
     if world_size == 1 and not given.is_wrong(num_tasks):
@@ -118,14 +118,14 @@ def _of_srun(given: _Variables) -> Member | None:
 
 
 def _is_in_a_step(environment: Mapping[str, str]) -> bool:
-    """Tell whether srun started this process: a batch script and the shell of salloc have no step, or one past all."""
+    """Return whether srun started this process: batch scripts and salloc shells have no step, or a reserved number."""
     step = environment.get("SLURM_STEP_ID", "")
     is_special = step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
     return "SLURM_JOB_ID" in environment and "SLURM_PROCID" in environment and step != "" and not is_special
 
 
 def _num_local_tasks(given: _Variables, world_size: int) -> int:
-    """Return the tasks of this machine, which differ where the last one has fewer."""
+    """Return the number of tasks on this machine; the last machine may have fewer."""
     name = given.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
     try:
         counts = tasks_of(given.text(name))
@@ -141,7 +141,7 @@ def _num_local_tasks(given: _Variables, world_size: int) -> int:
 
 
 def _first_host(given: _Variables) -> str:
-    """Return the machine of rank 0, which `MASTER_ADDR` may name otherwise."""
+    """Return the host of rank 0, which `MASTER_ADDR` may override."""
     if given.has("MASTER_ADDR"):
         return given.text("MASTER_ADDR")
     name = given.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
@@ -157,7 +157,7 @@ def _first_host(given: _Variables) -> str:
 
 
 class _Variables:
-    """Environment variables, read one by one; what is wrong with them is gathered."""
+    """Reader of environment variables that collects all problems."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -167,7 +167,7 @@ class _Variables:
         return bool(self._environment.get(name))
 
     def first(self, *names: str) -> str:
-        """Return the first name that is set; the last where none is."""
+        """Return the first name that is set, or the last one if none is."""
         return next((name for name in names if self.has(name)), names[-1])
 
     def is_wrong(self, name: str) -> bool:
@@ -185,7 +185,7 @@ class _Variables:
     def number(
         self, name: str, *, default: int | None = None, at_least: int = 0, below: int | None = None, of: str = ""
     ) -> int:
-        """Return a whole number in its limits; the default, or the lowest, where there is none."""
+        """Return an integer within its limits; the default, or the lower limit, if it is not set."""
         if not self.has(name) and default is not None:
             return default
         word = self.text(name)
@@ -211,12 +211,12 @@ class _Variables:
             raise ConfigError([*others, Problem(last.what, last.where, fix)])
 
 
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on SLURM numbers what is no step: batch scripts, interactive shells
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive shells from here on
 _GROUP = r"(?:[A-Za-z0-9_.-]+|\[\d[\d,-]*\])+"
 
 
 def _numbers_of(ranges: str) -> list[str]:
-    """Return the numbers of `01-03,7`, as wide as they are written. Raises ValueError where there are none."""
+    """Expand ranges such as `01-03,7`, keeping leading zeros. Raises ValueError if there are none."""
     numbers: list[str] = []
     for word in ranges.split(","):
         low, _, high = word.partition("-")

@@ -1,8 +1,8 @@
-"""What a configuration may hold, read from signatures without importing the code behind them.
+"""Configuration schema, read from function signatures without importing the code.
 
 An axis is a Python file with one function per option. The parameters after `*` are the option's keys: their
-annotations are the types, their defaults the values, their docstring lines the help. The file is parsed, not
-imported, so a wrong key is answered before torch is loaded.
+annotations are the types, their defaults the default values, their docstring lines the help. The file is parsed, not
+imported, so an invalid key is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from runner.base import values
 from runner.base.errors import readable
 from runner.base.values import Matches, Range
 
-MAX_SHOWN = 200  # characters of a value in a message
-REQUIRED = object()  # the default of a key that must be given
+MAX_SHOWN = 200  # maximum characters of a value in a message
+REQUIRED = object()  # sentinel: the key has no default
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A default that only running the code could tell."""
+    """A default that cannot be evaluated without running the code."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the configuration: its type, its default and what it means."""
+    """A configuration key: its type, default and help text."""
 
     name: str
     type: Any
@@ -48,7 +48,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Signature:
-    """A function as the configuration sees it: `runner` parameters come from us, `keys` from the user."""
+    """The signature of an option: `runner` parameters are passed by the runner, `keys` are set by the user."""
 
     name: str
     runner: tuple[str, ...]
@@ -58,13 +58,13 @@ class Signature:
 
 @cache
 def read_module(path: Path) -> ast.Module:
-    """Return the syntax tree of a Python file. Raises SyntaxError as Python would."""
+    """Parse a Python file. Raises SyntaxError as Python would."""
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 @cache
 def read_functions(path: Path) -> Mapping[str, Signature]:
-    """Return the functions of a Python file, methods as `Class.method`, without importing it.
+    """Return the signatures of a Python file, methods as `Class.method`, without importing it.
 
     Raises SyntaxError as Python would.
     """
@@ -97,17 +97,17 @@ def settings_keys(settings: type, prefix: str = "") -> dict[str, Key]:
 
 
 def defaults(keys: Mapping[str, Key]) -> dict[str, Any]:
-    """Return the default of each key that has one, as a YAML file would hold it; lists and mappings are copies."""
+    """Return the default of each key that has one, as in a YAML file; lists and mappings are copied."""
     return {name: _as_data(key.default) for name, key in keys.items() if key.default is not REQUIRED}
 
 
 def fault(annotation: Any, value: Any) -> str | None:
-    """Return what `value` must be if it is not of this type, else None."""
+    """Return a description of the expected type if `value` does not match it, else None."""
     return None if _fits(annotation, value) else f"must be {in_words(annotation)}, but is {_shown(value)}"
 
 
 def in_words(annotation: Any) -> str:
-    """Say a type as a person would: `a number above 0, or auto`."""
+    """Describe a type: `a number above 0, or auto`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         words = [item.words for item in arguments[1:] if isinstance(item, (Range, Matches))]
@@ -126,20 +126,20 @@ def in_words(annotation: Any) -> str:
 
 
 def choices_of(annotation: Any) -> set[str]:
-    """Return the texts that the type lists: those of `Literal["sum", "mean"] | float`."""
+    """Return the literal strings of a type, e.g. those of `Literal["sum", "mean"] | float`."""
     if typing.get_origin(annotation) is typing.Literal:
         return {item for item in typing.get_args(annotation) if isinstance(item, str)}
     return set().union(*map(choices_of, typing.get_args(annotation)))
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
-    """Return the known word most like `word`, or None when nothing is near: a wrong guess is worse than none."""
+    """Return the most similar known word, or None if none is similar enough: a wrong suggestion is worse than none."""
     if len(word) > MAX_SHOWN:
         return None
     candidates = list(known)
     lowered = {candidate.lower(): candidate for candidate in candidates}
     group, dot, name = word.lower().rpartition(".")
-    if dot:  # a long group in common makes no name alike
+    if dot:  # a long common prefix does not make keys similar
         siblings = {key.removeprefix(f"{group}."): key for key in lowered if key.rpartition(".")[0] == group}
         if close := _close(name, siblings, cutoff):
             return lowered[siblings[close]]
@@ -152,10 +152,10 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.75) -> str | None
 
 
 def _close(word: str, known: Iterable[str], cutoff: float) -> str | None:
-    """Return a known word that is one typo away, else the closest one within a share of common letters.
+    """Return a known word that is one typo away, else the most similar one above the cutoff.
 
     A word of up to three letters may have the typo anywhere but in the first letter (l4 is not t4, tpu is not cpu);
-    one of up to four letters may have one typo and nothing more.
+    one of up to four letters may have one typo only.
     """
     known = list(known)
     one_away = [each for each in known if is_one_typo(word, each) and (len(word) > 3 or word[:1] in each[:2])]
@@ -167,7 +167,7 @@ def _close(word: str, known: Iterable[str], cutoff: float) -> str | None:
 
 
 def is_one_typo(word: str, other: str) -> bool:
-    """Tell whether two words are equal or differ by one letter: replaced, added, omitted, or swapped with the next."""
+    """Return whether two words are equal or differ by one letter: replaced, inserted, deleted, or transposed."""
     if word == other:
         return True
     if not 0 <= abs(len(word) - len(other)) <= 1 or min(len(word), len(other)) < 2:
@@ -182,7 +182,7 @@ def is_one_typo(word: str, other: str) -> bool:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "did you mean X?" or an empty text."""
+    """Return "did you mean X?" or an empty string."""
     near = nearest(word, known)
     return f"did you mean {near}?" if near else ""
 
@@ -196,7 +196,7 @@ _TYPE_WORDS: dict[Any, str] = {
     type(None): "null",
     Any: "anything",
 }
-# The words of annotations; the checks of `_fits` know what they mean.
+# Names allowed in annotations; `_fits` implements their checks.
 _NAMESPACE: dict[str, Any] = {
     **{kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, object, bytes, complex, set)},
     **{name: getattr(values, name) for name in values.__all__},
@@ -222,17 +222,17 @@ def _signature(node: ast.FunctionDef, path: Path) -> Signature:
 
 
 def _type_of(annotation: ast.expr | None) -> Any:
-    """Return the type, or Any for one of the user's own: the function itself will judge."""
+    """Return the type, or Any for a user-defined one, which the function itself must check."""
     try:
         return _read_type(annotation) if annotation is not None else Any
-    except Exception:  # whatever a combination of types that makes no sense raises
+    except Exception:  # an invalid combination of types may raise anything
         return Any
 
 
 def _read_type(node: ast.expr) -> Any:
-    """Return the type that an annotation spells with the words of `_NAMESPACE`; nothing of the file is run.
+    """Evaluate an annotation that uses names of `_NAMESPACE` only; no code of the file is executed.
 
-    A task file from elsewhere is read by `plan`, and by the Tab key, before anybody has decided to run it.
+    `plan` and shell completion parse task files that the user has not yet decided to execute.
     """
     if isinstance(node, ast.Constant):
         return _read_type(ast.parse(node.value, mode="eval").body) if isinstance(node.value, str) else _none(node)
@@ -251,7 +251,7 @@ def _read_type(node: ast.expr) -> Any:
 
 
 def _read_item(node: ast.expr) -> Any:
-    """Return what stands in the brackets of a type: another type, an ellipsis, a range or a pattern."""
+    """Return an item in the brackets of a type: another type, an ellipsis, a range or a pattern."""
     if isinstance(node, ast.Constant) and node.value is Ellipsis:
         return Ellipsis
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Range", "Matches"):
@@ -268,7 +268,7 @@ def _none(node: ast.Constant) -> None:
 def _literal(default: ast.expr) -> Any:
     try:
         return ast.literal_eval(default)
-    except (ValueError, TypeError):  # not a literal, or one that cannot be, such as {[]: 1}
+    except (ValueError, TypeError):  # not a literal, or an invalid one such as {[]: 1}
         return Expression(ast.unparse(default))
 
 
@@ -277,7 +277,7 @@ def _as_data(value: Any) -> Any:
 
 
 def _help_lines(docstring: str) -> dict[str, str]:
-    """Read `name  meaning` lines, and the indented ones that continue them, out of a docstring without margin."""
+    """Parse `name  meaning` lines, with their indented continuation lines, from a dedented docstring."""
     found: dict[str, str] = {}
     current = ""
     for line in docstring.splitlines():
@@ -315,7 +315,7 @@ def _fits(annotation: Any, value: Any) -> bool:
     if annotation in (None, type(None)):
         return value is None
     if annotation is float:
-        # What is above the largest float, infinite or not a number is none that can be computed with.
+        # Integers above the largest float, infinities and NaN cannot be used in arithmetic.
         return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""The folder that the processes of a start share beside the run directory; what a crash leaves, the next removes."""
+"""Private temporary folder that the processes of a start share; stale folders of crashed starts are removed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _CODES = {
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder that is readable by its owner alone, gone at the end; the sockets of data workers lie in it.
+    """Create a private temporary folder (mode 0700) and remove it at the end; it holds the sockets of data workers.
 
-    It is locked by this process and those that are forked from it. Where all of them were killed, the next start finds
-    it without a lock and removes it. Raises CannotCreate.
+    It is locked by this process and its forked children. If all of them were killed, the next start finds
+    it unlocked and removes it. Raises CannotCreate.
     """
     _sweep()
     folder, lock = _made()
     settings = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     before = settings.get("tempdir")
-    settings["tempdir"] = str(folder)  # inherited by data workers, forked or spawned; no finalizer runs in the killed
+    settings["tempdir"] = str(folder)  # inherited by data workers, forked or spawned; killed processes run no finalizer
     try:
         yield folder
     finally:
@@ -43,12 +43,12 @@ def private_folder() -> Iterator[Path]:
 
 
 def check_compile_cache(variable: str, *, is_needed: bool) -> None:
-    """Raise CannotCreate where the variable of the environment names a folder in which nothing can be written.
+    """Raise CannotCreate if the environment variable names a folder that is not writable.
 
-    Inductor or Triton would find out in the first update, after minutes, in their own words.
+    Otherwise Inductor or Triton would fail in the first update, after minutes, with an unclear message.
 
-    is_needed  something will be written: the folder is created and tried. Else nothing is touched, for torch itself
-               sets TORCHINDUCTOR_CACHE_DIR to a place in /tmp in processes that import Inductor
+    is_needed  the cache will be used: create the folder and test a write. Otherwise nothing is touched, since torch
+                          itself sets TORCHINDUCTOR_CACHE_DIR to a place in /tmp in processes that import Inductor
     """
     folder = os.environ.get(variable)
     if not folder:
@@ -66,7 +66,7 @@ def check_compile_cache(variable: str, *, is_needed: bool) -> None:
 
 
 def _check_nearest(folder: Path) -> None:
-    """Raise OSError where the folder, or the one in which it would be made, is none or may not be written to."""
+    """Raise OSError if the folder, or its nearest existing parent, is not a directory or not writable."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     number = errno.ENOTDIR if not there.is_dir() else 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
     if number:
@@ -80,10 +80,10 @@ def _refused(error: OSError, what: str, where: str, fix: str) -> CannotCreate:
 
 
 def keep_compiled_code_private() -> None:
-    """Let Inductor and Triton keep what they compile in a folder of mode 0700: the user's cache, else for one start.
+    """Make Inductor and Triton cache compiled code in a folder of mode 0700: in the user's cache, else temporary.
 
-    Inductor's own default is /tmp/torchinductor_USER, and it runs the code that it finds there: whoever makes that
-    folder first decides what a training runs. A folder that the user names, TORCHINDUCTOR_CACHE_DIR, is left as it is.
+    Inductor's default is /tmp/torchinductor_USER, and it executes the code that it finds there: any user who creates that
+    folder first controls what a training runs. A TORCHINDUCTOR_CACHE_DIR set by the user is not changed.
     """
     names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     if all(os.environ.get(name) for name in names):
@@ -96,26 +96,28 @@ def keep_compiled_code_private() -> None:
 
 
 def _made_private(folder: Path) -> bool:
-    """Make the folder unless it exists, close it to others, and tell whether nobody else could put code into it.
+    """Create the folder if needed, restrict its mode, and return whether only this user can write to it.
 
-    The mode is set here: Inductor itself makes folders by the umask, which may let others write.
+    The mode is set explicitly: Inductor creates folders with the umask, which may allow others to write.
     """
     try:
         if not _is_ours_alone(folder):
             return False
         for path in [each for each in (*reversed(folder.parents), folder) if not each.exists()]:
-            with suppress(FileExistsError):  # another start was faster
+            with suppress(FileExistsError):  # a concurrent start created it
                 path.mkdir(mode=0o700)
-        if not (_is_ours_alone(folder) and _is_ours_alone(folder.parent)):  # who may rename it may replace it
+        if not (
+            _is_ours_alone(folder) and _is_ours_alone(folder.parent)
+        ):  # write access to the parent permits replacing the folder
             return False
         folder.chmod(0o700)
-    except OSError:  # a full disk, or one that is read-only
+    except OSError:  # full or read-only disk
         return False
     return True
 
 
 def _is_ours_alone(folder: Path) -> bool:
-    """Tell whether nobody else can write in the folder, or in the one in which it would be made."""
+    """Return whether only this user can write to the folder, or to its nearest existing parent."""
     for path in (folder, *folder.parents):
         try:
             found = path.lstat()
@@ -128,15 +130,15 @@ def _is_ours_alone(folder: Path) -> bool:
 
 
 def shared_folder() -> Path | None:
-    """Return the private folder of the start that this process belongs to, if there is one."""
+    """Return the private folder of the start that this process belongs to, if any."""
     found = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     return Path(found) if found else None
 
 
 def _place() -> str:
-    """Return where the folder lies: where temporary files do, or else where the sockets in it can be named.
+    """Return the parent of the folder: the system's temporary folder, or one with a path short enough for sockets.
 
-    The name of a socket has 107 bytes at most (unix(7)); with a longer one data workers wait for ever.
+    A socket path has at most 107 bytes (unix(7)); with a longer one data workers hang.
     """
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) + len(f"/{PREFIX}01234567/listener-01234567") <= 107:
@@ -145,7 +147,7 @@ def _place() -> str:
 
 
 def _made() -> tuple[Path, int]:
-    """Return a new folder and the descriptor that holds its lock."""
+    """Create a folder and return it with the descriptor that holds its lock."""
     for _ in range(100):
         try:
             folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place()))
@@ -164,7 +166,7 @@ def _made() -> tuple[Path, int]:
 
 
 def _sweep() -> None:
-    """Remove the folders whose owners were all killed."""
+    """Remove unlocked folders, whose owners were all killed."""
     with suppress(OSError):
         for folder in Path(_place()).glob(f"{PREFIX}*"):
             lock = _locked(folder)
@@ -174,7 +176,7 @@ def _sweep() -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """Return a descriptor that holds the lock of our folder; None where another process has it, or it is gone."""
+    """Return a descriptor with the lock of our folder; None if another process holds it or the folder is gone."""
     descriptor = -1
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

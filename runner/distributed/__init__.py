@@ -1,1 +1,1 @@
-"""How processes find each other and share an update: process groups, gradients, pipelines."""
+"""Process groups, gradient synchronization and pipelines."""

@@ -1,4 +1,4 @@
-"""What ranks that read different data must agree on: where they start, and what each of them gathered on its own."""
+"""Agreement of ranks that read different data: their starting point, and their merged statistics."""
 
 from __future__ import annotations
 

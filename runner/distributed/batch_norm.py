@@ -1,9 +1,9 @@
-"""Batch norms over the micro-batches that all ranks pass at the same time, weighted by their true sizes.
+"""Batch norms synchronized over the concurrent micro-batches of all ranks, weighted by their true sizes.
 
-A rank alone normalizes over its own micro-batch, so unequal shares give unequal statistics. Synchronized, a pass of all
-ranks is one batch, and the running statistics are the same on every rank. Every rank must make the same number of
-passes; one in vain (see `vain.unnoticed`) counts for nothing, but takes part in the collectives and is normalized by
-the statistics of the others.
+A rank alone normalizes over its own micro-batch, so unequal shares give unequal statistics. When synchronized, the
+micro-batches of all ranks form one batch, and running statistics are the same on every rank. Every rank must run the
+same number of forward passes. A dummy pass (see `vain.unnoticed`) contributes a count of zero, but joins the collectives
+and is normalized by the statistics of the others.
 """
 
 from __future__ import annotations

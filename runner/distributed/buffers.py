@@ -1,12 +1,12 @@
-"""Buffers that training changes, kept equal on all ranks: after every update, and never by an evaluation or a save.
+"""Synchronize buffers that training changes after every update, but never in an evaluation or a save.
 
 A rank sees only its own samples, so a buffer that a forward pass changes, such as a moving average, a codebook or a
-counter, becomes another one on each rank. Synchronized only when a checkpoint is written, it would make the result of
-training depend on when that was. So the buffers that changed in an update are synchronized at its end: the running
-statistics of norms are averaged over the ranks, all others are those of one rank, as DistributedDataParallel's are.
+counter, diverges between ranks. Synchronizing only at checkpoints would make the result of training depend on when
+they are written. So buffers that changed in an update are synchronized at its end: running statistics of norms are
+averaged over the ranks, all others are broadcast from one rank, as in DistributedDataParallel.
 
-Nothing is sent while nothing changes. Ranks agree on what changed by flags that travel with a message that they
-exchange anyway, because a collective which only some ranks join would hang.
+Nothing is sent while nothing changes. Ranks agree on what changed by flags attached to a message that they
+exchange anyway, because a collective which only some ranks join would deadlock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A fault of one rank is heard by all, before anybody waits for it."""
+"""Propagate an error of one rank to all ranks before any of them blocks on it."""
 
 from __future__ import annotations
 

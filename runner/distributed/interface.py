@@ -1,4 +1,4 @@
-"""Which network interface leads to the other ranks: gloo asks for the machine's own name, often one of the loopback."""
+"""Find the network interface that reaches the other ranks: gloo resolves the host name, often to the loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door to torch's process groups: join the ranks of a run, and leave them in order."""
+"""Initialize and destroy torch's process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of a model cost: bytes of parameters and activations, and seconds, measured on a device."""
+"""Measure the cost of a model's layers on a device: bytes of parameters and activations, and seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cause or victim: which errors only say that another rank has gone."""
+"""Recognize errors that are only a consequence of the loss of another rank."""
 
 from __future__ import annotations
 

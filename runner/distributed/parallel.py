@@ -1,7 +1,7 @@
-"""What a strategy does, by verbs; the base class is the strategy of one process, which shares nothing with anybody.
+"""Interface of the parallelism strategies; the base class implements a single process.
 
-An update is: `accumulate` turns the micro-batches of this rank into gradients of the sum of their losses, `reduce`
-makes them the gradients of all ranks and tells the true count, by which the loop divides once.
+In an update, `accumulate` computes this rank's gradients of the summed losses of its micro-batches; `reduce` sums
+gradients over all ranks and returns the true count, by which the loop divides once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values on their way between ranks that do not know what comes: tensors inside tuples, lists and mappings."""
+"""Point-to-point messages of tensors in nested tuples, lists and mappings, whose shapes the receiver does not know."""
 
 from __future__ import annotations
 

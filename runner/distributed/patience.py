@@ -1,4 +1,4 @@
-"""Waiting no longer than one wants for a call that does not give up by itself."""
+"""Call a function with a timeout, for calls that have none themselves."""
 
 from __future__ import annotations
 

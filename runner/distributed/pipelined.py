@@ -1,8 +1,8 @@
-"""Each rank has some layers of the model; micro-batches flow through them, and their gradients flow back.
+"""Pipeline parallelism: each rank has some layers of the model, and micro-batches pass through all ranks.
 
-On torch.distributed.pipelining, which orders the work of the ranks. Its stages are told the shapes of what they
-receive, and its steps are given the numbers of the micro-batches instead of a batch to cut: so micro-batches are those
-of the loader, of any type, and those of another shape make a step of their own. Gradients are sums, as everywhere.
+Built on torch.distributed.pipelining, which schedules the ranks. Its stages receive explicit shapes, and its steps
+receive micro-batch indices instead of a batch to split. Micro-batches are therefore those of the loader, of any type,
+and those of another shape form a separate step. Gradients are sums, as everywhere.
 Sources: Huang et al., GPipe, NeurIPS 2019; Narayanan et al., Efficient Large-Scale Language Model Training on GPU
 Clusters, SC 2021.
 """

@@ -1,4 +1,4 @@
-"""Which layers a rank keeps, agreed on by all ranks: what layers cost, the split, what is freed, what is shared."""
+"""Assign layers to ranks consistently: cost of the layers, split, freeing of the others, shared parameters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every rank has the whole model and a share of each update; gradients are added over the ranks.
+"""Data parallelism: every rank has the whole model and a share of each update; gradients are all-reduced.
 
-The reducer is our own and not DistributedDataParallel because shares are unequal: a rank may have more micro-batches
-than another, or none at all in the last update of an epoch, and the sum is divided by the true count of all ranks.
-Its collectives depend on the parameters only: the same buckets in the same order, whatever a rank has to do.
+DistributedDataParallel is not used because shares are unequal: a rank may have more micro-batches than another, or
+none in the last update of an epoch, and the sum is divided by the true count of all ranks.
+Collectives depend on the parameters only: the same buckets in the same order, whatever the work of a rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Every rank keeps a part of each parameter, its gradient and its state; whole layers exist while they compute.
+"""Sharded data parallelism: every rank keeps a shard of each parameter, its gradient and its optimizer state.
 
-On torch's fully_shard. Its collectives are inside the passes, so all ranks make the same number of passes, and those
-with less work make the rest in vain. Gradients are sums over ranks: the loop divides by the true count, so shares of
-any size and micro-batches of any length are exact.
+Built on torch's fully_shard. Its collectives run inside forward and backward, so all ranks run the same number of
+micro-batches; ranks with less work run dummy ones. Gradients are sums over ranks and the loop divides by the true count,
+so shares of any size and micro-batches of any length are exact.
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 5.
 """
 

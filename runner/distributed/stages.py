@@ -1,4 +1,4 @@
-"""The stages of a pipeline: what torch's schedules call, and what the loss sees of the model meanwhile."""
+"""Pipeline stages: the interface that torch's schedules call, and the loss's view of the model meanwhile."""
 
 from __future__ import annotations
 

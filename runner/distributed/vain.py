@@ -1,7 +1,7 @@
-"""Passes in vain: made because the collectives inside a pass need every rank, and leaving nothing behind.
+"""Run a dummy forward and backward pass so that ranks without data still join collectives inside the model.
 
-Where ranks have unequal work, those with less of it repeat a micro-batch. Such a pass must change no gradient, no count
-and no statistic. Norms that are synchronized over ranks take part in it with a count of zero.
+If ranks have unequal work, those with less repeat a micro-batch. Such a pass must change no gradient, count
+or statistic. Norms that are synchronized over ranks join it with a count of zero.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What survives: the run directory, its lock, checkpoints, resume, signals."""
+"""Persistent state: the run directory, its lock, checkpoints, resuming, signals."""

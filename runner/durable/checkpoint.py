@@ -1,9 +1,9 @@
-"""Checkpoints: a folder appears under its name only when it is whole, and is believed only after it is checked.
+"""Checkpoints, written atomically and verified before they are loaded.
 
     update-0000001200/  model.safetensors  optimizer.safetensors  random.safetensors  state.json  MANIFEST.json
 
-Tensors are safetensors, all else is JSON, nothing is pickled. MANIFEST.json is written last and holds its own hash
-and those of every other file. There is no pointer to the latest checkpoint: the newest valid one is the one.
+Tensors are stored as safetensors, everything else as JSON; nothing is pickled. MANIFEST.json is written last and holds
+its own hash and those of all other files. There is no pointer to the latest checkpoint: the newest valid one is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The run directory: its name, its lock, and where each thing in it lies."""
+"""The run directory: its name, its lock, and the paths of its contents."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The one door to the file system of the run directory: what was written here survives a crash, or is not there.
+"""File system access for the run directory: each write either survives a crash completely or leaves no trace.
 
-Files are made 0600 and folders 0700, links are never followed, and whatever the system refuses is a StorageError that
-names the path and the reason. What changes anything goes through `runner.durable.system`.
+Files are created with mode 0600 and folders with 0700, links are never followed, and a system error becomes a
+StorageError with the path and the reason. All modifications go through `runner.durable.system`.
 """
 
 from __future__ import annotations

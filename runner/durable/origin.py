@@ -1,4 +1,4 @@
-"""What made a run, as the run's own files tell it: to use it, to measure it, or to go on with it."""
+"""The request that started a run, read from its files: to use, measure or resume the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints belong to a run: the names that it has had, and its random identifier."""
+"""Which checkpoints belong to a run: its past names and its random identifier."""
 
 from __future__ import annotations
 

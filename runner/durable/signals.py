@@ -1,4 +1,4 @@
-"""Asking a run to stop: the handlers set a flag, nothing else; a second request leaves at once."""
+"""Stop requests: signal handlers only set a flag; a second signal exits at once."""
 
 from __future__ import annotations
 

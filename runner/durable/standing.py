@@ -1,4 +1,4 @@
-"""How a run stands, told from its run.json by whoever reads it: also where the process that wrote it is no more."""
+"""State of a run, read from its run.json by any process, also if the writer has died."""
 
 from __future__ import annotations
 

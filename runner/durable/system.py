@@ -1,6 +1,6 @@
-"""The calls to the operating system that change files and folders of a run; all of them are made here.
+"""All system calls that modify the files and folders of a run.
 
-Tests put something else in its place, to see each call, to let one fail, or to work out what a crash may leave.
+Tests replace them to record each call, to inject failures, or to enumerate the states that a crash may leave.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tensors on their way to a file: one copy in host memory, written from where it lies in the safetensors format.
+"""Write tensors in safetensors format with a single copy in host memory.
 
-safetensors' own `save` makes a second copy of everything before the first byte is written; here the header is made
-apart, and what follows it is the tensors' own memory. The bytes are the same, and the library is what reads them.
+safetensors' own `save` makes a second copy of all data before the first byte is written. Here the header is built
+separately and followed by the tensors' own memory. The bytes are identical, and the library reads them.
 """
 
 from __future__ import annotations
