@@ -48,7 +48,7 @@ def check_compile_cache(variable: str, *, is_needed: bool) -> None:
     Otherwise Inductor or Triton would fail in the first update, after minutes, with an unclear message.
 
     is_needed  the cache will be used: create the folder and test a write. Otherwise nothing is touched, since torch
-                          itself sets TORCHINDUCTOR_CACHE_DIR to a place in /tmp in processes that import Inductor
+               itself sets TORCHINDUCTOR_CACHE_DIR to a place in /tmp in processes that import Inductor
     """
     folder = os.environ.get(variable)
     if not folder:
@@ -82,8 +82,8 @@ def _refused(error: OSError, what: str, where: str, fix: str) -> CannotCreate:
 def keep_compiled_code_private() -> None:
     """Make Inductor and Triton cache compiled code in a folder of mode 0700: in the user's cache, else temporary.
 
-    Inductor's default is /tmp/torchinductor_USER, and it executes the code that it finds there: any user who creates that
-    folder first controls what a training runs. A TORCHINDUCTOR_CACHE_DIR set by the user is not changed.
+    Inductor's default is /tmp/torchinductor_USER, and it executes the code that it finds there: any user who creates
+    that folder first controls what a training runs. A TORCHINDUCTOR_CACHE_DIR set by the user is not changed.
     """
     names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     if all(os.environ.get(name) for name in names):
@@ -106,9 +106,7 @@ def _made_private(folder: Path) -> bool:
         for path in [each for each in (*reversed(folder.parents), folder) if not each.exists()]:
             with suppress(FileExistsError):  # a concurrent start created it
                 path.mkdir(mode=0o700)
-        if not (
-            _is_ours_alone(folder) and _is_ours_alone(folder.parent)
-        ):  # write access to the parent permits replacing the folder
+        if not (_is_ours_alone(folder) and _is_ours_alone(folder.parent)):  # a renamed folder can be replaced
             return False
         folder.chmod(0o700)
     except OSError:  # full or read-only disk

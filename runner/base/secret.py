@@ -1,6 +1,6 @@
-"""Secrets: the names and shapes by which they are known, and the filters that keep them out of files and messages.
+"""Recognize secrets by name and shape, and keep them out of files and messages.
 
-The two tables at the end, of names and of shapes, are the only ones; everything else asks them.
+The tables of names and shapes at the end are the only ones; all other code uses them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from runner.base.errors import ConfigError, Problem
 
 
 def is_secret_name(key: str) -> bool:
-    """Tell whether a part of the dotted key names a secret whatever text it holds: api_key, hf_token, DB_PASSWORD."""
+    """Return whether a part of the dotted key names a secret, whatever its value: api_key, hf_token, DB_PASSWORD."""
     return any(map(_is_secret_word, _WORD_END.split(key)))
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Tell whether the key names a secret and the value is text; a number, a switch or nothing is no secret.
+    """Return whether the key names a secret and the value is text; numbers, booleans and null are never secrets.
 
-    A name such as sort_key or pat may be a secret or not: it is one where its text looks random.
+    An ambiguous name such as sort_key or pat counts as a secret only if its value looks random.
     """
     holds = _holds_text if is_secret_name(key) else _looks_random if _may_be_secret(key) else None
     return holds is not None and _any_leaf(value, holds)
@@ -46,17 +46,17 @@ def _looks_random(value: Any) -> bool:
 
 
 def has_secret_shape(text: str) -> bool:
-    """Tell whether the text holds a key of a known service, a private key, or an address with a password in it."""
+    """Return whether the text contains a key of a known service, a private key, or a URL with a password."""
     return any(_shape(lead).search(text) is not None for lead in _OF_SERVICES if lead in text)
 
 
 def refuse_secrets(words: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> None:
-    """Raise ConfigError where words of a command line give a secret; the message does not repeat it.
+    """Raise ConfigError if arguments of a command line contain a secret; the message does not repeat it.
 
-    A value that a secret variable of the environment has is one too: the shell replaces $MY_PASS before we see it.
+    The value of a secret environment variable counts as well, because the shell expands $MY_PASS before we see it.
 
-    options  returns the names of options, called only where such a value is found: one that is also the name of an
-             option is none, and stays in files from now on, which could not be read back without it
+    options  returns the names of options, called only if such a value is found. A value that is also the name of an
+                      option is not a secret, and is kept in files from now on, which could not be read back without it
     """
     words = tuple(words)
     values = [value for value in _secret_values() if _is_strong(value) and any(value in word for word in words)]
@@ -73,9 +73,9 @@ def refuse_secrets(words: Iterable[str], options: Callable[[], Collection[str]] 
 
 
 def without_value_of_secret(problem: Problem) -> Problem:
-    """Return the problem of a word such as task.pwd=X without X, where the name may be that of a secret.
+    """Return the problem of an argument such as task.pwd=X without X if the name may be that of a secret.
 
-    Names that are refused at once are not enough here: a word that is wrong may well be one, and nothing is lost.
+    This is stricter than `refuse_secrets`: an invalid argument may well hold a secret, and hiding X loses nothing.
     """
     for named in _VALUE_AFTER.finditer(problem.where):
         if is_secret_name(named["name"]) or _may_be_secret(named["name"]) or _SOUNDS_SECRET.search(named["name"]):
@@ -85,12 +85,12 @@ def without_value_of_secret(problem: Problem) -> Problem:
 
 
 def looks_random(text: str) -> bool:
-    """Tell whether the text holds a long word of letters and digits, as keys of services are."""
+    """Return whether the text contains a long word of letters and digits, like the keys of services."""
     return _RANDOM.search(text) is not None
 
 
 def secrets_in(tree: Any, lead: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a configuration's tree under which a secret stands."""
+    """Yield the dotted keys of a configuration tree that hold a secret."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             name = f"{lead}.{key}" if lead else str(key)
@@ -108,16 +108,16 @@ def secrets_in(tree: Any, lead: str = "") -> Iterator[str]:
 
 
 def secret_problems(tree: Any, where: str) -> list[Problem]:
-    """Return a problem for each secret in the tree of the file `where`, which do not repeat it."""
+    """Return a problem for each secret in the tree of the file `where`, without repeating the secret."""
     return [Problem(_WHAT, f"{where}: {name}", _FIX) for name in dict.fromkeys(secrets_in(tree))]
 
 
 def redacted(text: str) -> str:
-    """Return the text without secrets, for a file or a tracker that programs read back.
+    """Redact secrets in a text for a file or tracker that programs read back.
 
-    Secrets are what has the shape of one, and what secret variables of the environment hold, as it is and as JSON,
-    HTML, Python and addresses write it. Words of letters alone, short ones with a number and the names of options are
-    left: `postgres` may be a password and a folder, `resnet50` a password and a model.
+    Redacts texts with the shape of a secret, and the values of secret environment variables, also as escaped in JSON,
+    HTML, Python and URLs. Purely alphabetic words, short ones with a number and the names of options are
+    kept: `postgres` may be a password and a folder, `resnet50` a password and a model.
     """
     for value, name in _secret_values().items():
         if value in text and _is_strong(value) and value not in _public:
@@ -126,11 +126,11 @@ def redacted(text: str) -> str:
 
 
 def redacted_message(text: str) -> str:
-    """Return the text without secrets, for what only people read: screens, logs, exceptions, what a task prints.
+    """Redact secrets in a text for users only: screens, logs, exceptions, output of a task.
 
-    Besides what `redacted` replaces: secrets of the environment that it leaves, where they stand as a word, and X of
-    `password=X` where a secret variable holds X, or X has 8 characters and a digit. An ordinary word such as
-    `training` stays elsewhere: with it replaced throughout, readers would learn what the password is.
+    In addition to `redacted`: values of the environment that it keeps, where they are separate words, and X of
+    `password=X` if a secret variable holds X, or X has 8 characters and a digit. A common word such as
+    `training` is kept elsewhere: replacing it throughout would reveal what the password is.
     """
     if len(text) < _SHORTEST:
         return text
@@ -139,38 +139,38 @@ def redacted_message(text: str) -> str:
         if value in text and not _is_ordinary(value):
             instead = f"({name})".replace("\\", "/")
             text = re.sub(rf"(?:(?<![A-Za-z0-9])|(?<=[\[;\d]m)){re.escape(value)}(?![A-Za-z0-9])", instead, text)
-    lowered = text.lower()  # the pattern takes a hundred times as long
+    lowered = text.lower()  # 100 times faster than the pattern
     return _NAMED.sub(_without_value, text) if any(lead in lowered for lead in _NAMES_BEGIN) else text
 
 
 def fit_to_show(text: str) -> str:
-    """Return the text without secrets and without characters that steer a terminal.
+    """Redact secrets and terminal control characters.
 
-    Messages hold what strangers wrote: names in checkpoints and data, exceptions of libraries that repeat a key.
+    Messages contain untrusted text: names in checkpoints and data, exceptions of libraries that repeat a key.
     """
     text = redacted_message(text)
     return _STEERING.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def without_secrets(environment: Mapping[str, str], keep: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return an environment for a process that needs none of the secrets but those whose names begin with `keep`."""
+    """Return the environment for a subprocess, without secrets except variables whose names start with `keep`."""
     return {
         name: value for name, value in environment.items() if name.startswith(keep) or not _is_secret_variable(name)
     }
 
 
 def _is_secret_variable(name: str) -> bool:
-    """Tell whether a variable of the environment holds a secret by its name; there every key is one."""
+    """Return whether an environment variable holds a secret by its name; here every name with `key` counts."""
     return is_secret_name(name) or _may_be_secret(name)
 
 
 def _secret_values() -> dict[str, str]:
-    """Return each text that a secret variable holds, the longest first, with the variable's name.
+    """Return the value of each secret variable -> its name, longest first.
 
-    One that was seen stays known: a program may take a password out of its environment once it has read it.
+    Values remain known: a program may remove a password from its environment once it has read it.
     """
     global _known, _seen
-    current = getattr(os.environ, "_data", None)  # reading os.environ itself decodes each name: 0.2 ms a call
+    current = getattr(os.environ, "_data", None)  # os.environ decodes each name: 0.2 ms a call
     if current is not None and current == _seen:
         return _known
     looked_at = dict(current or ())
@@ -185,25 +185,25 @@ def _secret_values() -> dict[str, str]:
             fresh.update(dict.fromkeys((way for way in _ways_to_write(part) if len(way) >= _SHORTEST), name))
     if fresh:
         longest_first = sorted((_known | fresh).items(), key=lambda item: -len(item[0]))
-        _known = dict(longest_first)  # another thread may be reading the one before
+        _known = dict(longest_first)  # another thread may be reading the old one
     _seen = looked_at
     return _known
 
 
 def _ways_to_write(value: str) -> Iterator[str]:
-    """Yield the value as messages and files of several formats repeat it."""
+    """Yield the value in the escapings of several formats."""
     import html
     import json
     import urllib.parse
 
     yield from (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])
     yield from (html.escape(value), urllib.parse.quote(value), urllib.parse.quote(value, safe=""))
-    yield from (line for line in value.splitlines() if len(line) >= 16)  # of a private key
+    yield from (line for line in value.splitlines() if len(line) >= 16)  # lines of a private key
 
 
 @cache
 def _is_strong(value: str) -> bool:
-    """Tell whether a value of the environment can be nothing else but a secret: no word, path or open address."""
+    """Return whether a value can only be a secret: not a common word, path or URL without password."""
     is_mixed = re.search(r"[A-Za-z]", value) is not None and re.search(r"\d", value) is not None
     if not is_mixed or _is_path(value) or (len(value) <= _LONGEST_WORD and _WORD_WITH_NUMBER.fullmatch(value)):
         return False
@@ -212,19 +212,19 @@ def _is_strong(value: str) -> bool:
 
 @cache
 def _is_ordinary(value: str) -> bool:
-    """Tell whether a value of the environment is a word of a language, or a path: no text can do without those."""
+    """Return whether a value is a common word or a path, which ordinary text contains."""
     return re.fullmatch(r"[A-Z]?[a-z]{7,15}|[A-Z]{8,16}", value) is not None or _is_path(value)
 
 
 def _is_path(value: str) -> bool:
     try:
         return value.startswith(("/", "~", ".")) and Path(value).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # too long for a name, or ~ of nobody
+    except (OSError, RuntimeError, ValueError):  # too long for a file name, or ~ of an unknown user
         return False
 
 
 def _name_of_value(word: str, values: Iterable[str]) -> str:
-    """Return what to call a word that holds one of the values; empty where it holds none."""
+    """Return a label for a word that contains one of the values; empty if it contains none."""
     held = next((value for value in values if value in word), None)
     if held is None:
         return ""
@@ -241,7 +241,7 @@ def _without_shapes(text: str) -> str:
 
 
 def _without_value(match: re.Match[str]) -> str:
-    """Return `NAME=value` without its value if the name is one of a secret."""
+    """Return `NAME=value` without its value if the name denotes a secret."""
     before = _NAME_BEFORE.search(match.string[max(0, match.start() - 40) : match.start()])
     name = f"{before[0] if before else ''}{match['name']}"
     value = match["value"].rstrip(".,:;")
@@ -253,12 +253,12 @@ def _without_value(match: re.Match[str]) -> str:
 
 
 def _secret_of(word: str, following: tuple[str, ...]) -> str:
-    """Return the name under which a word gives a secret, empty where it gives none."""
+    """Return the name under which an argument gives a secret, empty if it gives none."""
     key, has_value, value = word.partition("=")
     name = key.lstrip("-+~")
     is_given = value.lower() not in ("", "null") if has_value else bool(following)
     is_setting = has_value or word.startswith("-") or following[:1] == ("=",)
-    # `{api_key:X}=1` has the secret in its name
+    # in `{api_key:X}=1` the key contains the secret
     given = value if has_value and value else following[0] if following and following[0] != "=" else value
     is_plain = _PLAIN.fullmatch(name) is not None and _NO_SECRET.fullmatch(given) is not None
     is_named = is_secret_name(name) or is_secret(name, given.strip("'\""))
@@ -289,13 +289,13 @@ def _may_be_secret(key: str) -> bool:
 
 
 def _snake(word: str) -> str:
-    """Return the word as snake_case, without the number at its end: apiKey2 -> api_key."""
+    """Convert to snake_case, without a trailing number: apiKey2 -> api_key."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).replace("-", "_").lower()
     return re.sub(r"_?\d+$", "", snake)
 
 
 _WORD_END = re.compile(r"[^A-Za-z0-9_-]+")
-# Names of secrets, in snake_case, and those that end in the same way and are none.
+# Names of secrets, in snake_case, and exceptions with the same endings.
 _NAME = re.compile(
     r"(?:passwords?|passwd|passphrase|passcode|secrets?|credentials?|api_?keys?|access_?key(?:_?id)?|private_?key"
     r"|secret_?key|account_?key|signing_?key|encryption_?key|auth_?key|service_?key|connection_?string)$"
@@ -311,15 +311,15 @@ _NO_NAME = re.compile(
     r"|newline)_token$"
     r"|(?:^|_)(?:low|high|band|all|per|by|single|one|two|three|multi|first|second|last|next|forward|backward)_pass$"
 )
-_MAYBE = re.compile(r"_key$|(?:^|_)(?:pat|sig|signature|sid)$")  # secrets where their value looks random
-_SOUNDS_SECRET = re.compile(r"(?i)(?:key|pwd|pass|pin|login)s?\d*$")  # where a setting of this name is unknown or wrong
+_MAYBE = re.compile(r"_key$|(?:^|_)(?:pat|sig|signature|sid)$")  # secrets if the value looks random
+_SOUNDS_SECRET = re.compile(r"(?i)(?:key|pwd|pass|pin|login)s?\d*$")  # for unknown or invalid keys
 _VALUE_AFTER = re.compile(r"(?P<name>[A-Za-z][\w.-]*)(?:\s*[=:]\s*|\s+)(?=\S)")
 _RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{10,}")  # one word of letters and digits
 
-_DIGIT = r"(?=[A-Za-z_-]*\d)"  # a key has digits, words with dashes between them mostly have none
+_DIGIT = r"(?=[A-Za-z_-]*\d)"  # keys contain digits, words joined by dashes mostly do not
 _NOT_MORE = "(?![A-Za-z0-9])"
-_PASSWORD = r"""[^/\s@]+(?:@[^/\s@"'<>,;]+)*"""  # of an address; an @ in it should be %40 and often is not
-# How a secret begins -> the rest of it. The beginning is searched for first, a hundred times as fast as the pattern.
+_PASSWORD = r"""[^/\s@]+(?:@[^/\s@"'<>,;]+)*"""  # in a URL; an @ in it should be %40 and often is not
+# Prefix of a secret -> pattern of the rest. Searching for the prefix first is 100 times as fast as the pattern.
 _OF_SERVICES: Mapping[str, str] = {
     "-----BEGIN ": r"[A-Z ]*PRIVATE KEY[A-Z ]*(?:-----)?(?:(?:\s|\\n)*[A-Za-z0-9+/=]{16,})*",
     "://": rf"(?:[^/\s:@?#]*:{_PASSWORD}|(?=[^/\s@]*\d)[\w.~%+-]{{20,}})@",
@@ -350,25 +350,25 @@ _OF_SERVICES: Mapping[str, str] = {
 }  # fmt: skip
 
 
-# A letter or digit before a word may end an escape: of a line end, of a color of the terminal, of an address, of JSON.
+# A letter or digit before a word may be the end of an escape sequence: of a newline, a terminal color, a URL, JSON.
 _ESCAPES = (r"\\[nrt]", r"[\[;\d]m", "%[0-9A-Fa-f]{2}", r"\\x[0-9a-fA-F]{2}", r"\\u[0-9a-fA-F]{4}")
 
 
 @cache
 def _shape(lead: str) -> re.Pattern[str]:
-    """Return the pattern of a shape; a lead that is a word begins no earlier. Most are never needed in a process."""
+    """Return the compiled pattern of a shape, anchored at a word boundary; lazy, since a process needs few of them."""
     escaped = re.escape(lead)
     starts = "|".join(f"(?<={before}{escaped})" for before in _ESCAPES)
     is_start = f"(?:(?<![A-Za-z0-9]{escaped})|{starts})" if lead[0].isalnum() else ""
     return re.compile(f"{escaped}{is_start}{_OF_SERVICES[lead]}")
 
 
-# NAME=value, NAME: value, "NAME": "value"; the name may begin before what is matched
+# NAME=value, NAME: value, "NAME": "value"; the name may start before the match
 _NAMES_BEGIN = (
     "pass", "pw", "psw", "secret", "token", "cred", "auth", "cookie", "bearer", "jwt", "dsn", "hook", "key", "pat",
     "sig", "sid", "string",
 )  # fmt: skip
-_COLOR = r"(?:\x1b\[[\d;]{0,12}m)?"  # of the terminal
+_COLOR = r"(?:\x1b\[[\d;]{0,12}m)?"  # terminal escape
 _NAMED = re.compile(
     rf"(?P<name>(?:{'|'.join(_NAMES_BEGIN)})\w{{0,20}})"
     rf"(?P<between>(?:\\?[\"'])?{_COLOR}\s{{0,3}}[=:]{_COLOR}\s{{0,3}}{_COLOR}(?:b?\\?[\"'])?(?:(?:Bearer|Basic) )?)"
@@ -378,14 +378,14 @@ _NAMED = re.compile(
 _NAME_BEFORE = re.compile(r"(?:(?<=\\[nrt])[\w-]*|(?<!\\)[\w-]*)$")
 _PASSWORD_OF_ADDRESS = re.compile(rf"://[^/\s:@?#]*:({_PASSWORD})@")
 _INNER = re.compile(r"""["']?([A-Za-z_][\w.-]*)["']?\s*:\s*["']?(?=([^\s,}\]"']+))""")
-# A float has 17 digits, and more zeros in front of them; a longer whole number may be a secret.
+# A float has 17 digits, plus leading zeros; a longer integer may be a secret.
 _NO_SECRET = re.compile(
     r"(?i)null|true|false|nan|[-+]?(?:inf(?:inity)?|(?:\d{1,12}|\d{0,20}\.\d{1,24})(?:e[-+]?\d{1,3})?)"
 )
-# C0 and C1 without tab and line end, and the marks that turn the direction of text around
+# C0 and C1 controls except tab and newline, and marks that change the text direction
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _PLAIN = re.compile(r"[\w.@/-]+")
-_SHORTEST = 8  # characters of a value that is searched for: a shorter one would be found in innocent words
+_SHORTEST = 8  # minimum length of a value to search for: shorter ones would match in innocent words
 _WHAT = "is a secret, and those are neither typed nor kept in a configuration"
 _FIX = "take it out: wandb finds WANDB_API_KEY or ~/.netrc by itself, and a task reads its own environment"
 _FIX_OF_NAMES = "a secret is not typed: a task reads it from its own environment"
@@ -393,6 +393,6 @@ _FIX_OF_WORDS = f"{_FIX}; then change it, for the shell remembers it"
 _LONGEST_WORD = 12
 _WORD_WITH_NUMBER = re.compile(r"[A-Z]?[a-z]{2,}[_-]?\d{1,3}(?:[_-]?[a-z]+)?")  # resnet50, adamw8bit, gpt2-medium
 _looked_at: set[tuple[str, str]] = set()
-_known: dict[str, str] = {}  # text -> the variable that held it
-_public: set[str] = set()  # values of secret variables that are names of options
-_seen: dict[object, object] | None = None  # the environment that was last looked at
+_known: dict[str, str] = {}  # value -> the variable that held it
+_public: set[str] = set()  # values of secret variables that are also names of options
+_seen: dict[object, object] | None = None  # the environment at the last scan

@@ -93,5 +93,5 @@ class Settings:
 
     @property
     def root(self) -> Path:
-        """Return the folder of the runs."""
+        """Return the folder that holds the runs."""
         return as_path(self.output_root)

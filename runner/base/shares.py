@@ -1,4 +1,4 @@
-"""How the samples of an update are dealt to ranks: whole numbers, one per rank, that sum to the update."""
+"""Divide the samples of an update into shares: one integer per rank, summing to the update."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from itertools import groupby
 from runner.base.errors import Problem
 
 Shares = tuple[int, ...]
-Caps = Sequence[int | None]  # most samples per rank; None: any number
+Caps = Sequence[int | None]  # maximum samples per rank; None: unlimited
 
 GIB = 2**30
 LINE_WIDTH = 120
 
 
 def proportional(total: int, weights: Sequence[float], caps: Caps | None = None) -> Shares | Problem:
-    """Return whole numbers that sum to `total`, proportional to `weights` by the largest remainder (Hamilton).
+    """Return integers that sum to `total`, proportional to `weights` by the largest remainder method (Hamilton).
 
-    No rank is above its cap; its surplus goes to the others, in proportion. A rank with a weight above 0 gets at
-    least 1 where there are that many samples. Ties go to the lower rank. A weight of 0 gets 0. Computed in exact
-    fractions: the same on every machine. Returns a Problem where the caps together are below `total`.
+    No share exceeds its cap; the surplus is distributed proportionally over the other ranks. A rank with a positive
+    weight gets at least 1 if there are enough samples. Ties favor the lower rank. A weight of 0 gets 0. Uses exact
+    fractions, so the result is the same on every machine. Returns a Problem if the caps sum to less than `total`.
     """
     assert min(weights) >= 0 < max(weights), weights
     taking = [rank for rank, weight in enumerate(weights) if weight > 0]
@@ -38,32 +38,32 @@ def proportional(total: int, weights: Sequence[float], caps: Caps | None = None)
 
 
 def dealt(window: int, shares: Sequence[int]) -> Shares:
-    """Return how many of `window` samples each rank takes: its share, or in proportion where the window is ragged.
+    """Return how many of `window` samples each rank takes: its share, or a proportional part in a smaller window.
 
-    The last window of an epoch may hold fewer samples than the shares together; then a rank may get 0, none gets
-    more than its share, and all of the window is dealt.
+    The last window of an epoch may have fewer samples than the sum of the shares; then a rank may get 0, none gets
+    more than its share, and all samples of the window are distributed.
     """
     if window == sum(shares):
         return tuple(shares)
     parts = proportional(window, shares)
-    assert not isinstance(parts, Problem)  # without caps everything fits
+    assert not isinstance(parts, Problem)  # always possible without caps
     return parts
 
 
 def slices(window: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the (start, stop) of each rank inside a window: contiguous, in the order of the ranks."""
+    """Return the (start, stop) of each rank in a window: contiguous, in rank order."""
     parts = dealt(window, shares)
     starts = [sum(parts[:rank]) for rank in range(len(parts))]
     return tuple((start, start + part) for start, part in zip(starts, parts, strict=True))
 
 
 def equal(world_size: int, total: int) -> Shares | Problem:
-    """Return shares that differ by at most 1, or the Problem that there are more ranks than samples."""
+    """Return shares that differ by at most 1, or a Problem if there are more ranks than samples."""
     return fixed((1,) * world_size, world_size, total)
 
 
 def fixed(shares: Sequence[int], world_size: int, total: int) -> Shares | Problem:
-    """Return the user's shares, as proportions where they do not sum to `total`, or what is wrong with them."""
+    """Return the user's shares, treated as proportions if they do not sum to `total`, or what is wrong with them."""
     where = f"parallelism.shares={written(shares)}"
     if world_size > total:
         what = f"must be at least the number of ranks ({world_size}), but is {total}"
@@ -82,11 +82,11 @@ def fixed(shares: Sequence[int], world_size: int, total: int) -> Shares | Proble
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank takes of an update.
+    """One rank's part of an update.
 
-    percent           of the samples of an update
-    micro_batch_size  most samples of one pass; 0 where the rank takes none
-    passes            samples of each forward and backward pass, in order
+    percent           percentage of the samples of an update
+    micro_batch_size  largest micro-batch; 0 if the rank has no samples
+    passes            sizes of the micro-batches, in order
     """
 
     rank: int
@@ -105,7 +105,7 @@ class Row:
 
     @property
     def product(self) -> str:
-        """The passes in short: `1 x 19`, `2 x 8 + 3`."""
+        """Format the micro-batches: `1 x 19`, `2 x 8 + 3`."""
         if not self.share:
             return "none"
         whole, rest = divmod(self.share, self.micro_batch_size)
@@ -118,7 +118,7 @@ def table(
     memory_bytes: Sequence[int | None],
     micro_batch_sizes: Sequence[int | None],
 ) -> tuple[Row, ...]:
-    """Return one row per rank; a micro-batch of None, or above the share, is the whole share in one pass."""
+    """Return one row per rank; a micro-batch size of None, or above the share, means the whole share at once."""
     total = sum(shares)
     return tuple(
         Row(rank, device, memory, share, 100 * share / total, min(micro or share, share))
@@ -129,10 +129,10 @@ def table(
 
 
 def identity(rows: Sequence[Row]) -> str:
-    """Return the sum in one line: `32 samples per update = 19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)`.
+    """Format the sum in one line: `32 samples per update = 19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)`.
 
-    Neighbors that take the same are one term, `4 x 16 (ranks 0-3: 2 x 8)`. Where the line would still be longer than
-    120 columns it has the shares alone, or with very many ranks their range; the table has the rest.
+    Adjacent ranks with equal parts are one term, `4 x 16 (ranks 0-3: 2 x 8)`. If the line would still exceed
+    120 columns, it has the shares only, or with very many ranks their range; the table has the details.
     """
     lead = f"{sum(row.share for row in rows)} samples per update = "
     runs = [list(run) for _, run in groupby(rows, key=lambda row: (row.share, row.micro_batch_size))]
@@ -141,13 +141,13 @@ def identity(rows: Sequence[Row]) -> str:
 
 
 def summed(shares: Sequence[int]) -> str:
-    """Return `19 + 13`, or with more ranks than a line holds `64 ranks, 3 to 9 each`."""
+    """Return `19 + 13`, or for more ranks than fit in a line `64 ranks, 3 to 9 each`."""
     text = " + ".join(str(share) for share in shares)
     return text if len(text) <= LINE_WIDTH // 2 else f"{len(shares)} ranks, {min(shares)} to {max(shares)} each"
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
-    """Return the table as plain text with aligned columns: a heading, then one line per rank."""
+    """Format the table as plain text with aligned columns: a header, then one line per rank."""
     heading = ("rank", "device", "memory", "share", "percent", "micro-batch", "passes")
     cells = [heading, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(heading))]
@@ -155,7 +155,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 
 def written(shares: Sequence[int]) -> str:
-    """Return the shares as they are typed on the command line: `[19,13]`."""
+    """Format shares as on the command line: `[19,13]`."""
     return "[" + ",".join(str(share) for share in shares) + "]"
 
 
@@ -164,11 +164,11 @@ def _cap(caps: Caps | None, rank: int) -> int | None:
 
 
 def _quotas(total: int, weights: dict[int, Fraction], least: int, most: dict[int, int]) -> dict[int, Fraction]:
-    """Return fractions that sum to `total`, each its weight times one factor, held between `least` and its `most`.
+    """Return fractions that sum to `total`, each its weight times one factor, clamped between `least` and its `most`.
 
-    Who breaks a bound is set to it and leaves, and the rest is dealt again: first those above their `most` where these
-    exceed by more than the others fall short, else those below `least`. So nobody is ever set to a wrong bound
-    (the way CSS resolves flexible lengths).
+    Values that violate a bound are fixed there and the rest is distributed again: first those above `most` if their
+    total excess is larger than the total shortfall of the others, else those below `least`. So no value is fixed at a
+    wrong bound (the algorithm of CSS flexible lengths).
     """
     quotas: dict[int, Fraction] = {}
     free = dict(weights)
@@ -220,7 +220,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _padded(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    left = {1, 6}  # words; numbers are aligned to the right
+    left = {1, 6}  # text columns; numbers are aligned to the right
     return [
         cell.ljust(width) if column in left else cell.rjust(width)
         for column, (cell, width) in enumerate(zip(line, widths, strict=True))

@@ -1,4 +1,4 @@
-"""Errors that only say that memory ran out: what they asked for, and on which side it was missing."""
+"""Detect out-of-memory errors: the requested size, and whether host or device memory was exhausted."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Side = Literal["device", "host"]
 
 @dataclass(frozen=True)
 class Shortage:
-    """Memory that was asked for and was not there.
+    """An allocation that failed for lack of memory.
 
-    side          whose memory: the GPU's or the machine's
-    text          what was said of it, in one line
-    wanted_bytes  of the allocation that failed, None where nobody says
-    place         of what was under way: reading, compiling, forward, backward, optimizer, COMMUNICATION (NCCL's own
-                  buffers: its communicator cannot be used again); BETWEEN where no pass was
+    side          whose memory: the GPU's or the host's
+    text          the error message, in one line
+    wanted_bytes  size of the failed allocation, None if unknown
+    place         the operation: reading, compiling, forward, backward, optimizer, COMMUNICATION (NCCL's own
+                                buffers: its communicator cannot be used again); BETWEEN outside of them
     """
 
     side: Side
@@ -34,9 +34,9 @@ class Shortage:
 
 
 def shortage_of(error: BaseException) -> Shortage | None:
-    """Return what an error, or what it was raised from, says of missing memory; None where it says nothing of that.
+    """Return the out-of-memory condition of an error or of its causes; None for other errors.
 
-    Only words of torch's own allocators and libraries count, and of the system: those of a task may mean anything.
+    Only messages of torch's allocators, known libraries and the system count: a task's own may mean anything.
     """
     for kinds, message in _told(error):
         side = _side(kinds, message)
@@ -48,33 +48,33 @@ def shortage_of(error: BaseException) -> Shortage | None:
 
 
 def halved(size: int) -> int | None:
-    """Return the next smaller size of a pass, two of which hold what one did; None where there is none."""
+    """Return half of a micro-batch size, rounded up; None if it cannot be reduced."""
     return -(-size // 2) if size > 1 else None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from: compilers wrap the errors of what they call."""
+    """Yield an error and its causes: compilers wrap the errors of what they call."""
     seen: list[BaseException] = []
     while error not in seen:
         seen.append(error)
         yield error
-        inner = getattr(error, "inner_exception", None)  # of torch._dynamo, which hides where it comes from
+        inner = getattr(error, "inner_exception", None)  # torch._dynamo hides the cause here
         context = None if error.__suppress_context__ else error.__context__
         error = (inner if isinstance(inner, BaseException) else None) or error.__cause__ or context or error
 
 
 def _of_sample(error: BaseException) -> str:
-    """Return which sample could not be read, empty where it was none."""
+    """Return the sample that could not be read, empty if none."""
     if isinstance(error, RaisedElsewhere):
         return first_line(error.raised.message) if DataError.__name__ in error.raised.bases else ""
     return error.problems[0].what if isinstance(error, DataError) else ""
 
 
 def _told(error: BaseException) -> Iterator[tuple[Sequence[str], str]]:
-    """Yield the names of its kinds and the words of an error and of what it was raised from, in a data worker too."""
+    """Yield class names and messages of an error and its causes, also those raised in a data worker."""
     for each in _chain(error):
         told = each.raised if isinstance(each, RaisedElsewhere) else None
-        if told is None:  # by class: a task may name one of its own like torch's
+        if told is None:  # by class: a task may define one with the same name as torch's
             yield [name for name, kind in _KINDS.items() if isinstance(each, kind)], message_of(each)
         while told is not None:
             yield told.bases, told.message
@@ -86,7 +86,7 @@ def _side(kinds: Sequence[str], text: str) -> Side | None:
         return "device"
     if "MemoryError" in kinds or ("OSError" in kinds and text.startswith(_ENOMEM)):
         return "host"
-    if "RuntimeError" in kinds and "shared memory" not in text:  # that of /dev/shm is a limit of its own
+    if "RuntimeError" in kinds and "shared memory" not in text:  # /dev/shm has a separate limit
         if any(words in text for words in _OF_DEVICES):
             return "device"
         if any(words in text for words in _OF_HOSTS):
@@ -100,7 +100,7 @@ def _wanted(text: str) -> int | None:
 
 
 def _place(error: BaseException) -> str:
-    """Return what was under way, by the innermost call that tells."""
+    """Return the operation, from the innermost call that identifies it."""
     trace, place = error.__traceback__, BETWEEN
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -128,7 +128,7 @@ _OF_DEVICES = (
     "CUSPARSE_STATUS_ALLOC_FAILED",
     "CUFFT_ALLOC_FAILED",
     "MPS backend out of memory",
-    "Failed to CUDA calloc",  # NCCL, as are the next
+    "Failed to CUDA calloc",  # NCCL, like the next ones
     "Failed to CUDA host alloc",
     "Cuda failure 'out of memory'",
     "Cuda failure 2 'out of memory'",
@@ -136,7 +136,7 @@ _OF_DEVICES = (
 _OF_HOSTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
-    "Cannot allocate memory",  # the system's words, as of mmap
+    "Cannot allocate memory",  # system error message, e.g. from mmap
     "std::bad_alloc",
 )
 _ASKED = re.compile(r"(?:ried to allocate|nable to allocate)\s+([\d.,]+)\s*(bytes|[KMGT]i?B)", re.IGNORECASE)

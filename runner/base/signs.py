@@ -1,4 +1,4 @@
-"""What a rank says of itself, in memory that it shares with the process that watches over all of them."""
+"""Heartbeats of ranks, in memory shared with the supervising process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Sign:
-    """How a rank stands.
+    """Heartbeat of a rank.
 
-    ticks      how often its watchdog has looked; 0: it does not, or not yet, or no longer
-    waited_s   seconds since anything changed
-    limit_s    seconds that it may take
-    waits      it is in a collective: for other ranks
-    kind       what it does, a word of runner.engine.watchdog
-    is_first   the first time in this phase
+    ticks      number of checks by its watchdog; 0: not running
+    waited_s   seconds without progress
+    limit_s    timeout in seconds
+    waits      whether it is in a collective, waiting for other ranks
+    kind       current operation, a constant of runner.engine.watchdog
+    is_first   whether it is the first operation of its kind in this phase
     """
 
     ticks: int = 0
@@ -33,12 +33,12 @@ class Sign:
 
     @property
     def is_overdue(self) -> bool:
-        """True once it takes longer than it may."""
+        """True once the operation has exceeded its timeout."""
         return self.ticks > 0 and self.waited_s > self.limit_s
 
 
 class SignBoard:
-    """The sign of one rank: put up by it, read by another process. It outlives the rank, in whatever way that ends."""
+    """Shared heartbeat of one rank, written by it and read by another process. It outlives the rank in any case."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         size = _END + ctypes.sizeof(ctypes.c_bool)
@@ -50,32 +50,32 @@ class SignBoard:
             os.close(descriptor)
 
     def made(self) -> ctypes.c_uint64:
-        """Return the number of updates that the rank has made, in the memory itself: to be set, or read, by value."""
+        """Return the number of completed updates as a shared value, to be set or read by `.value`."""
         return ctypes.c_uint64.from_buffer(self._memory, _OFFSET)
 
     def ending(self) -> ctypes.c_bool:
-        """Return whether the rank's training is over, in the memory itself, as `made` does."""
+        """Return whether the rank has finished training, as a shared value like `made`."""
         return ctypes.c_bool.from_buffer(self._memory, _END)
 
     def put(self, sign: Sign) -> None:
-        """Show this one. A reader may see half of it: what it concludes must hold twice."""
+        """Publish a heartbeat. Not atomic: a reader must see a condition twice before it acts."""
         _FORMAT.pack_into(
             self._memory, 0, sign.ticks, sign.waited_s, sign.limit_s, sign.waits, sign.is_first, sign.update,
             sign.kind.encode()[:24], sign.phase.encode()[:64],
         )  # fmt: skip
 
     def read(self) -> Sign:
-        """Return what the rank has put up last."""
+        """Return the last heartbeat of the rank."""
         ticks, waited_s, limit_s, waits, is_first, update, kind, phase = _FORMAT.unpack_from(self._memory, 0)
         return Sign(ticks, waited_s, limit_s, waits, _text(kind), is_first, update, _text(phase))
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._memory.close()
 
 
 _FORMAT = struct.Struct("<Qdd??q24s64s")
-_OFFSET = 128  # of the updates made: aligned, so that they are never seen half written
+_OFFSET = 128  # of `made`: aligned, so that reads and writes are atomic
 _END = _OFFSET + ctypes.sizeof(ctypes.c_uint64)
 
 

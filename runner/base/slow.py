@@ -1,4 +1,4 @@
-"""Which rank holds the others up, and in which part of the update."""
+"""Detect stragglers: which rank delays the others, and in which part of the update."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-PARTS = ("data", "transfer", "forward", "backward", "optimizer")  # what a rank does; the rest of an update it waits
+PARTS = ("data", "transfer", "forward", "backward", "optimizer")  # work of a rank; the rest of an update is waiting
 WAIT = "wait"
 
-Update = Sequence[Mapping[str, float]]  # per rank, seconds of each part and of waiting; what is not named took none
+Update = Sequence[Mapping[str, float]]  # per rank, seconds of each part and of waiting; missing parts took 0
 
-WINDOW = 20  # updates that are looked at together
-THRESHOLD = 0.10  # least part of an update that is lost
-LEAST_S = 0.001  # less is not worth a word
-OFTEN = 0.6  # least part of the updates in which it is the same rank
+WINDOW = 20  # updates per decision
+THRESHOLD = 0.10  # minimum lost fraction of an update
+LEAST_S = 0.001  # smaller losses are not reported
+OFTEN = 0.6  # minimum fraction of the updates with the same straggler
 
 
 @dataclass(frozen=True)
 class Slow:
-    """The rank that holds the others up, and the part in which it exceeds them most.
+    """A straggler, and the part of the update in which it exceeds the others most.
 
-    lost_s        seconds of each update that the others wait for it
-    lost          the same as a part of the update, 0 to 1
-    own_s         seconds of the rank in that part
-    others_s      median seconds of the others in that part
-    num_samples   samples of the rank and of all, where it only takes longer because it has more of them, else None
+    lost_s        seconds per update that the others wait for it
+    lost          the same as a fraction of the update, 0 to 1
+    own_s         seconds of the straggler in that part
+    others_s      median seconds of the other ranks in that part
+    num_samples   samples of the rank and of all, if it is slow only because it has more of them, else None
     """
 
     rank: int
@@ -49,13 +49,13 @@ class Slow:
 
 
 def slow(updates: Sequence[Update], samples: Sequence[int] | None = None, threshold: float = THRESHOLD) -> Slow | None:
-    """Return who holds the others up in these updates, and where, or None.
+    """Return the straggler in these updates, or None.
 
-    It is the rank with the largest busy time, if the others wait for it for more than `threshold` of an update.
-    Seconds count as they are, not per sample: shares are dealt so that all are done at once, and then a rank that is
-    slower per sample keeps nobody waiting. `samples` per rank only tell whether a rank is slow or has too many.
-    All numbers are medians over the updates, so a single hiccup names nobody. What all wait for (the exchange) is not
-    lost: only what the others wait longer than the slow rank.
+    It is the rank with the longest busy time, if the others wait for it for more than `threshold` of an update.
+    Times are not divided by samples: shares are balanced so that all ranks finish together, and then a rank that is
+    slower per sample delays no other. `samples` per rank only tell a slow rank from one with too many samples.
+    All values are medians over the updates, so a single outlier has no effect. Time that all ranks wait (communication) is
+    not lost: only the waiting time beyond that of the slowest rank is.
     """
     if not updates or len(updates[0]) < 2:
         return None
@@ -82,12 +82,12 @@ def slow(updates: Sequence[Update], samples: Sequence[int] | None = None, thresh
 
 
 class Watch:
-    """Look at the last updates again and again, and name a rank and part once, until it is another one or it is over.
+    """Monitor the latest updates, and report a straggler and its part once per change.
 
-    It must be found in two windows in a row: on a shared machine any rank is slow for a while.
+    It must be found in two consecutive windows: on a shared machine any rank is slow for a while.
 
-    window    updates that are looked at together; shorter is noisier
-    warm_up   first updates that are not looked at: they start everything
+    window    updates per decision; fewer are noisier
+    warm_up   first updates to ignore: they include start-up work
     """
 
     def __init__(self, *, window: int = WINDOW, warm_up: int = 5, threshold: float = THRESHOLD) -> None:
@@ -99,9 +99,9 @@ class Watch:
         self.found: Slow | None = None
 
     def observe(self, update: Update, samples: Sequence[int]) -> Slow | None:
-        """Take in one update; return who holds the others up where that is news, else None; `found` has it always.
+        """Add an update; return the straggler if it is new, else None; `found` always has it.
 
-        Where the shares changed, looking begins anew; the ragged end of an epoch, with fewer samples, is left out.
+        A change of shares resets the window; the smaller last update of an epoch is ignored.
         """
         if self._unseen:
             self._unseen -= 1
@@ -120,7 +120,7 @@ class Watch:
             found = None
         suspected, self._suspected = self._suspected, found
         if found and not (suspected and (found.rank, found.part) == (suspected.rank, suspected.part)):
-            return None  # once is a neighbor on the machine, twice is the rank
+            return None  # the first time may be another process on the machine
         before, self.found = self.found, found
         is_known = found and before and (found.rank, found.part) == (before.rank, before.part)
         return None if is_known else found
@@ -131,7 +131,7 @@ def _busy(times: Mapping[str, float]) -> float:
 
 
 def _waited(update: Update, rank: int, slowest: int) -> float:
-    """Return how much longer than the slowest a rank waited, in seconds."""
+    """Return how many seconds longer than the slowest rank a rank waited."""
     return update[rank].get(WAIT, 0.0) - update[slowest].get(WAIT, 0.0)
 
 
@@ -142,7 +142,7 @@ def _seconds(updates: Sequence[Update], rank: int, part: str) -> float:
 def _only_has_more(
     updates: Sequence[Update], rank: int, others: Sequence[int], part: str, samples: Sequence[int]
 ) -> bool:
-    """Tell whether the rank has more samples than the others and takes no longer than they for each."""
+    """Return whether the rank has more samples than the others and is not slower per sample."""
     per_sample = [_seconds(updates, other, part) / samples[other] for other in others if samples[other]]
     if part == "optimizer" or not per_sample or samples[rank] <= median(samples[other] for other in others):
         return False

@@ -1,8 +1,8 @@
-"""What ranks take for their part of an update, the shares that make the slowest of them fastest, and when to change.
+"""Load balancing: measure each rank's time per update, and find the shares that minimize the slowest rank's time.
 
-A rank's own time for n samples is modeled as t = a + c n (seconds; waiting for other ranks is not in it). Everything
-here uses only + - * / and square roots of Python floats, which all machines round alike, so ranks that see the same
-times take the same decision without talking.
+A rank's own time for n samples is modeled as t = a + c n (seconds, without waiting for other ranks). The code
+uses only + - * / and square roots of Python floats, which all machines round alike, so ranks with the same
+times take the same decision without communication.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any, NamedTuple
 from runner.base.errors import Problem
 from runner.base.shares import Caps, Shares, proportional, summed
 
-DROP_MARGIN = 0.02  # how much faster fewer ranks must be
-DROP_VERDICTS = 3  # how often in a row
-NEAR = 0.75  # least part of a sample count that is nearly as many
+DROP_MARGIN = 0.02  # minimum relative gain of fewer ranks
+DROP_VERDICTS = 3  # consecutive decisions
+NEAR = 0.75  # minimum ratio of two sample counts that are nearly equal
 TRIAL_UPDATES = 5
-TRIAL_EVERY = 5  # blocks between two trials of fewer ranks where these are not known to be faster
-CLEAR_GAIN = 0.10  # a smaller one must be found twice in a row
-ERRORS = 2.5  # standard errors by which a gain must hold
-DRIFT = 0.05  # relative change of a rank's time that is a change of its speed, if it is also above 3 standard errors
-PROBE_ROUNDS = 3  # each probe split is tried so often, so that the median withstands one outlier
-KEPT = 10  # blocks per sample count that are remembered
-KEPT_COUNTS = 8  # sample counts that are remembered, those seen last
+TRIAL_EVERY = 5  # blocks between two trials of fewer ranks that are not known to be faster
+CLEAR_GAIN = 0.10  # a smaller gain must be found twice in a row
+ERRORS = 2.5  # standard errors that a gain must exceed
+DRIFT = 0.05  # relative change of a rank's time that counts as a change of speed, if also above 3 standard errors
+PROBE_ROUNDS = 3  # repetitions of each probe split, so that the median tolerates one outlier
+KEPT = 10  # blocks stored per sample count
+KEPT_COUNTS = 8  # sample counts stored, the most recent ones
 MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean: sqrt(pi / 2)
 MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, for normal noise
-LEAST_NOISE = 0.002  # relative; a few times that happen to agree are not exact
+LEAST_NOISE = 0.002  # relative; a few times that agree by chance are not exact
 
 
 @dataclass(frozen=True)
 class Line:
-    """The time of one rank: t = fixed_s + per_sample_s x samples, in seconds."""
+    """Linear time model of a rank: t = fixed_s + per_sample_s x samples, in seconds."""
 
     fixed_s: float
     per_sample_s: float
@@ -45,10 +45,10 @@ class Line:
 
 
 def fit(points: Iterable[tuple[int, float]]) -> Line:
-    """Return the line through (samples, seconds): least relative squares of the medians per distinct sample count.
+    """Fit a line to (samples, seconds): least relative squares of the medians per distinct sample count.
 
-    Neither the fixed nor the per-sample time is ever negative. With one distinct count the fixed time is 0.
-    A median withstands outliers of less than half the times of its count.
+    Fixed and per-sample time are never negative. With a single distinct count the fixed time is 0.
+    A median tolerates outliers in less than half of the times of its count.
     """
     return _regress([Timing(n, median(times), len(times), 0.0) for n, times in _by_count(points).items()]).line
 
@@ -56,11 +56,11 @@ def fit(points: Iterable[tuple[int, float]]) -> Line:
 def fastest(
     total: int, lines: Sequence[Line], caps: Caps | None = None, wait_s: float = 0.0, *, may_drop: bool = False
 ) -> Shares:
-    """Return the shares of `total` samples that make the slowest rank fastest; exact.
+    """Return the shares of `total` samples that minimize the time of the slowest rank; exact.
 
-    Each rank takes at least 1 and at most its cap; with `may_drop` a rank may take 0, and one rank alone is chosen
-    where it is faster than several and the `wait_s` seconds that they need to exchange. The last sample goes where it
-    is done first; ties to the rank with fewer samples, then to the lower rank. The caps must together hold `total`.
+    Each rank takes at least 1 and at most its cap. With `may_drop` a rank may take 0, and a single rank is chosen
+    if it is faster than several including the `wait_s` seconds of their communication. The last sample goes to the rank that
+    finishes it first; ties to the rank with fewer samples, then to the lower rank. The caps must sum to at least `total`.
     """
     most = [total if caps is None or (cap := caps[rank]) is None else min(cap, total) for rank in range(len(lines))]
     least = 0 if may_drop else 1
@@ -84,14 +84,14 @@ def fastest(
 
 
 def slowest(lines: Sequence[Line], shares: Sequence[int]) -> float:
-    """Return the seconds of the rank that takes longest; ranks without samples take none."""
+    """Return the seconds of the slowest rank; ranks without samples take none."""
     return max(line.seconds(share) if share else 0.0 for line, share in zip(lines, shares, strict=True))
 
 
 def best_alone(
     total: int, lines: Sequence[Line], caps: Caps | None = None, exchange_s: float = 0.0
 ) -> tuple[Shares, float]:
-    """Return the ranks that together take least for an update, and its seconds; several also need `exchange_s`."""
+    """Return the fastest set of ranks and its seconds per update; several also need `exchange_s`."""
     shares = fastest(total, lines, caps, exchange_s, may_drop=True)
     ranks = tuple(rank for rank, share in enumerate(shares) if share)
     return ranks, slowest(lines, shares) + (exchange_s if len(ranks) > 1 else 0.0)
@@ -99,13 +99,13 @@ def best_alone(
 
 @dataclass(frozen=True)
 class Decision:
-    """What changes from the next update on, and why.
+    """A change of shares from the next update on, with its reason.
 
-    shares  samples per rank; 0 for the ranks to leave out
-    old_s   predicted seconds of an update as it was; with `drop` the measured ones
-    new_s   predicted seconds of an update as it will be
-    reason  for the user
-    drop    ranks to leave out: without them an update is faster
+    shares  samples per rank; 0 for ranks to drop
+    old_s   predicted seconds per update before the change; measured ones with `drop`
+    new_s   predicted seconds per update after the change
+    reason  message for the user
+    drop    ranks to drop: an update is faster without them
     """
 
     shares: Shares
@@ -116,7 +116,7 @@ class Decision:
 
 
 class Timing(NamedTuple):
-    """Times of one rank at one sample count: their median, how many, and their relative standard deviation."""
+    """Times of one rank at one sample count: median, number, and relative standard deviation."""
 
     samples: int
     seconds: float
@@ -125,7 +125,7 @@ class Timing(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """One update: samples and busy seconds per rank, and the seconds that all need to exchange gradients."""
+    """One update: samples and busy seconds per rank, and seconds of the gradient exchange."""
 
     samples: Shares
     seconds: tuple[float, ...]
@@ -133,18 +133,18 @@ class Seen(NamedTuple):
 
 
 class Balance:
-    """Decide how `total` samples are dealt to ranks, from what each rank took; any split gives the same update.
+    """Decide the shares of `total` samples from the measured times of each rank; any split gives the same update.
 
-    At first a few unequal splits are tried, so that each rank is seen with two sample counts; then the shares are
-    solved for, and again after every `every` updates. They change only where the predicted gain is above `threshold`,
-    holds against the noise of the times, and is large or was found twice. A rank whose speed changed keeps only the
-    shape of what was known of it. Where fewer ranks would be faster, that is tried out, and said once after several
-    verdicts in a row.
+    First, a few unequal splits are tried, so that each rank is timed at two sample counts. Then the shares are
+    optimized, again after every `every` updates. They change only if the predicted gain is above `threshold`,
+    significant given the noise, and large or found twice. After a change of a rank's speed its old times are
+    rescaled. If fewer ranks may be faster, they are tried, and reported once after several
+    consecutive confirmations.
 
-    caps      most samples per rank
-    start     shares before anything is known; default as equal as the caps allow
-    warm_up   first updates whose times are not looked at
-    The caps must hold `total`, and each rank at least 1.
+    caps      maximum samples per rank
+    start     initial shares; default: as equal as the caps allow
+    warm_up   first updates whose times are ignored
+    The caps must sum to at least `total`, each at least 1.
     """
 
     def __init__(
@@ -165,38 +165,38 @@ class Balance:
         assert sum(self.current) == total, self.current
         assert min(self.current) > 0, self.current
         self._unseen = warm_up
-        self._known = False  # the lines were fitted
+        self._known = False  # the lines have been fitted
         splits = [self.current] * 0 if world_size == 1 else probe_splits(total, self.current, caps)
         self._trials: list[Shares] = splits * PROBE_ROUNDS
         self._block: list[Seen] = []
-        self._gained = False  # the last solution gained enough to change, but not so much as to change at once
+        self._gained = False  # the last solution gained enough to change, but not immediately
         self._verdicts = 0
-        self._until_trial = 0  # blocks before fewer ranks are tried out again
+        self._until_trial = 0  # blocks until fewer ranks are tried again
         self._said = False
 
     @property
     def shares(self) -> Shares:
-        """What each rank takes of the next update."""
+        """Samples per rank for the next update."""
         return self.ahead(0)
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """What is known of the ranks; none before the first solution."""
+        """Fitted lines of the ranks; empty before the first solution."""
         return tuple(rank.fitted.line for rank in self.ranks) if self._known else ()
 
     def ahead(self, num: int) -> Shares:
-        """Return what each rank takes in `num` updates from the next one, as far as is decided now."""
+        """Return the samples per rank for the next `num` updates, as far as already decided."""
         trial = num - self._unseen
         return self._trials[trial] if 0 <= trial < len(self._trials) else self.current
 
     def observe(
         self, seconds: Sequence[float], samples: Sequence[int] | None = None, exchange_s: float = 0.0
     ) -> Decision | None:
-        """Take in the busy seconds of each rank for the update just made; return what changes, if anything.
+        """Add the busy seconds of each rank in the last update; return the resulting change, if any.
 
-        samples     what each rank took, where it was not `shares`: a ragged window, or a split decided earlier
-        exchange_s  the seconds of the update in which all ranks exchange and none waits for another
-        Must be given the same on all ranks.
+        samples     samples per rank, if not `shares`: a smaller window, or a split decided earlier
+        exchange_s  seconds of communication during which no rank waits for another
+        All ranks must pass the same values.
         """
         seen = Seen(self.shares if samples is None else tuple(samples), tuple(seconds), exchange_s)
         if len(self.ranks) == 1:
@@ -213,7 +213,7 @@ class Balance:
         return self._resolve(block) if self._known else self._solve(block)
 
     def state(self) -> dict[str, Any]:
-        """Return what is known, as JSON; times not yet looked at are left out."""
+        """Return the state for JSON; times of an incomplete block are omitted."""
         return {
             "total": self.total,
             "current": list(self.current),
@@ -226,7 +226,7 @@ class Balance:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was known; start anew where it is of another total, number of ranks or caps."""
+        """Restore the state; start from scratch if it has another total, number of ranks or caps."""
         current = tuple(state["current"])
         fits = state["total"] == self.total and len(current) == len(self.ranks) and _within(current, self.caps)
         if not fits or not state["known"]:
@@ -239,13 +239,13 @@ class Balance:
         self._trials, self._block, self._unseen = [], [], self.warm_up
 
     def _is_due(self) -> bool:
-        """Tell whether the block is long enough to look at: all of the probes, or `every` updates."""
+        """Return whether the block is complete: all probes, or `every` updates."""
         if self._known:
             return len(self._block) >= self.every
         return all(any(seen.samples[rank] for seen in self._block) for rank in range(len(self.ranks)))
 
     def _solve(self, block: Sequence[Seen]) -> Decision:
-        """Fit the lines for the first time and take the shares they say, unless they gain too little."""
+        """Fit the lines for the first time and use the resulting shares, unless they gain too little."""
         for number, rank in enumerate(self.ranks):
             rank.add(_timings(block, number))
         self._known = True
@@ -257,7 +257,7 @@ class Balance:
         return self._change(new, old_s, new_s, _slow_rank(self.lines, self.total))
 
     def _resolve(self, block: Sequence[Seen]) -> Decision | None:
-        """Take in a block of updates; change the shares where that gains, or say that fewer ranks would do better."""
+        """Add a block of updates; change the shares if that gains, or report that fewer ranks would be faster."""
         factors = [rank.add(_timings(block, number)) for number, rank in enumerate(self.ranks)]
         fits = [rank.fitted for rank in self.ranks]
         new = fastest(self.total, self.lines, self.caps)
@@ -277,12 +277,14 @@ class Balance:
         return Decision(new, old_s, new_s, reason)
 
     def _fewer(self, block: Sequence[Seen]) -> Decision | None:
-        """Say once which ranks to leave out: found faster several times in a row, each time tried out."""
+        """Report once which ranks to drop: faster in several consecutive trials."""
         whole = [seen for seen in block if seen.samples == self.current]
         if self._said or not whole:
             return None
         together_s = median(max(seen.seconds) + seen.exchange_s for seen in whole)
-        more_s = max(0.0, together_s - slowest(self.lines, self.current))  # the exchange, and the noise of several
+        more_s = max(
+            0.0, together_s - slowest(self.lines, self.current)
+        )  # communication, and the noise of several ranks
         shares = fastest(self.total, self.lines, self.caps, more_s, may_drop=True)
         kept = tuple(rank for rank, share in enumerate(shares) if share)
         drop = tuple(rank for rank, share in enumerate(shares) if not share)
@@ -304,7 +306,7 @@ class Balance:
         return None
 
     def _perhaps_alone(self, together_s: float) -> Shares:
-        """Return all samples for the one rank that may be faster alone, as far as is known; empty without one."""
+        """Return all samples for the one rank that may be faster alone; empty if there is none."""
         best = {
             rank: each.seconds(self.total, -ERRORS)
             for rank, each in enumerate(self.ranks)
@@ -317,10 +319,10 @@ class Balance:
 
 
 def probe_splits(total: int, base: Sequence[int], caps: Caps | None = None) -> list[Shares]:
-    """Return splits inside the caps, each rank with at least 1, in which each rank has two counts if it can.
+    """Return splits within the caps, at least 1 sample per rank, in which each rank gets two counts if possible.
 
-    Every second rank takes half as much again and the others half, then the other way round. Where samples are so few
-    that a rank stays what it is, one more split favors it; at most 6 in all.
+    Every second rank gets half as much again and the others half, then the reverse. If samples are so few
+    that a rank's count does not change, an additional split favors it; at most 6 in total.
     """
     size = len(base)
     more, less = [3 * share for share in base], list(base)
@@ -337,7 +339,7 @@ def probe_splits(total: int, base: Sequence[int], caps: Caps | None = None) -> l
 
 
 class _Rank:
-    """What is known of one rank: a few timings per sample count, newest last, and its noise."""
+    """Known timings of one rank: a few per sample count, newest last, and their noise."""
 
     def __init__(self) -> None:
         self._timings: dict[int, list[Timing]] = {}
@@ -346,7 +348,7 @@ class _Rank:
         self.fitted = Fit(Line(0.0, 0.0), (0.0, 0.0, 0.0))
 
     def add(self, timings: Sequence[Timing]) -> float:
-        """Take in the timings of a block; return the factor by which the rank became slower, 1.0 without a change."""
+        """Add the timings of a block; return the factor by which the rank became slower, 1.0 for no change."""
         factor = self._drift(timings) if self._timings and timings else 1.0
         if factor != 1.0:
             self._scale(factor)
@@ -359,9 +361,9 @@ class _Rank:
         return factor
 
     def seconds(self, samples: int, errors: float) -> float:
-        """Return the expected seconds and so many standard errors; from times of nearly as many samples, if any.
+        """Return the expected seconds plus `errors` standard errors, from timings at similar sample counts if any.
 
-        A line does not know of a limit beyond which all is slower, so what was tried out counts more.
+        A line cannot model a limit beyond which everything is slower, so measurements take precedence.
         """
         near = [count for count in self._timings if NEAR * samples <= count <= samples]
         if not near:
@@ -387,7 +389,7 @@ class _Rank:
         self.fitted = _regress(merged, self._noise)
 
     def _drift(self, timings: Sequence[Timing]) -> float:
-        """Return measured over predicted time, or 1.0 where the difference is small or may be noise."""
+        """Return measured over predicted time, or 1.0 if the difference is small or within noise."""
         main = max(timings, key=lambda timing: timing.num)
         predicted = self.fitted.line.seconds(main.samples)
         factor = main.seconds / predicted
@@ -396,14 +398,14 @@ class _Rank:
         return factor if abs(factor - 1.0) > max(DRIFT, 3 * error) else 1.0
 
     def _scale(self, factor: float) -> None:
-        """Turn what is known into what it would be at the new speed, and trust it little."""
+        """Rescale the timings to the new speed, with low confidence."""
         for count, timings in self._timings.items():
             old = _merged(timings)
             self._timings[count] = [Timing(count, old.seconds * factor, min(old.num, PROBE_ROUNDS), old.noise)]
 
 
 class Fit(NamedTuple):
-    """A line and its covariance: of the fixed time, of both, of the time per sample."""
+    """A line and its covariance matrix: variance of the fixed time, covariance, variance of the time per sample."""
 
     line: Line
     covariance: tuple[float, float, float]
@@ -414,12 +416,12 @@ class Fit(NamedTuple):
         return sqrt(max(0.0, fixed + 2 * both * samples + per_sample * samples**2))
 
     def seconds(self, samples: int, errors: float) -> float:
-        """Return the predicted seconds and so many standard errors."""
+        """Return the predicted seconds plus `errors` standard errors."""
         return self.line.seconds(samples) + errors * self.error(samples)
 
 
 def _regress(timings: Sequence[Timing], noise: float = 0.0) -> Fit:
-    """Return the line with the least weighted squares of relative errors; a negative part is set to 0."""
+    """Fit the line by weighted least squares of relative errors; a negative coefficient is set to 0."""
     weights = [timing.num / max(timing.seconds, 1e-12) ** 2 for timing in timings]
     pairs = list(zip(weights, timings, strict=True))
     w = sum(weights)
@@ -461,14 +463,14 @@ def _by_count(points: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
 
 
 def _merged(timings: Sequence[Timing]) -> Timing:
-    """Return one timing for several of one sample count."""
+    """Merge timings of one sample count."""
     num = sum(timing.num for timing in timings)
     seconds = sum(timing.num * timing.seconds for timing in timings) / num
     return Timing(timings[0].samples, seconds, num, median(timing.noise for timing in timings))
 
 
 def _filled_until(total: int, lines: Sequence[Line], most: Sequence[int], least: int) -> list[int]:
-    """Return shares that are part of the fastest ones, with few samples left to deal: all that is done by some time."""
+    """Return a lower bound of the optimal shares, with few samples left to assign: all that finishes by some time."""
     low, high = 0.0, max(line.seconds(total) for line in lines)
     best = [least] * len(lines)
     for _ in range(64):
@@ -482,7 +484,7 @@ def _filled_until(total: int, lines: Sequence[Line], most: Sequence[int], least:
 
 
 def _done_by(seconds: float, line: Line, cap: int) -> int:
-    """Return how many samples, at most `cap`, the rank does in `seconds`."""
+    """Return how many samples, at most `cap`, the rank processes in `seconds`."""
     if line.seconds(cap) <= seconds:
         return cap
     if line.fixed_s > seconds or line.per_sample_s <= 0:
@@ -497,7 +499,7 @@ def _fastest_single(total: int, lines: Sequence[Line], most: Sequence[int]) -> i
 
 
 def _nearly(shares: Shares, lines: Sequence[Line], caps: Caps | None) -> Shares:
-    """Return shares that are nearly those without some ranks: 1 for each of these."""
+    """Return shares that nearly exclude some ranks: 1 sample for each of these."""
     kept = [rank for rank, share in enumerate(shares) if share]
     rest = sum(shares) - (len(shares) - len(kept))
     parts = fastest(rest, [lines[rank] for rank in kept], None if caps is None else [caps[rank] for rank in kept])
@@ -515,7 +517,7 @@ def _must(shares: Shares | Problem) -> Shares:
 
 
 def _slow_rank(lines: Sequence[Line], total: int) -> str:
-    """Return words for how the slowest rank compares with the fastest, at equal shares."""
+    """Describe how the slowest rank compares with the fastest at equal shares."""
     share = max(1, total // len(lines))
     times = [line.seconds(share) for line in lines]
     slow, fast = times.index(max(times)), times.index(min(times))
@@ -527,7 +529,7 @@ def _slow_rank(lines: Sequence[Line], total: int) -> str:
 
 
 def _changed(factors: Sequence[float]) -> str:
-    """Return words for the rank whose speed changed most; empty where none did."""
+    """Describe the rank whose speed changed most; empty if none did."""
     most = max(range(len(factors)), key=lambda rank: (max(factors[rank], 1 / factors[rank]), -rank))
     factor = factors[most]
     if factor == 1.0:

@@ -1,8 +1,8 @@
 """Sharded data parallelism: every rank keeps a shard of each parameter, its gradient and its optimizer state.
 
 Built on torch's fully_shard. Its collectives run inside forward and backward, so all ranks run the same number of
-micro-batches; ranks with less work run dummy ones. Gradients are sums over ranks and the loop divides by the true count,
-so shares of any size and micro-batches of any length are exact.
+micro-batches; ranks with less work run dummy ones. Gradients are sums over ranks and the loop divides by the true
+count, so shares of any size and micro-batches of any length are exact.
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 5.
 """
 
