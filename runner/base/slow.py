@@ -54,8 +54,8 @@ def slow(updates: Sequence[Update], samples: Sequence[int] | None = None, thresh
     It is the rank with the longest busy time, if the others wait for it for more than `threshold` of an update.
     Times are not divided by samples: shares are balanced so that all ranks finish together, and then a rank that is
     slower per sample delays no other. `samples` per rank only tell a slow rank from one with too many samples.
-    All values are medians over the updates, so a single outlier has no effect. Time that all ranks wait (communication) is
-    not lost: only the waiting time beyond that of the slowest rank is.
+    All values are medians over the updates, so a single outlier has no effect. Time that all ranks wait
+    (communication) is not lost: only the waiting time beyond that of the slowest rank is.
     """
     if not updates or len(updates[0]) < 2:
         return None

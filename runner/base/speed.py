@@ -59,8 +59,9 @@ def fastest(
     """Return the shares of `total` samples that minimize the time of the slowest rank; exact.
 
     Each rank takes at least 1 and at most its cap. With `may_drop` a rank may take 0, and a single rank is chosen
-    if it is faster than several including the `wait_s` seconds of their communication. The last sample goes to the rank that
-    finishes it first; ties to the rank with fewer samples, then to the lower rank. The caps must sum to at least `total`.
+    if it is faster than several including the `wait_s` seconds of their communication. The last sample goes to the
+    rank that finishes it first; ties to the rank with fewer samples, then to the lower rank. The caps must sum to at
+    least `total`.
     """
     most = [total if caps is None or (cap := caps[rank]) is None else min(cap, total) for rank in range(len(lines))]
     least = 0 if may_drop else 1
@@ -282,9 +283,7 @@ class Balance:
         if self._said or not whole:
             return None
         together_s = median(max(seen.seconds) + seen.exchange_s for seen in whole)
-        more_s = max(
-            0.0, together_s - slowest(self.lines, self.current)
-        )  # communication, and the noise of several ranks
+        more_s = max(0.0, together_s - slowest(self.lines, self.current))  # communication and noise
         shares = fastest(self.total, self.lines, self.caps, more_s, may_drop=True)
         kept = tuple(rank for rank, share in enumerate(shares) if share)
         drop = tuple(rank for rank, share in enumerate(shares) if not share)
