@@ -25,9 +25,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @dataclass(frozen=True)
 class Attention:
-    """A choice of kernels, in order of preference; none leaves the choice to torch.
+    """Attention kernels in order of preference; an empty list leaves the choice to torch.
 
-    reason  why the kernel asked for cannot run on this device at all, or empty
+    reason  why the requested kernel cannot run on this device at all, or empty
     """
 
     name: str
@@ -35,7 +35,7 @@ class Attention:
     reason: str = ""
 
     def context(self) -> AbstractContextManager[None]:
-        """Return the context of a forward pass; enter a new one each time (24 us, nothing for auto)."""
+        """Return the context for a forward pass; enter a new one each time (24 us, free for auto)."""
         return sdpa_kernel(list(self.kernels), set_priority=True) if self.kernels else _NOTHING
 
 
@@ -46,10 +46,10 @@ class AttentionCall:
     kind      as in observed_calls: "bfloat16, 128 queries, 128 keys"
     shape     of the queries: (batch, heads, length, head size)
     num_keys  length of the keys
-    dtype     of what the kernel is given, after autocast
-    masked    an explicit mask was given; causal: is_causal=True was
-    training  gradients were wanted
-    kernel    that ran, as in observed_backends; "unseen" where torch hides it
+    dtype     of the kernel's inputs, after autocast
+    masked    whether an explicit mask was given; causal: whether is_causal=True was
+    training  whether gradients were required
+    kernel    that ran, as in observed_backends; "unseen" if torch hides it
     refusals  each other kernel -> why it did not run
     """
 
@@ -66,50 +66,50 @@ class AttentionCall:
 
 
 def auto(device: torch.device) -> Attention:
-    """Leave the choice to torch: the fastest kernel that can do the call."""
+    """Let torch choose the fastest kernel that supports the call."""
     return Attention("auto")
 
 
 def math(device: torch.device) -> Attention:
-    """Compute with matrix products and a softmax: any input, most memory (the whole score matrix)."""
+    """Compute with matrix products and a softmax: supports any input, uses most memory (the full score matrix)."""
     return Attention("math", (SDPBackend.MATH,))
 
 
 def flash(device: torch.device, *, strict: bool = False) -> Attention:
-    """Prefer the flash kernel; calls it cannot do go to the next best one.
+    """Prefer the flash kernel; unsupported calls use the next best one.
 
     strict  raise an error for a call that this kernel does not support
-    Raises ConfigError with strict where this device has no such kernel.
+    Raises ConfigError with strict if this device lacks the kernel.
     Source: Dao, FlashAttention-2, 2023; needs compute capability 8.0 and float16 or bfloat16 on a GPU.
     """
     return _prefer("flash", SDPBackend.FLASH_ATTENTION, device, strict)
 
 
 def efficient(device: torch.device, *, strict: bool = False) -> Attention:
-    """Prefer the memory-efficient kernel, which takes masks and older GPUs; other calls go to the next best one.
+    """Prefer the memory-efficient kernel, which supports masks and older GPUs; other calls use the next best one.
 
     strict  raise an error for a call that this kernel does not support
-    Raises ConfigError with strict where this device has no such kernel.
+    Raises ConfigError with strict if this device lacks the kernel.
     Source: Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, 2021; kernels of xFormers.
     """
     return _prefer("efficient", SDPBackend.EFFICIENT_ATTENTION, device, strict)
 
 
 def cudnn(device: torch.device, *, strict: bool = False) -> Attention:
-    """Prefer cuDNN's kernel, made for H100 and newer; calls it cannot do go to the next best one.
+    """Prefer cuDNN's kernel, designed for H100 and newer; unsupported calls use the next best one.
 
     strict  raise an error for a call that this kernel does not support
-    Raises ConfigError with strict where this device has no such kernel.
+    Raises ConfigError with strict if this device lacks the kernel.
     Source: torch.nn.attention.SDPBackend.CUDNN_ATTENTION.
     """
     return _prefer("cudnn", SDPBackend.CUDNN_ATTENTION, device, strict)
 
 
 def observed_backends(model_call: Callable[[], object]) -> dict[str, int]:
-    """Run `model_call` once and return how many attention calls each kernel computed.
+    """Run `model_call` once and return the number of attention calls per kernel.
 
     Names are flash, efficient, cudnn, math, overrideable and, on the CPU, flash_for_cpu. Compiled code runs eagerly
-    for this call, because a compiled graph hides its operations. Calls are those of the forward pass.
+    in this call, because a compiled graph hides its operations. Only calls of the forward pass are counted.
     """
     counts: Counter[str] = Counter()
     for (_, kernel), number in observed_calls(model_call).items():
@@ -118,9 +118,9 @@ def observed_backends(model_call: Callable[[], object]) -> dict[str, int]:
 
 
 def observed_calls(model_call: Callable[[], object]) -> dict[tuple[str, str], int]:
-    """Run `model_call` once and return how often each (kind of call, kernel) occurred.
+    """Run `model_call` once and return the number of calls per (kind of call, kernel).
 
-    A kind reads "bfloat16, 128 queries, 128 keys", so that prefill, decoding and cross attention are told apart.
+    A kind is formatted as "bfloat16, 128 queries, 128 keys", which distinguishes prefill, decoding and cross attention.
     """
     counting = _CountAttention()
     with _eager(), counting:
@@ -129,10 +129,11 @@ def observed_calls(model_call: Callable[[], object]) -> dict[tuple[str, str], in
 
 
 def attention_calls(model_call: Callable[[], object]) -> tuple[AttentionCall, ...]:
-    """Run `model_call` once and return its attention calls, in order: what each asked for, and what it was given.
+    """Run `model_call` once and return its attention calls in order, with inputs and kernels.
 
-    Only calls of F.scaled_dot_product_attention are seen, also those in nn.MultiheadAttention; but in eval mode and
-    without gradients torch's own encoder layers compute it elsewhere. Compiled code runs eagerly for this call.
+    Only calls of F.scaled_dot_product_attention are recorded, including those in nn.MultiheadAttention; but in eval
+    mode without gradients, torch's own encoder layers compute attention elsewhere. Compiled code runs eagerly in this
+    call.
     """
     watching = _WatchAttention()
     with _eager(), watching:
@@ -151,11 +152,11 @@ def why_not(
     training: bool = True,
     capability: tuple[int, int] | None = None,
 ) -> str:
-    """Return why a kernel would refuse a call, as far as shapes tell; empty where nothing speaks against it.
+    """Return why a kernel would refuse a call, judged by shapes and types; empty if no reason is known.
 
     shape       of the queries: (batch, heads, length, head size)
-    masked      an explicit mask is given (is_causal=True is not one)
-    capability  compute capability to judge by, such as (7, 5); that of `device` by default
+    masked      whether an explicit mask is given (is_causal=True is not one)
+    capability  compute capability to assume, such as (7, 5); default: that of `device`
     Source: the checks of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to 2.13.
     """
     if backend == "math":
@@ -178,8 +179,8 @@ def why_not(
 
 
 def _prefer(name: str, kernel: SDPBackend, device: torch.device, strict: bool) -> Attention:
-    """Return a preference, with what is known against it before any call is seen."""
-    # a call that every device with the kernel can do
+    """Return a preference, with device limitations that are known before any call."""
+    # a call that every device with the kernel supports
     reason = why_not(name, (1, 1, 128, 64), torch.float16, device)
     if reason and strict:
         raise ConfigError(
@@ -193,7 +194,7 @@ def _prefer(name: str, kernel: SDPBackend, device: torch.device, strict: bool) -
     return Attention(name, (kernel,) if strict else (kernel, *rest), reason)
 
 
-# Why a kernel refuses a call
+# Reasons for a kernel to refuse a call
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def _why_not_on_cpu(backend: str, dropout: float) -> str:
 
 
 def _why_not_on_amd(backend: str, architecture: str, dtype: torch.dtype) -> str:
-    """Flash and memory-efficient attention are AOTriton's, which is compiled for few architectures.
+    """Check AOTriton, which implements flash and memory-efficient attention on AMD for a few architectures.
 
     Source: check_flash_attention_hardware_support and check_mem_efficient_hardware_support of sdp_utils.cpp, USE_ROCM.
     """
@@ -306,7 +307,7 @@ _CHECKS: Mapping[str, Sequence[Callable[[_Call], str]]] = {
 
 
 class _CountAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts attention operations by kind and kernel while it is active."""
+    """Count attention operations by kind and kernel while active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -317,14 +318,14 @@ class _CountAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _OPERATIONS:
             query, key = args[0], args[1]
             self.calls[_kind(query.dtype, query.shape[-2], key.shape[-2]), _OPERATIONS[name]] += 1
-        elif name == "_safe_softmax":  # torch calls it in the math kernel and nowhere else
+        elif name == "_safe_softmax":  # called by torch's math kernel only
             scores = args[0]
             self.calls[_kind(scores.dtype, scores.shape[-2], scores.shape[-1]), "math"] += 1
         return func(*args, **(kwargs or {}))
 
 
 class _WatchAttention(TorchFunctionMode):
-    """Notes each call of scaled dot product attention while it is active: here masks are seen, below it kernels are."""
+    """Record each call of scaled dot product attention while active: this level sees masks, the one below kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +337,7 @@ class _WatchAttention(TorchFunctionMode):
             return self._watched(*args, **kwargs)
         if func is not functional.multi_head_attention_forward:
             return func(*args, **kwargs)
-        # Torch takes this mode away while it is inside such a function, which finds the attention by its name.
+        # torch disables this mode inside such a function, which looks up the attention function by name.
         functional.scaled_dot_product_attention = self._watched
         try:
             return func(*args, **kwargs)
@@ -362,7 +363,7 @@ def _noted(
     is_causal: bool = False,
     **others: Any,
 ) -> AttentionCall:
-    """Return what is known of a call that this kernel computed."""
+    """Return the record of a call that this kernel computed."""
     device = query.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else query.dtype
     training = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
@@ -385,11 +386,11 @@ def _kind(dtype: torch.dtype, num_queries: int, num_keys: int) -> str:
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """Return a context in which compiled code runs eagerly; nothing is compiled where Dynamo was never imported."""
+    """Return a context in which compiled code runs eagerly; a no-op if Dynamo was never imported."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else _NOTHING
 
 
-_NEXT_BEST = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # math can do any call
+_NEXT_BEST = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # math supports any call
 _ATTENTION = functional.scaled_dot_product_attention
 _ENABLED: Mapping[str, Callable[[], bool]] = {
     "flash": torch.backends.cuda.flash_sdp_enabled,

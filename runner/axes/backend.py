@@ -13,7 +13,7 @@ from runner.base.values import Threads
 
 
 def default(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
-    """Hold torch's own choices: no kernel search, nondeterministic kernels allowed.
+    """Use torch's defaults: no kernel search, nondeterministic kernels allowed.
 
     threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
     """
@@ -21,9 +21,9 @@ def default(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto"
 
 
 def fast(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
-    """Let cuDNN try its convolution kernels on each new input shape and keep the fastest.
+    """Let cuDNN benchmark its convolution kernels for each new input shape and use the fastest.
 
-    Pays where shapes repeat; every new shape costs a search. Numbers may differ from run to run in the last bits.
+    Worthwhile if shapes repeat; every new shape costs a search. Results may differ between runs in the last bits.
 
     threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
     Source: torch.backends.cudnn.benchmark.
@@ -37,12 +37,12 @@ def deterministic(
     warn_only: bool = False,
     threads: Literal["auto"] | Threads = "auto",
 ) -> AbstractContextManager[None]:
-    """Use deterministic kernels only, so that two runs on one machine are equal bit for bit.
+    """Use deterministic kernels only, so that repeated runs on one machine are bitwise equal.
 
     warn_only  warn about an operation without deterministic kernel instead of stopping
     threads    CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine.
-               Sums depend on it: it must be the same in both runs
-    Sets CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it starts: enter before the first product on a GPU.
+               Sums depend on it, so it must be the same in both runs
+    Sets CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it is initialized: enter before the first product on a GPU.
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     return _switches(num_local_ranks, threads, deterministic=True, warn_only=warn_only)
@@ -57,14 +57,14 @@ def _switches(
     deterministic: bool = False,
     warn_only: bool = False,
 ) -> Iterator[None]:
-    """Set every switch inside the block and put every one back after it. Does not start CUDA."""
+    """Set all backend flags inside the context and restore them on exit. Does not initialize CUDA."""
     with ExitStack() as put_back:
         cudnn = torch.backends.cudnn
         put_back.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
         put_back.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
         cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
         was_deterministic = torch.are_deterministic_algorithms_enabled()
-        if deterministic or was_deterministic:  # the call imports Inductor: not for those who do not need it
+        if deterministic or was_deterministic:  # the call imports Inductor, so skip it if not needed
             put_back.callback(
                 torch.use_deterministic_algorithms,
                 was_deterministic,
@@ -80,7 +80,7 @@ def _switches(
 
 
 def _share_of_threads(num_local_ranks: int) -> int:
-    if "OMP_NUM_THREADS" in os.environ:  # somebody counted already
+    if "OMP_NUM_THREADS" in os.environ:  # already chosen by the user
         return torch.get_num_threads()
     return max(1, torch.get_num_threads() // num_local_ranks)
 

@@ -19,11 +19,11 @@ from runner.base import noise
 from runner.base.accelerator import accelerator_of
 from runner.base.errors import ConfigError, Problem
 
-# Compiled code is kept on disk between runs by torch itself, in the folder of base/scratch.keep_compiled_code_private.
+# torch itself caches compiled code on disk between runs, in the folder of base/scratch.keep_compiled_code_private.
 
 
 def off(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Run the model as it is written."""
+    """Run the model eagerly."""
 
 
 def default(
@@ -40,8 +40,8 @@ def default(
     backend    inductor: generate kernels; eager and aot_eager: only trace, to debug compilation
     dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
                generalize
-    fullgraph  stop where the model cannot be one graph
-    Raises ConfigError where the compiler that inductor needs is missing.
+    fullgraph  raise an error if the model cannot be one graph
+    Raises ConfigError if the compiler that inductor needs is missing.
     Source: torch.compile.
     """
     _check_compiler(device, backend)
@@ -56,12 +56,12 @@ def reduce_overhead(
     dynamic: bool | None = None,
     fullgraph: bool = False,
 ) -> None:
-    """Compile the whole model and replay it as CUDA graphs: little work per launch, more memory.
+    """Compile the whole model and replay it as CUDA graphs: less launch overhead, more memory.
 
     dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
                generalize
-    fullgraph  stop where the model cannot be one graph
-    Raises ConfigError where the compiler that inductor needs is missing.
+    fullgraph  raise an error if the model cannot be one graph
+    Raises ConfigError if the compiler that inductor needs is missing.
     Source: torch.compile, mode "reduce-overhead".
     """
     _check_compiler(device, "inductor")
@@ -79,13 +79,13 @@ def max_autotune(
     dynamic: bool | None = None,
     fullgraph: bool = False,
 ) -> None:
-    """Compile the whole model and try several kernels for each product: minutes at the first update.
+    """Compile the whole model and benchmark several kernels per matrix product: minutes at the first update.
 
     cuda_graphs  also use CUDA graphs
     dynamic      true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
                  generalize
-    fullgraph    stop where the model cannot be one graph
-    Raises ConfigError where the compiler that inductor needs is missing.
+    fullgraph    raise an error if the model cannot be one graph
+    Raises ConfigError if the compiler that inductor needs is missing.
     Source: torch.compile, modes "max-autotune" and "max-autotune-no-cudagraphs".
     """
     _check_compiler(device, "inductor")
@@ -102,13 +102,13 @@ def regional(
     dynamic: bool | None = None,
     fullgraph: bool = False,
 ) -> None:
-    """Compile each of the task's blocks; equal blocks share the code, so the first update comes sooner.
+    """Compile each of the task's blocks; equal blocks share compiled code, which shortens the first update.
 
     backend    inductor: generate kernels; eager and aot_eager: only trace, to debug compilation
     dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
                generalize
-    fullgraph  stop where a block cannot be one graph
-    Raises ConfigError where the compiler that inductor needs is missing.
+    fullgraph  raise an error if a block cannot be one graph
+    Raises ConfigError if the compiler that inductor needs is missing.
     Source: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
     """
     _check_compiler(device, backend)
@@ -119,7 +119,7 @@ def regional(
 
 
 def nothing_was_compiled() -> bool:
-    """Tell whether no graph was made in this process so far: the task may call parts of the model, not the model."""
+    """Return whether this process has compiled no graph: the task may call submodules instead of the model."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is None or not dynamo.counters["stats"].get("unique_graphs")
 
@@ -129,8 +129,8 @@ def _compile(module: nn.Module, **options: Any) -> None:
     if not type(module).forward.__module__.startswith("torch.nn."):
         module.compile(**options)
         return
-    # Dynamo skips frames of torch.nn, and with them a model that is a bare nn.Sequential: it needs one of ours around
-    # it, as torch.compile(module) gives it, but Module.compile does not. Checked on torch 2.13.
+    # Dynamo skips frames of torch.nn, and with them a model that is a bare nn.Sequential: it needs a frame of
+    # ours around it, which torch.compile(module) provides, but Module.compile does not. Checked on torch 2.13.
     call: Callable[..., Any] = module._call_impl
 
     def framed(*given: Any, **named: Any) -> Any:
@@ -144,7 +144,7 @@ def _compile(module: nn.Module, **options: Any) -> None:
 
 
 def _check_compiler(device: torch.device, backend: str) -> None:
-    """Raise ConfigError now rather than in the middle of the first update."""
+    """Raise ConfigError before training instead of during the first update."""
     if backend != "inductor":
         return
     if device.type == "cpu" and not shutil.which(_cpp_compiler()):
@@ -175,12 +175,12 @@ def _check_compiler(device: torch.device, backend: str) -> None:
 
 
 def _cpp_compiler() -> str:
-    """Return the one that Inductor will call."""
+    """Return the C++ compiler that Inductor uses."""
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 def _c_compiler() -> str | None:
-    """Return the one that Triton will call."""
+    """Return the C compiler that Triton uses."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 

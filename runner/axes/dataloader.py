@@ -51,10 +51,10 @@ Keys = Iterable[Micro]
 
 
 class Fetcher:
-    """Turn a key into a batch, in whichever process it is called.
+    """Load the batch of a key, in whichever process it is called.
 
-    model  of the task that `collate` belongs to: it is not sent to processes that are spawned
-    split  of the samples: those of another one draw other random numbers
+    model  of the task that `collate` belongs to: it is not sent to spawned processes
+    split  of the samples; each split draws separate random numbers
     """
 
     def __init__(
@@ -75,16 +75,14 @@ class Fetcher:
         self.many: Callable[[list[int]], Any] | None = _reads_many(dataset)
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
         self.num_samples = len(dataset) if num_samples is None else min(num_samples, len(dataset))
-        self.may_be_empty = (
-            False  # a micro-batch whose samples are all bad is no error: another rank may have good ones
-        )
+        self.may_be_empty = False  # another rank may have valid samples
         self._epoch = -1
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, key: Micro) -> MicroBatch:
-        if not key.indices:  # this rank has no part in the update
+        if not key.indices:  # this rank has no samples in this update
             return MicroBatch(None, key.last, counts=False)
         if self.set_epoch is not None and key.epoch != self._epoch:
             with drawing_apart(key.seed, self.streams.split, "set_epoch", key.epoch):
@@ -100,7 +98,7 @@ class Fetcher:
                 samples = self.many(key.indices)
             except AccelRunError:
                 raise
-            except BaseException as error:  # torch ends a worker without a word for what is no Exception
+            except BaseException as error:  # torch ends a worker silently on a BaseException
                 raise self._named(error, key.indices) from error
             batch = self._together(samples, key) if isinstance(samples, list) else samples
             return MicroBatch(batch, key.last, samples=_samples_of(key, range(len(key.indices))))
@@ -129,7 +127,7 @@ class Fetcher:
         try:
             return self.collate(samples)
         except (RuntimeError, TypeError, KeyError) as error:
-            if "shared memory" in message_of(error) or "allocate memory" in message_of(error):  # not the samples' fault
+            if "shared memory" in message_of(error) or "allocate memory" in message_of(error):  # system limits
                 raise
             raise DataError(
                 f"samples cannot be collated into a batch: {words_of(error).partition(': ')[2]}",
@@ -151,10 +149,10 @@ class Fetcher:
 
 
 class Loader:
-    """Reads in this process, when asked: nothing to start, nothing to wait for."""
+    """Load synchronously in this process."""
 
     num_workers = 0
-    ahead = 0  # batches that are read before they are asked for, at most
+    ahead = 0  # maximum number of prefetched batches
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
@@ -164,18 +162,18 @@ class Loader:
         return map(self.fetcher.__getitem__, keys)
 
     def alike(self, fetcher: Fetcher) -> Loader:
-        """Return what reads a few batches of `fetcher` where this one reads: in this process, or in one worker."""
+        """Return a loader for a few batches that reads where this one does: in this process, or in one worker."""
         return Loader(fetcher)
 
     def close(self) -> None:
-        """Stop whatever reads ahead."""
+        """Stop prefetching."""
 
 
 class WorkerLoader(Loader):
-    """Reads ahead in worker processes, which live as long as one call of `batches` is iterated.
+    """Prefetch in worker processes, which live while one iterator of `batches` does.
 
-    They hear no request to stop, which a terminal or a scheduler sends to every process of the run: they are wanted
-    until the update that is under way is done, and end when they are closed, or with this process.
+    Workers ignore stop signals, which a terminal or scheduler sends to every process of the run: they are needed
+    until the current update is complete, and end when they are closed, or with this process.
     """
 
     def __init__(
@@ -195,23 +193,23 @@ class WorkerLoader(Loader):
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
         keys = iter(keys)
         first = list(islice(keys, 1))
-        with warnings.catch_warnings():  # that there are more workers than cores is said by the plan
+        with warnings.catch_warnings():  # the plan warns about more workers than cores
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             loader: torch.utils.data.DataLoader[MicroBatch] = torch.utils.data.DataLoader(
                 _InWorker(self.fetcher),  # type: ignore[arg-type]
                 batch_size=None,
-                collate_fn=_as_it_is,  # torch's default would turn tuples into lists
+                collate_fn=_as_it_is,  # torch's default would convert tuples to lists
                 sampler=_Keys(chain(first, keys)),
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
                 multiprocessing_context=_context(self.start_method),
                 worker_init_fn=partial(_settle_in, os.getpid()),
-                # A private generator: a new iterator draws from it, and must not draw from the model's. What it gives
-                # the workers to begin with is for generators that a data set makes for itself: others on each rank.
+                # A private generator, because a new iterator must not draw from the model's. It seeds the workers'
+                # own generators, for data sets that create generators themselves: different on each rank.
                 generator=torch.Generator().manual_seed(self.fetcher.streams.number("workers", *first)),
             )
-            # Workers have this from their first instruction on.
+            # Set before workers run any other code.
             with _no_request_to_stop(self.start_method), _all_or_none():
                 iterator = iter(loader)
         self._open.append(iterator)
@@ -223,20 +221,20 @@ class WorkerLoader(Loader):
                 if isinstance(item, (AccelRunError, RaisedElsewhere)):
                     raise item
                 yield item
-        except RuntimeError as error:  # torch's, of a worker that died
+        except RuntimeError as error:  # raised by torch if a worker died
             if any(worker.exitcode == Exit.SYSTEM for worker in iterator._workers):  # type: ignore[attr-defined]
                 raise OSError(errno.EMFILE, "a data worker: too many open files") from error
             raise
 
     def close(self) -> None:
         for iterator in self._open:
-            if iterator._worker_pids_set:  # else torch raises for one that is killed here
+            if iterator._worker_pids_set:  # else torch raises for a worker killed here
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
                 iterator._worker_pids_set = False
             impatience = threading.Timer(_PATIENCE_S, _kill, [iterator._workers])
             try:
                 impatience.start()
-            except RuntimeError:  # no thread: nothing that they do is wanted any more
+            except RuntimeError:  # thread creation failed; the workers' results are not needed
                 _kill(iterator._workers)
             try:
                 iterator._shutdown_workers()
@@ -247,12 +245,12 @@ class WorkerLoader(Loader):
 
 
 class ThreadLoader(Loader):
-    """Reads ahead in one thread. For kept samples only: code of a task may draw from the generators of the process."""
+    """Prefetch in one thread. For cached samples only: code of a task may draw from the process's generators."""
 
     def __init__(self, fetcher: Fetcher, *, depth: int, pin_memory: bool) -> None:
         super().__init__(fetcher)
         self.depth = depth
-        self.ahead = depth + 1  # one is held until there is room
+        self.ahead = depth + 1  # one is held until the queue has room
         self.pin_memory = pin_memory
         self._threads: list[tuple[threading.Thread, threading.Event]] = []
 
@@ -276,7 +274,7 @@ class ThreadLoader(Loader):
                     if stop.is_set():
                         return
                 put(None)
-            except BaseException as error:  # handed to the thread that trains
+            except BaseException as error:  # re-raised in the training thread
                 put(error)
 
         thread = threading.Thread(target=read, name="loader", daemon=True)
@@ -310,13 +308,13 @@ def default(
     cache: Literal["none", "memory", "device"] = "none",
     bad_samples: Literal["stop", "skip"] = "stop",
 ) -> Loader:
-    """Read in worker processes, or in this one where there are none.
+    """Load in worker processes, or in this process if there are none.
 
     num_workers      worker processes; 0 reads in this process; auto: by device and cores
     pin_memory       copy batches to page-locked memory, from which copies to a GPU can overlap; auto: with a GPU
     prefetch_factor  batches each worker reads ahead
-    start_method     how workers start; fork: at once, and they share the data set's memory; spawn: each imports all
-                     anew in seconds and gets its own copy, for libraries that do not survive a fork
+    start_method     how workers start; fork: at once, sharing the data set's memory; spawn: each imports all
+                     modules again in seconds and copies the data set, for libraries that do not survive a fork
     drop_last        drop the last, smaller update of each epoch (training only)
     cache            memory: read every sample once and keep it; device: keep it on the device
     bad_samples      stop: end the run at a sample that cannot be read; skip: leave it out and list it
@@ -355,14 +353,14 @@ def thread(
     """
     assert pin_memory != "auto", "the plan resolves it"
     if cache == "none":
-        # Random generators belong to a process: a data set in a thread would draw from those of the model that trains
-        # beside it, and neither could be repeated. See docs/decisions/0019.
+        # Random generators belong to a process: a data set in a thread would draw from those of the model trained
+        # in parallel, and neither would be reproducible. See docs/decisions/0019.
         return WorkerLoader(fetcher, num_workers=1, pin_memory=pin_memory, prefetch_factor=depth, start_method="fork")
     return ThreadLoader(cached(fetcher, cache, device), depth=depth, pin_memory=pin_memory and cache != "device")
 
 
 class PinnedLoader(Loader):
-    """Reads in this process into page-locked memory, so that copies to the device can overlap."""
+    """Load in this process into page-locked memory, so that copies to the device can overlap."""
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
         for item in super().batches(keys):
@@ -370,7 +368,7 @@ class PinnedLoader(Loader):
 
 
 def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
-    """Return a fetcher whose samples were read once and are kept as one tensor per field."""
+    """Read all samples once and return a fetcher that keeps them as one tensor per field."""
     if where == "none":
         return fetcher
     if fetcher.set_epoch is not None:
@@ -412,10 +410,10 @@ def _changing(why: str, where: str) -> DataError:
 
 
 class _InWorker:
-    """A fetcher that hands an error over as a value: torch would wrap it in a traceback.
+    """A fetcher that returns an error as a value, which torch would wrap in a traceback.
 
-    Batches are moved to shared memory here: where that is full, the thread of torch that does it otherwise prints a
-    traceback and drops the batch, and the run waits for it for ever.
+    Batches are moved to shared memory here: if that is full, torch's queue thread would print a
+    traceback and drop the batch, and the run would hang.
     """
 
     def __init__(self, fetcher: Fetcher) -> None:
@@ -430,13 +428,13 @@ class _InWorker:
             map_tensors(_share, read.batch)
             return read
         except AccelRunError as error:
-            # What it was raised from would stay here, and smaller batches may mend a lack of memory.
+            # Causes would keep memory alive, and smaller batches may resolve a lack of memory.
             return RaisedElsewhere(raised(error)) if shortage_of(error) is not None else error.with_traceback(None)
-        except (Exception, SystemExit) as error:  # collate of the task may call sys.exit
+        except (Exception, SystemExit) as error:  # the task's collate may call sys.exit
             return RaisedElsewhere(raised(error))
 
     def __reduce__(self) -> tuple[Callable[..., _InWorker], tuple[bytes]]:
-        """Send all but the task's model: it may lie on a GPU, of which each worker would take memory, or in shards."""
+        """Pickle without the task's model: it may be on a GPU, where each worker would allocate memory, or sharded."""
         content = io.BytesIO()
         _WithoutModel(content, self.fetcher.model).dump(self.fetcher)
         return _unpacked, (content.getvalue(),)
@@ -456,7 +454,7 @@ class _WithoutModel(ForkingPickler):
 
 
 class _NoModel:
-    """What a spawned worker has in the place of the model."""
+    """Placeholder for the model in a spawned worker."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -468,23 +466,23 @@ class _NoModel:
 
 
 class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Python 3.11
-    """Results of a worker: one that cannot be sent is replaced by the error, or the run would wait for it for ever.
+    """Result queue of a worker: an item that cannot be sent is replaced by the error, because the run would hang.
 
-    A thread of the worker sends batches as descriptors of shared memory, which another one hands over: there may be no
-    thread, or too many open files. Python only prints that, and believes of the second thread that it runs; so nothing
-    but errors is sent from then on. Checked on Python 3.11 to 3.13.
+    A thread of the worker sends batches as file descriptors of shared memory, which another thread passes on. Either
+    may fail: no thread, or too many open files. Python only prints that and assumes that the second thread runs, so
+    only errors are sent from then on. Checked on Python 3.11 to 3.13.
     """
 
     _refused: RaisedElsewhere | None = None
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        if parent_process() is None:  # an index for a worker
+        if parent_process() is None:  # the queue of indices for a worker
             super().put(obj, block, timeout)
             return
         try:
             if self._refused is None:
                 super().put(obj, block, timeout)
-        except RuntimeError as error:  # no thread
+        except RuntimeError as error:  # thread creation failed
             self._refused = RaisedElsewhere(raised(error))
         if self._refused is not None:
             self._send(obj[0], self._refused)
@@ -503,14 +501,14 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Py
 
 
 def _context(start_method: str) -> BaseContext:
-    """Return multiprocessing's context for a way of starting processes, with queues that report what cannot be sent."""
+    """Return multiprocessing's context for a start method, with queues that report what cannot be sent."""
     context = copy.copy(get_context(start_method))
     context.Queue = partial(_Queue, ctx=context)  # type: ignore[method-assign]
     return context
 
 
 class _Kept:
-    """All samples of a data set as tensors; a batch is one selection of rows."""
+    """All samples of a data set as tensors; a batch is one index selection of rows."""
 
     def __init__(self, whole: Any, num_samples: int) -> None:
         self.whole = whole
@@ -528,7 +526,7 @@ class _Kept:
 
 
 class _Keys(Sequence[Micro]):
-    """An endless sampler as DataLoader wants it."""
+    """An endless sampler, as DataLoader requires."""
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
@@ -556,22 +554,22 @@ def _join(batches: list[Any]) -> Any:
 
 
 def _samples_of(key: Micro, good: Sequence[int]) -> Samples:
-    """Return which samples a batch holds, of those of its key the ones at these places."""
-    if len(good) == len(key.indices):  # without the lists, which take 2 us
+    """Return the samples of a batch: those of its key at the positions `good`."""
+    if len(good) == len(key.indices):  # avoids the lists, which take 2 us
         return Samples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(good)))
     return Samples(key.seed, key.epoch, [key.indices[place] for place in good], [key.first + place for place in good])
 
 
 def _reads_many(dataset: Dataset) -> Callable[[list[int]], Any] | None:
-    """Return the `__getitems__` of a data set, None where it would read sample by sample.
+    """Return the `__getitems__` of a data set, None if it would read sample by sample.
 
-    Samples that are read together share one stream of random numbers, which then depends on the micro-batch.
+    Samples that are read together share one random stream, which then depends on the micro-batch.
     """
     return getattr(dataset, "__getitems__", None) if _is_read_together(dataset) else None
 
 
 def _is_read_together(dataset: Any) -> bool:
-    """Tell whether `__getitems__` is more than that of torch's Subset or StackDataset, a loop over [index]."""
+    """Return whether `__getitems__` is more than a loop over [index], as in torch's Subset and StackDataset."""
     how = getattr(type(dataset), "__getitems__", None)
     if how is Subset.__getitems__:
         return _is_read_together(dataset.dataset)
@@ -582,7 +580,7 @@ def _is_read_together(dataset: Any) -> bool:
 
 
 def _is_default(collate: Collate) -> bool:
-    """Tell whether this is the contract's own collate, which no task has replaced."""
+    """Return whether this is the default collate of the task contract."""
     return getattr(collate, "__func__", None) is Task.collate
 
 
@@ -597,7 +595,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _kill(workers: Sequence[BaseProcess]) -> None:
-    """The workers are gone, also those that hang: a SIGTERM of torch they do not hear."""
+    """Kill the workers, also hanging ones: they ignore torch's SIGTERM."""
     for worker in workers:
         if worker.is_alive():
             worker.kill()
@@ -605,12 +603,12 @@ def _kill(workers: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def _all_or_none() -> Iterator[None]:
-    """Kill the workers that were started inside where not all could be: at exit, Python would wait for them for ever.
+    """Kill the workers started inside if not all could be started: at exit, Python would wait for them forever.
 
-    It ends them by SIGTERM, which they ignore, and torch knows only iterators that are complete. The destructor of one
-    that is not asks for an attribute that is set last, and prints a traceback if it is missing (torch 2.13).
+    Python terminates them by SIGTERM, which they ignore, and torch handles complete iterators only. The destructor of
+    an incomplete one accesses an attribute that is set last, and prints a traceback if it is missing (torch 2.13).
     """
-    _MultiProcessingDataLoaderIter._shutdown = True  # of the class: nothing to shut down
+    _MultiProcessingDataLoaderIter._shutdown = True  # class attribute: nothing to shut down
     before = set(active_children())
     try:
         yield
@@ -623,10 +621,10 @@ def _all_or_none() -> Iterator[None]:
 
 @contextmanager
 def _no_request_to_stop(start_method: str) -> Iterator[None]:
-    """Processes that are started inside do not hear the signals; for this one they come when it is over."""
+    """Start processes that ignore stop signals; this process receives them on exit from the context."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     if start_method == "spawn":
-        # multiprocessing's own helper lets two of the signals through when it starts: it must be there before.
+        # multiprocessing's helper process unblocks two of the signals when it starts, so start it before.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
@@ -636,9 +634,9 @@ def _no_request_to_stop(start_method: str) -> Iterator[None]:
 
 
 def _settle_in(starter: int, worker: int) -> None:
-    """A worker outlives a stop, which reaches the whole group, until the checkpoint is written; but not its parent.
+    """Initialize a worker: it ignores stop signals until the checkpoint is written, but ends with its parent.
 
-    torch's workers look for their parent every 5 s, and one that starts while its parent dies finds another there.
+    torch's workers check for their parent every 5 s, and one that starts while its parent dies sees another parent.
     """
     die_with_parent(starter)
     never_wait_again()
@@ -647,21 +645,21 @@ def _settle_in(starter: int, worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
     folder = shared_folder()
-    if folder is not None:  # there it says where it is, when something hangs
+    if folder is not None:  # where it writes its stacks if something hangs
         with suppress(OSError):
             answer_in(folder)
 
 
 def _print_what_is_news(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error of a thread of Python's own, but not that the other end of a line is gone: the run tells that."""
+    """Print an error of one of Python's threads, except for a broken connection, which the run reports itself."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        os._exit(Exit.SYSTEM)  # the thread that hands over descriptors: the run would wait for a batch for ever
+        os._exit(Exit.SYSTEM)  # the thread that passes descriptors: the run would wait for a batch forever
     if not isinstance(error, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, trace)
 
 
 def _line_of(told: Raised) -> str:
-    """Return file:line of the data set's own code: the last line that is not of an installed package, nor of Python."""
+    """Return file:line of the data set's own code: the last line outside of installed packages and Python."""
     python = str(Path(os.__file__).parent)
     own = [
         frame
@@ -671,6 +669,6 @@ def _line_of(told: Raised) -> str:
     return f"{own[-1].file}:{own[-1].line}" if own else ""
 
 
-_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # those of durable/signals.py
-_PATIENCE_S = 2.0  # for a worker to leave by itself; nothing it does is wanted any more
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # as in durable/signals.py
+_PATIENCE_S = 2.0  # s for a worker to exit; its results are not needed
 DATALOADERS: Mapping[str, Callable[..., Loader]] = {"default": default, "thread": thread}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What was done, in lines for the start report."""
+    """Applied memory options, as lines for the start report."""
 
     lines: tuple[str, ...] = ()
     channels_last_tensors: int = 0
@@ -41,7 +41,7 @@ def none(
     fraction: Fraction | None = None,
     allocator: str | None = None,
 ) -> MemoryReport:
-    """Keep every activation that the backward pass needs.
+    """Keep all activations for the backward pass.
 
     channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
     fraction       maximum fraction of GPU memory for this process; null: all
@@ -61,9 +61,9 @@ def checkpoint(
     fraction: Fraction | None = None,
     allocator: str | None = None,
 ) -> MemoryReport:
-    """Keep only the inputs of the task's blocks and compute the rest again in the backward pass.
+    """Keep only the inputs of the task's blocks and recompute activations in the backward pass.
 
-    Gradients are the same bit for bit, dropout included; passes without gradients are not touched.
+    Gradients are bitwise equal, dropout included; forward passes without gradients are not affected.
 
     every          checkpoint every n-th block
     channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
@@ -73,7 +73,7 @@ def checkpoint(
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     chosen = blocks[::every]
-    for block in dict.fromkeys(chosen):  # a block that is used twice is wrapped once
+    for block in dict.fromkeys(chosen):  # wrap a repeated block only once
         _checkpoint_forward(block)
     said = _said(chosen, blocks, "computed again in the backward pass")
     return _report(model, device, channels_last, fraction, allocator, said, len(chosen))
@@ -89,9 +89,9 @@ def selective(
     fraction: Fraction | None = None,
     allocator: str | None = None,
 ) -> MemoryReport:
-    """Keep the inputs of the task's blocks and their costly results; compute the cheap ones again.
+    """Keep the inputs of the task's blocks and their costly results; recompute the cheap ones.
 
-    Gradients are the same bit for bit; passes without gradients are not touched.
+    Gradients are bitwise equal; forward passes without gradients are not affected.
 
     save           matmul: keep the results of matrix products, convolutions and attention; attention: of attention only
     channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
@@ -122,18 +122,18 @@ def budget(
     fraction: Fraction | None = None,
     allocator: str | None = None,
 ) -> MemoryReport:
-    """Compute again as few of the task's blocks as the device's memory asks for.
+    """Recompute only as many of the task's blocks as the device's memory requires.
 
-    Gradients are the same bit for bit; passes without gradients are not touched. The plan follows the run on weights
-    without content and takes the blocks that free most bytes for an operation, until the prediction is below the limit.
+    Gradients are bitwise equal; forward passes without gradients are not affected. The plan traces the run on fake
+    tensors and takes the blocks that free most bytes per operation, until the prediction is below the limit.
 
     limit_gib      memory limit on the device in GiB; null: all of the device
     recompute      indices of the blocks to recompute, without repeats; auto: chosen by the plan, or all
     channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
     fraction       maximum fraction of GPU memory for this process; null: all
     allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
-    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0, and for the
-    number of a block that is not there.
+    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0, and for a
+    block index out of range.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., 2022, on choosing.
     """
     blocks = list(dict.fromkeys(blocks))
@@ -150,7 +150,7 @@ def budget(
 
 @contextmanager
 def computing_again(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, these blocks keep only their inputs."""
+    """Inside the context, these blocks keep only their inputs."""
     before = {block: vars(block).get("forward") for block in blocks}
     for block in before:
         _checkpoint_forward(block)
@@ -165,16 +165,16 @@ def computing_again(blocks: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def allocator_environment(text: str | None) -> dict[str, str]:
-    """Return the environment variables that give torch's allocator these settings: set them before torch is loaded.
+    """Return the environment variables for these allocator settings; set them before torch is loaded.
 
-    text  comma-separated name:value, such as "expandable_segments:True,max_split_size_mb:256"; None gives nothing
-    Raises ConfigError with every setting that torch does not know or a value that is not of its kind.
+    text  comma-separated name:value, such as "expandable_segments:True,max_split_size_mb:256"; None: no settings
+    Raises ConfigError with all settings that torch does not know and all values of a wrong type.
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
     """
     if not text:
         return {}
     problems, settings = [], []
-    for part in re.split(r",(?![^\[]*\])", text):  # commas inside [256:1,512:2] belong to the value
+    for part in re.split(r",(?![^\[]*\])", text):  # not the commas inside [256:1,512:2]
         name, _, value = (piece.strip() for piece in part.partition(":"))
         kind = _ALLOCATOR_SETTINGS.get(name)
         if kind is None:
@@ -188,7 +188,7 @@ def allocator_environment(text: str | None) -> dict[str, str]:
         elif not re.fullmatch(kind.pattern, value):
             problems.append(Problem(f"{name} must be {kind.words}, but is {value or 'empty'}", "memory.allocator"))
         else:
-            # torch reads True and False in this spelling only
+            # torch accepts only this spelling of True and False
             settings.append(f"{name}:{value.capitalize() if kind is _FLAG else value.replace(' ', '')}")
     if problems:
         raise ConfigError(problems)
@@ -199,8 +199,8 @@ def allocator_environment(text: str | None) -> dict[str, str]:
 
 
 def _checkpoint_forward(block: nn.Module, **options: Any) -> None:
-    """Replace the block's forward in place, so that names in its state_dict stay."""
-    replaced = vars(block).get("forward")  # somebody, such as precision.keep_fp32, replaced it before us
+    """Replace the block's forward in place, which keeps the names in its state_dict."""
+    replaced = vars(block).get("forward")  # an earlier replacement, such as precision.keep_fp32
     inner: Callable[..., Any] = partial(_forget_self, replaced) if replaced else type(block).forward
 
     def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
@@ -209,10 +209,10 @@ def _checkpoint_forward(block: nn.Module, **options: Any) -> None:
 
         if not torch.is_grad_enabled():
             return inner(self, *inputs, **named)
-        compute = partial(inner, self)  # Dynamo can trace a partial, but not the making of a bound method
+        compute = partial(inner, self)  # Dynamo can trace a partial, but not the creation of a bound method
         return recompute(compute, *inputs, use_reentrant=False, **options, **named)
 
-    # A bound method, unlike a closure over the block, follows the block into a deep copy.
+    # Unlike a closure over the block, a bound method follows the block into a deep copy.
     vars(block)["forward"] = MethodType(forward, block)
 
 
@@ -221,7 +221,7 @@ def _forget_self(function: Callable[..., Any], _: nn.Module, *inputs: Any, **nam
 
 
 def _operations(save: str) -> list[Any]:
-    """Return the operations whose results are kept, of every device."""
+    """Return the operations whose results are kept, on every device."""
     import torch
 
     attention = [
@@ -261,12 +261,12 @@ def _report(
 
 
 def _to_channels_last(model: nn.Module, device: torch.device, channels_last: Literal["auto"] | bool) -> int:
-    """Lay out the weights of 2-D convolutions as N, H, W, C; return how many lay otherwise before."""
+    """Convert the weights of 2-D convolutions to NHWC; return how many had another layout."""
     import torch
 
     if channels_last is False or (channels_last == "auto" and device.type not in ("cuda", "cpu")):
         return 0
-    # Other 4-D parameters, such as positions, gain nothing from it.
+    # Other 4-D parameters, such as position embeddings, gain nothing from it.
     weights = {
         module.weight
         for module in model.modules()
@@ -292,7 +292,7 @@ def _limit(device: torch.device, fraction: float | None) -> list[str]:
 
 
 def _allocator_in_force(device: torch.device, allocator: str | None) -> list[str]:
-    """Echo the allocator's settings; they had to be in the environment before this process loaded torch."""
+    """Report the allocator's settings; they had to be in the environment before this process loaded torch."""
     wanted = allocator_environment(allocator).get(_ALLOCATOR_VARIABLE, "")
     found = os.environ.get(_ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if wanted and device.type != "cuda":

@@ -18,7 +18,7 @@ from runner.base.schema import did_you_mean
 from runner.base.values import Factor, NonNegative, Positive
 from runner.base.words import shortened
 
-Parameters = Sequence[tuple[str, nn.Parameter]]  # as from model.named_parameters(), only those that are trained
+Parameters = Sequence[tuple[str, nn.Parameter]]  # as from model.named_parameters(), only those with requires_grad
 
 
 def adamw(
@@ -40,9 +40,9 @@ def adamw(
     eps           added to the root of the second mean
     kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
                   operation; auto: fused where it works, else foreach
-    decay_1d      decay parameters of fewer than two dimensions too (biases, norms)
+    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
     lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
-    Raises ConfigError where the kernel cannot work or a name matches nothing.
+    Raises ConfigError if the kernel cannot be used or a name matches nothing.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
@@ -61,7 +61,7 @@ def adam(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Adam; weight decay, if any, is added to the gradient.
+    """Adam; weight decay, if any, is added to the gradient (L2).
 
     lr            learning rate at the peak of the schedule
     weight_decay  L2 penalty, added to the gradient
@@ -69,9 +69,9 @@ def adam(
     eps           added to the root of the second mean
     kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
                   operation; auto: fused where it works, else foreach
-    decay_1d      decay parameters of fewer than two dimensions too (biases, norms)
+    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
     lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
-    Raises ConfigError where the kernel cannot work or a name matches nothing.
+    Raises ConfigError if the kernel cannot be used or a name matches nothing.
     Source: Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015.
     """
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
@@ -98,9 +98,9 @@ def sgd(
     weight_decay  L2 penalty, added to the gradient
     kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
                   operation; auto: fused where it works, else foreach
-    decay_1d      decay parameters of fewer than two dimensions too (biases, norms)
+    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
     lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
-    Raises ConfigError where the kernel cannot work, a name matches nothing, or nesterov has no momentum.
+    Raises ConfigError if the kernel cannot be used, a name matches nothing, or nesterov is set without momentum.
     Source: Sutskever et al., On the importance of initialization and momentum in deep learning, ICML 2013.
     """
     if nesterov and not momentum:
@@ -108,7 +108,7 @@ def sgd(
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
     flags = _kernel_flags(parameters, kernel, takes_shards=False)
     made = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **flags)
-    # The fused kernel takes whatever lies in memory for the momentum where the first update is skipped for an overflow.
+    # The fused kernel reads uninitialized memory as momentum if the first update is skipped for an overflow.
     for place in _places(made) if momentum else ():
         made.state[place.parameter] = _new_sgd_state(made, place)
     return made
@@ -125,7 +125,7 @@ def adamw8bit(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """AdamW whose two running means are kept in 8 bits each, block by block.
+    """AdamW with block-wise 8-bit quantization of its two running means.
 
     Parameters of fewer than 4096 values keep their means in float32.
 
@@ -133,10 +133,10 @@ def adamw8bit(
     weight_decay  decoupled weight decay, multiplied by the learning rate
     betas         decay per update of the running means of the gradient and of its square
     eps           added to the root of the second mean
-    library       whose kernels; auto: bitsandbytes, else torchao, which compiles for seconds at its first update
-    decay_1d      decay parameters of fewer than two dimensions too (biases, norms)
+    library       kernel library; auto: bitsandbytes, else torchao, which compiles for seconds at its first update
+    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
     lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
-    Raises ConfigError where no library is installed that can do it on this device, or a name matches nothing.
+    Raises ConfigError if no installed library supports it on this device, or a name matches nothing.
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022.
     """
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
@@ -158,14 +158,14 @@ def adamw8bit(
 
 
 def must_be_installed(function: str, options: Mapping[str, Any], device: torch.device) -> None:
-    """Raise ConfigError where an optimizer needs a library that is not here; one that needs none is not looked at."""
+    """Raise ConfigError if the optimizer needs a library that is not installed; a no-op for the others."""
     if "library" in options:
         weight = nn.Parameter(torch.ones(1, device=device))
         make(OPTIMIZERS, function, [("weight", weight)], **{**options, "lr_scales": {}})
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> float:
-    """Give each group its own learning rate times `factor`; return the rate of a group whose lr_scale is 1."""
+    """Set each group's learning rate to its base rate times `factor`; return the rate of a group with lr_scale 1."""
     for group in optimizer.param_groups:
         rate = group["base_lr"] * group["lr_scale"] * factor
         if isinstance(group["lr"], Tensor):  # torchao's compiled step reads the tensor it was compiled with
@@ -176,10 +176,10 @@ def set_learning_rate(optimizer: Optimizer, factor: float) -> float:
 
 
 class Steps:
-    """Tells, after a step that failed, whether all is as before, and takes back the state that it began to make.
+    """Detect whether a failed step changed anything, and remove the state that it initialized.
 
-    Adam's kernels count the step before anything else, and torch counts the changes of that tensor; fused kernels
-    change parameters without their being counted, and other libraries change all behind torch's back.
+    Adam's kernels increment the step count first, and torch versions that tensor; fused kernels
+    change parameters without incrementing versions, and other libraries bypass them entirely.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -189,12 +189,12 @@ class Steps:
         self._counted = self._counts_of_steps if is_adam else self._counts_of_all if is_plain else None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self._known = len(self.optimizer.state)
         self._before = self._counted() if self._counted is not None else []
 
     def is_as_before(self) -> bool:
-        """Tell whether the step that failed has changed nothing; False where that cannot be known."""
+        """Return whether the failed step has changed nothing; False if that cannot be determined."""
         state = self.optimizer.state
         fresh = list(state)[self._known :]
         if self._counted is None or any(float(state[place].get("step", 0.0)) for place in fresh):
@@ -213,13 +213,13 @@ class Steps:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Return how many bytes the state tensors of this rank really take; 0 before the first update."""
+    """Return the memory of this rank's state tensors in bytes; 0 before the first update."""
     parts = {id(part): part.numel() * part.element_size() for part in state_tensors(optimizer)}
     return sum(parts.values())
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the plain tensors of this rank's state, one that is shared as often as it is used."""
+    """Yield the plain tensors of this rank's state; a shared one once per use."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
@@ -227,19 +227,19 @@ def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def expected_state_bytes(optimizer: Optimizer) -> int:
-    """Return how many bytes the state takes when the rule keeps it in the parameters' own precision."""
+    """Return the expected size of the state in bytes, if the rule keeps it in the parameters' own precision."""
     total = 0
     for group in optimizer.param_groups:
         adam_like = "betas" in group
         copies = 2 if adam_like else int(group["momentum"] > 0)
         for parameter in group["params"]:
-            total += 4 * adam_like  # the count of steps
+            total += 4 * adam_like  # the step count
             total += copies * sum(p.numel() * p.element_size() for _, p in _parts(parameter, into_shards=True))
     return total
 
 
 def export_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state as tensors by "<parameter name>.<key>" and the JSON-able rest.
+    """Return the state as tensors by "<parameter name>.<key>" and a JSON-serializable rest.
 
     The tensors are the optimizer's own, not copies; sharded parameters give DTensors. Learning rates and other options
     are not state: they come from the configuration.
@@ -251,18 +251,18 @@ def export_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any
         state = optimizer.state.get(place.parameter, {})
         numbers |= {f"{place.name}.{key}": value for key, value in state.items() if not isinstance(value, Tensor)}
         for key, part in _flat(state):
-            # bitsandbytes shares one table among all parameters; files want each tensor to have its own memory
+            # bitsandbytes shares one table among all parameters; safetensors requires separate memory per tensor
             tensors[f"{place.name}.{key}"] = part.detach().clone() if id(part) in seen else part.detach()
             seen.add(id(part))
     return tensors, {"optimizer": _kind(optimizer), "numbers": numbers}
 
 
 def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-    """Make the state equal, bit for bit, to the one that `export_state` returned.
+    """Restore, bit for bit, the state returned by `export_state`.
 
     Memory layout and device follow the parameters of this optimizer, so kernels may differ from those it was saved
-    with. A parameter may have no state (it has not been updated yet), but not half of one. Sharded parameters take
-    whole tensors or DTensors. Raises IncompatibleResume, with nothing changed, where names, shapes or types differ.
+    with. A parameter may have no state (not updated yet), but not a partial one. Sharded parameters accept
+    full tensors or DTensors. Raises IncompatibleResume, with nothing changed, if names, shapes or types differ.
     """
     if rest["optimizer"] != _kind(optimizer):
         raise IncompatibleResume(
@@ -306,7 +306,7 @@ def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapp
 def _groups(
     parameters: Parameters, lr: float, weight_decay: float, decay_1d: bool, lr_scales: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Sort the parameters into groups of equal factor and decay, in the order given."""
+    """Group the parameters by learning rate factor and decay, in the order given."""
     names = [name for name, _ in parameters]
     assert len(set(names)) == len(names), "each parameter has one name"
     problems = [
@@ -344,17 +344,17 @@ def _groups(
 
 
 def is_under(name: str, prefix: str) -> bool:
-    """Tell whether `prefix` is the name or a module that holds it: blocks.1 does not hold blocks.10.weight."""
+    """Return whether `prefix` is the name or a module that contains it: blocks.1 does not contain blocks.10.weight."""
     return name == prefix or name.startswith(prefix.removesuffix(".") + ".")
 
 
 def prefixes(names: Sequence[str]) -> list[str]:
-    """Return the names, and those of all modules that hold them."""
+    """Return the names, and those of all modules that contain them."""
     return list({name.rsplit(".", cut)[0]: None for name in names for cut in range(name.count(".") + 1)})
 
 
 def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = True) -> dict[str, bool]:
-    """Return which kernel torch is to use: the requested one, or the best that works.
+    """Return torch's kernel flags: the requested kernel, or the best available one.
 
     takes_shards  torch has a sharding strategy for the fused kernel: 2.13 has one for Adam and AdamW, none for SGD
     """
@@ -365,11 +365,11 @@ def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = T
         )
     if kernel == "auto":
         kernel = "foreach" if obstacle else "fused"
-    return {"fused": kernel == "fused", "foreach": kernel == "foreach"}  # torch allows one of the two
+    return {"fused": kernel == "fused", "foreach": kernel == "foreach"}  # mutually exclusive in torch
 
 
 def _fused_obstacle(parameters: Parameters, *, takes_shards: bool) -> str:
-    """Return why one fused kernel cannot update all parameters, or an empty text."""
+    """Return why one fused kernel cannot update all parameters, or an empty string."""
     for name, parameter in parameters:
         if parameter.device.type not in ("cpu", "cuda"):
             return f"{name} is on {parameter.device}, and the kernel exists for cpu and cuda"
@@ -384,7 +384,7 @@ def _fused_obstacle(parameters: Parameters, *, takes_shards: bool) -> str:
 
 
 class _Unusable(Exception):
-    """The library is not here or cannot do it on this device."""
+    """The library is not installed or does not support this device."""
 
 
 def _bitsandbytes(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
@@ -395,7 +395,7 @@ def _bitsandbytes(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
         raise _Unusable(f"0.50 or newer is needed on the CPU, but {library.__version__} is installed")
     strided = [parameter for parameter in parameters if not parameter.is_contiguous()]
     if strided:
-        # bitsandbytes does this at its first step, after it has laid out the state for the old strides
+        # bitsandbytes does this at its first step, after it has allocated the state for the old strides
         warnings.warn(
             f"bitsandbytes keeps parameters contiguous: channels_last is undone for {len(strided)} of them; "
             "use memory.channels_last=false",
@@ -413,7 +413,7 @@ def _torchao(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
 
 
 def _import_quietly(name: str) -> Any:
-    """Import a library whose import talks about kernels for other machines; raise _Unusable where it fails."""
+    """Import a library that prints about kernels for other machines; raise _Unusable if the import fails."""
     logger = logging.getLogger(name.partition(".")[0])
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -433,7 +433,7 @@ def _import_quietly(name: str) -> Any:
 
 
 class _Place(NamedTuple):
-    """A parameter and where an optimizer keeps it."""
+    """A parameter and its position in an optimizer."""
 
     name: str
     parameter: nn.Parameter
@@ -454,13 +454,13 @@ def _kind(optimizer: Optimizer) -> str:
 
 
 def _parts(tensor: Tensor, *, into_shards: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors inside a tensor subclass with the suffix that names them; DTensors only if asked."""
+    """Yield the plain tensors inside a tensor subclass with their name suffixes; inside DTensors only if requested."""
     if not hasattr(tensor, "__tensor_flatten__") or (hasattr(tensor, "device_mesh") and not into_shards):
         yield "", tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
         inner = getattr(tensor, name)
-        if isinstance(inner, Tensor):  # a DTensor lists its mesh too
+        if isinstance(inner, Tensor):  # a DTensor also lists its mesh
             yield from ((f".{name}{suffix}", part) for suffix, part in _parts(inner, into_shards=into_shards))
 
 
@@ -485,9 +485,9 @@ def _plain(value: object) -> str:
 
 
 def copy_values(part: Tensor, saved: Tensor) -> None:
-    """Copy the values of a whole tensor into one that may be sharded.
+    """Copy the values of a full tensor into one that may be sharded.
 
-    Never the layout: fused kernels walk raw memory, so the state must lie as its parameter does.
+    Never the layout: fused kernels read raw memory, so the state must have the layout of its parameter.
     """
     mesh = getattr(part, "device_mesh", None)
     with torch.no_grad():
@@ -498,11 +498,11 @@ def copy_values(part: Tensor, saved: Tensor) -> None:
         part.copy_(saved)
 
 
-# What the state of a parameter is at the beginning of its first step; the optimizer itself stays as it is.
+# Initial state of a parameter at its first step; the optimizer is not modified.
 
 
 def _new_adam_state(optimizer: Optimizer, place: _Place) -> dict[str, Any]:
-    # fused kernels count steps on the device; the others on the host, where reading the count waits for nobody
+    # fused kernels count steps on the device; the others on the host, where reading needs no synchronization
     fused = place.group["fused"]
     wide = torch.get_default_dtype() == torch.float64 and not fused
     return {

@@ -25,12 +25,12 @@ def ddp(
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
-    """Give each rank a copy of the model and a share of each update; the sum of gradients is divided by the true count.
+    """Give each rank a copy of the model and a share of each update; summed gradients are divided by the true count.
 
     world_size  number of ranks; auto: one per GPU
     shares      samples of an update for each rank: equal, by memory, by measured speed, or numbers such as [19,13]
     batch_norm  per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all ranks
-    restarts    how often a run goes on from its last checkpoint, on the ranks that are left, when a rank is killed
+    restarts    how often a run resumes from its last checkpoint on the remaining ranks after a rank was killed
     timeout_s   seconds after which a rank that does not respond is considered lost
     """
     return Replicated(world, in_step=batch_norm == "sync") if world.world_size > 1 else Parallel(world)
@@ -47,21 +47,21 @@ def fsdp(
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
-    """Give each rank an even part of every parameter, gradient and optimizer state, and a share of each update.
+    """Give each rank an even shard of every parameter, gradient and optimizer state, and a share of each update.
 
     world_size             number of ranks; auto: one per GPU
     shares                 samples of an update for each rank: equal, or numbers such as [19,13]; memory stays even
     batch_norm             per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all
                            ranks
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
-    communicate            format in which parameters travel; a half one must be that of precision
-    restarts               how often a run goes on, on the ranks that are left, when a rank is killed
+    communicate            format in which parameters are gathered; a 16-bit one must be that of precision
+    restarts               how often a run resumes on the remaining ranks after a rank was killed
     timeout_s              seconds after which a rank that does not respond is considered lost
     Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, VLDB 2023.
     """
     if world.world_size == 1:
         return Parallel(world)
-    from runner.distributed.sharded import Sharded  # imports torch's compiler, which others must not wait for
+    from runner.distributed.sharded import Sharded  # imports torch's compiler, which is slow
 
     return Sharded(world, reshard_after_forward=reshard_after_forward, communicate=communicate)
 
@@ -77,7 +77,7 @@ def pipeline(
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
-    """Give each rank some layers of the model; micro-batches flow through the ranks and back.
+    """Give each rank some layers of the model; micro-batches pass through the ranks and back.
 
     world_size  number of ranks; auto: one per GPU
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first; interleaved: chunks stages per
@@ -85,13 +85,13 @@ def pipeline(
     split       number of layers of each stage; null: by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
     chunks      stages per rank with schedule=interleaved
-    restarts    how often a run goes on, on the ranks that are left, when a rank is killed
+    restarts    how often a run resumes on the remaining ranks after a rank was killed
     timeout_s   seconds after which a rank that does not respond is considered lost
     Source: torch.distributed.pipelining; Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021.
     """
     if world.world_size == 1:
         return Parallel(world)
-    from runner.distributed.pipelined import Pipelined  # imports torch's compiler, which others must not wait for
+    from runner.distributed.pipelined import Pipelined  # imports torch's compiler, which is slow
 
     return Pipelined(world, schedule=schedule, split=split, balance=balance, chunks=chunks)
 

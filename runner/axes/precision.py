@@ -20,9 +20,9 @@ from runner.base.world import World
 
 
 class NotFinite(NumericError):
-    """The loss or the gradients of an update are not finite; whoever knows the update says which and where.
+    """The loss or the gradients of an update are not finite; the caller adds which update.
 
-    late  it is of the update before, which was asked for without waiting for the device
+    late  it belongs to the previous update, whose values were read asynchronously
     """
 
     def __init__(self, what: str, *, late: bool, fix: str = "") -> None:
@@ -35,50 +35,51 @@ def _as_found(found: Tensor) -> Tensor:
 
 
 class Precision:
-    """The verbs of a precision; this base class is float32, which does nothing special.
+    """Interface of a precision; this base class implements float32.
 
-    flags  context that holds torch's global switches for the length of the run
+    flags  context that sets torch's global flags during the run
 
-    Numbers on the host are looked at before they are applied, so that weights stay finite. Those of a device are sent
-    to the host and looked at one update later, so that nobody waits; its fused kernels are told not to apply them.
+    On the CPU, values are checked before the update is applied, so that weights stay finite. Those of a GPU are copied
+    asynchronously and checked one update later, without a synchronization; its fused kernels skip the update
+    themselves.
     """
 
     def __init__(self, world: World, *, dtype: torch.dtype | None = None, matmul: Level = "highest") -> None:
         self.device = world.device
         self.dtype = dtype or torch.float32
         self.flags: AbstractContextManager[None] = float32_matmul(matmul, cudnn=matmul != "highest")
-        # One context object, entered again and again: making a new one costs more than entering it.
+        # Reused, because creating a context costs more than entering one.
         self._forward: AbstractContextManager[Any] = (
             torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
         )
-        # On a GPU they are looked at in the step after it: to look at once would wait for the device.
+        # On a GPU they are checked in the next step: an immediate check would synchronize.
         self.checks_at_once = self.device.type == "cpu"
         self._sent: Arriving | None = None
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass."""
+        """Return the context for a forward pass."""
         return self._forward
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss` (scaled where the format needs it)."""
+        """Accumulate the gradients of `loss`, scaled if the format needs it."""
         torch.autograd.backward(self.scaled(loss))
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return `loss` as large as the format needs it for the backward pass."""
+        """Return `loss` scaled for the backward pass."""
         return loss
 
     def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _as_found) -> None:
-        """Make the gradients what they would be without scaling; once per update, after the last backward.
+        """Undo the scaling of the gradients; once per update, after the last backward pass.
 
-        overflow  from whether a gradient of this rank overflowed to whether one of any rank did: all skip, or none
+        overflow  combines this rank's overflow flag with those of all ranks: all skip the update, or none
         """
 
     def step(
         self, optimizer: torch.optim.Optimizer, loss: Tensor | None = None, grad_norm: Tensor | None = None
     ) -> None:
-        """Apply the gradients, unless they overflowed. Raises NotFinite where a number of the update is not finite.
+        """Apply the gradients, unless they overflowed. Raises NotFinite if a value of the update is not finite.
 
-        loss, grad_norm  of the update, over all ranks; None: not known
+        loss, grad_norm  of the update, over all ranks; None: unknown
         """
         if self.checks_at_once:
             _refuse(loss, grad_norm)
@@ -88,21 +89,21 @@ class Precision:
         given = [number.detach().float().reshape(()) for number in (loss, grad_norm) if number is not None]
         numbers = torch.stack(given) if given else None
         if numbers is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            # fused kernels; as GradScaler tells them
+            # the interface that GradScaler uses with fused kernels
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             optimizer.found_inf = (numbers.sum() * 0.0).isnan().float()  # type: ignore[attr-defined]
             optimizer.step()
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         else:
             optimizer.step()
-        if numbers is not None:  # last: a step that fails leaves nothing here
-            self._sent = sent(numbers)  # read one update later, so nobody waits
+        if numbers is not None:  # last, so that a failed step leaves no pending copy
+            self._sent = sent(numbers)  # read one update later, without synchronization
 
     def discard(self) -> None:
-        """The update under way is not made: what it left here is forgotten, but nothing of the update before."""
+        """Discard the current update's pending values, but none of the previous update."""
 
     def num_skipped(self) -> int:
-        """Return how many updates were skipped so far; never waits longer than for the previous update.
+        """Return the number of skipped updates; waits at most for the previous update.
 
         Raises NotFinite where a number of that update is not finite.
         """
@@ -110,28 +111,28 @@ class Precision:
         return 0
 
     def values(self) -> dict[str, float]:
-        """Return what is worth logging; may wait for the device, so it is asked for only when rows are written."""
+        """Return values to log; may synchronize with the device, so call it only when rows are written."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep, JSON-able. Raises NotFinite as `num_skipped` does."""
+        """Return the checkpoint state, JSON-serializable. Raises NotFinite as `num_skipped` does."""
         self._look()
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned."""
+        """Restore what `state` returned."""
 
     def _look(self) -> None:
-        """Raise NotFinite where the numbers that were sent last are not finite."""
+        """Raise NotFinite if the last copied values are not finite."""
         if self._sent is not None:
             numbers, self._sent = self._sent, None
             _refuse(*numbers.read().unbind(), late=True)
 
 
 class ScaledHalf(Precision):
-    """float16 with a loss scale that halves at each overflow, which skips the update.
+    """float16 with a loss scale that is halved at each overflow, which skips the update.
 
-    What batch normalization has seen of a skipped update is put back too: its statistics would stay infinite for good.
+    Batch norm statistics of a skipped update are restored, too: they would otherwise stay infinite.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class ScaledHalf(Precision):
     ) -> None:
         super().__init__(world, dtype=torch.float16)
         assert scaler.is_enabled(), "torch disabled the scaler: the device cannot do float16"
-        scaler.scale(torch.zeros(1, device=world.device))  # a rank may have nothing to scale before it must unscale
+        scaler.scale(torch.zeros(1, device=world.device))  # a rank without samples still unscales
         self.scaler = scaler
         self.min_scale, self.max_skips = min_scale, max_skips
         self._skipped = self._in_a_row = 0
@@ -162,7 +163,7 @@ class ScaledHalf(Precision):
     def step(
         self, optimizer: torch.optim.Optimizer, loss: Tensor | None = None, grad_norm: Tensor | None = None
     ) -> None:
-        self.num_skipped()  # settles the update before this one
+        self.num_skipped()  # resolves the previous update
         found = sum(self.scaler._found_inf_per_device(optimizer).values())
         assert isinstance(found, Tensor)
         self.scaler.step(optimizer)
@@ -205,13 +206,13 @@ class ScaledHalf(Precision):
         return {"scaler": self.scaler.state_dict(), "skipped": skipped, "skipped_in_a_row": self._in_a_row}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        if state:  # empty where the checkpoint was made in another precision
+        if state:  # empty if the checkpoint was written with another precision
             self.scaler.load_state_dict(dict(state["scaler"]))
             self._skipped, self._in_a_row = int(state["skipped"]), int(state.get("skipped_in_a_row", 0))
 
 
 class _Statistics:
-    """What the batch normalizations of a model have seen, as it was before the update under way."""
+    """Running statistics of the model's batch norms before the current update."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -219,7 +220,7 @@ class _Statistics:
         self._kept: list[Tensor] = []
 
     def keep(self) -> None:
-        """They are kept, once in each update: evaluations change nothing."""
+        """Copy them, once per update; evaluations do not change them."""
         if self._kept or not torch.is_grad_enabled():
             return
         if self._buffers is None:  # not earlier: strategies replace modules
@@ -228,12 +229,12 @@ class _Statistics:
         self._kept = [buffer.clone() for buffer in self._buffers]
 
     def forget(self) -> None:
-        """Nothing is kept; somebody else has put them back."""
+        """Drop the copies; they were restored elsewhere."""
         self._kept = []
 
     def settle(self, overflowed: Tensor) -> None:
-        """They are as they were kept where `overflowed` is above 0, which nobody waits for."""
-        if not self._kept:  # this rank had no part in the update
+        """Restore the copies if `overflowed` is above 0, without synchronization."""
+        if not self._kept:  # this rank had no samples in the update
             return
         for buffer, before in zip(self._buffers or (), self._kept, strict=True):
             buffer.copy_(torch.where(overflowed.to(buffer.device) > 0, before, buffer))
@@ -241,7 +242,7 @@ class _Statistics:
 
 
 def _refuse(loss: Tensor | None, grad_norm: Tensor | None = None, *, late: bool = False) -> None:
-    """Raise NotFinite for the first of the numbers of an update that is not finite."""
+    """Raise NotFinite for the first value of an update that is not finite."""
     if loss is not None and not math.isfinite(loss.item()):
         raise NotFinite("the loss is not finite", late=late)
     if grad_norm is not None and not math.isfinite(grad_norm.item()):
@@ -249,14 +250,14 @@ def _refuse(loss: Tensor | None, grad_norm: Tensor | None = None, *, late: bool 
 
 
 def fp32(world: World, model: nn.Module) -> Precision:
-    """Compute in float32, matrix products too."""
+    """Compute in float32, including matrix products."""
     return Precision(world)
 
 
 def tf32(world: World, model: nn.Module, *, level: Literal["high", "medium"] = "high") -> Precision:
-    """Compute in float32, matrix products and convolutions with inputs rounded to TensorFloat-32.
+    """Compute in float32, with TensorFloat-32 inputs of matrix products and convolutions.
 
-    level  high: TF32 (10 bits of mantissa); medium: bfloat16 products where torch has them
+    level  high: TF32 (10 bits of mantissa); medium: bfloat16 products if torch supports them
     Source: torch.set_float32_matmul_precision.
     """
     return Precision(world, matmul=level)
@@ -283,7 +284,7 @@ def fp16(
     max_skips: PositiveInt = 20,
     keep_fp32: list[str] = [],  # noqa: B006 - read as schema
 ) -> Precision:
-    """Autocast to float16 and scale the loss so that small gradients survive.
+    """Autocast to float16 with dynamic loss scaling.
 
     init_scale       initial loss scale; halved at each overflow, which skips that update
     growth_factor    factor applied to the scale after growth_interval updates without overflow
@@ -306,7 +307,7 @@ def fp16(
 
 
 def _keep_float32(model: nn.Module, names: Sequence[str], device: torch.device) -> None:
-    """Make the named modules leave autocast and take float32 inputs."""
+    """Make the named modules leave autocast and receive float32 inputs."""
     modules = dict(model.named_modules())
     unknown = [name for name in names if name not in modules]
     if unknown:

@@ -15,11 +15,11 @@ Lap = Callable[[str], object]
 
 
 def unseen(part: str) -> None:
-    """Nobody wants to know when a part ended."""
+    """Do nothing; default for callers that do not time the parts."""
 
 
 class Prefetch:
-    """Moves each batch when it is asked for. On the CPU there is nothing to move."""
+    """Copy each batch when it is requested; a no-op on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -27,7 +27,7 @@ class Prefetch:
     def __call__(self, batches: Iterator[MicroBatch], lap: Lap = unseen) -> Iterator[MicroBatch]:
         """Yield the batches on the device, in the same order.
 
-        lap  is told of the end of each part, "data" and "transfer"; who asks for the batch tells of the last one
+        lap  called at the end of each part, "data" and "transfer"; the consumer of the batch reports the last one
         """
         return batches if self.device.type == "cpu" else self._moved(batches, lap)
 
@@ -43,16 +43,16 @@ class Prefetch:
 
 
 class Streams(Protocol):
-    """What the copy-ahead needs of a device; a recording one stands in for it in tests."""
+    """Stream operations of the copy-ahead; tests substitute a recording implementation."""
 
     def copying(self) -> AbstractContextManager[object]:
-        """Return the context in which work goes to the copy stream."""
+        """Return the context in which work is queued on the copy stream."""
 
     def join(self) -> None:
         """Make the compute stream wait for the copies started so far."""
 
     def hold(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor` until the compute stream is done with it."""
+        """Keep the memory of `tensor` allocated until the compute stream is done with it."""
 
 
 class DeviceStreams:
@@ -73,10 +73,10 @@ class DeviceStreams:
 
 
 class CopyAhead(Prefetch):
-    """Copies the next batch on a stream of its own while the current one is computed.
+    """Copy the next batch on a separate stream while the current one is computed.
 
-    The order is: wait for the copy of this batch, hold its memory, start the next copy, hand this batch out. The
-    memory was allocated on the copy stream, so without `hold` it could be given to the copy after the next
+    The order is: wait for the copy of this batch, hold its memory, start the next copy, yield this batch. The
+    memory was allocated on the copy stream, so without `hold` the allocator could reuse it for a later copy
     while the model still reads it.
     """
 
@@ -101,7 +101,7 @@ class CopyAhead(Prefetch):
         lap("data")
         while coming is not None:
             self.streams.join()
-            lap("transfer")  # what the computation waits for the copy, which began an update ago
+            lap("transfer")  # time that the computation waits for the copy, which started an update earlier
             map_tensors(self.streams.hold, coming.batch)
             ready, done_with = coming, source
             coming = start()
@@ -115,7 +115,7 @@ def none(device: torch.device) -> Prefetch:
 
 
 def stream(device: torch.device) -> Prefetch:
-    """Copy one batch ahead on a stream of its own; on the CPU, where nothing is copied, the same as none."""
+    """Copy one batch ahead on a separate stream; on the CPU, which needs no copy, the same as none."""
     return Prefetch(device) if device.type == "cpu" else CopyAhead(device, DeviceStreams(device))
 
 

@@ -12,31 +12,31 @@ from runner.base.values import Count, Factor, Fraction, NonNegative, Positive, P
 
 
 class Schedule:
-    """A curve with a linear warm-up in front or on top of it.
+    """A schedule with a linear warm-up, before or multiplied with it.
 
-    The warm-up goes from 1/warmup at the first update to 1, so that no update is taken at a learning rate of 0.
+    The warm-up goes from 1/warmup at the first update to 1, so that no update has a learning rate of 0.
     """
 
-    metric = "val/loss"  # what `observe` is told
+    metric = "val/loss"  # the metric that `observe` receives
 
     def __init__(self, curve: Callable[[int], float], warmup: int = 0) -> None:
         self.curve = curve
         self.warmup = warmup
 
     def factor(self, update: int) -> float:
-        """Return the factor for the next update, `update` of which were applied so far. Has no memory."""
+        """Return the factor for the next update, after `update` updates. Stateless."""
         ramp = (update + 1) / self.warmup if update < self.warmup else 1.0
         return ramp * self.curve(update)
 
     def observe(self, metric: float, update: int) -> None:
-        """Take note of a validation metric after `update` updates; every rank must be told the same."""
+        """Record a validation metric after `update` updates; every rank must pass the same value."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep, JSON-able."""
+        """Return the checkpoint state, JSON-serializable."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned; raise IncompatibleResume where it is another schedule's."""
+        """Restore what `state` returned; raise IncompatibleResume if it belongs to another schedule."""
         if set(state) != set(self.state()):
             kept, wanted = (", ".join(sorted(keys)) or "nothing" for keys in (state, self.state()))
             raise IncompatibleResume(
@@ -47,7 +47,7 @@ class Schedule:
 
 
 class Plateau(Schedule):
-    """A level that falls when the metric has stopped getting better."""
+    """A factor that is reduced when the metric stops improving."""
 
     def __init__(
         self, warmup: int, *, mode: str, gamma: float, patience: int, threshold: float, cooldown: int, floor: float
@@ -59,7 +59,7 @@ class Plateau(Schedule):
         self.level = 1.0
         self.best: float | None = None
         self.num_bad = 0
-        self.rest = 0  # observations until bad ones count again
+        self.rest = 0  # observations to ignore after a step
 
     def observe(self, metric: float, update: int) -> None:
         if update < self.warmup:
@@ -86,7 +86,7 @@ class Plateau(Schedule):
     def _is_better(self, metric: float) -> bool:
         if self.best is None:
             return math.isfinite(metric)
-        # torch multiplies `best` instead, so that a negative metric "improves" by getting a little worse
+        # torch multiplies `best` instead, so that a negative metric "improves" by getting slightly worse
         return self.sign * metric < self.sign * self.best - self.threshold * abs(self.best)
 
 
@@ -99,7 +99,7 @@ def constant(updates: int, *, warmup: Count | Factor = 0) -> Schedule:
 
 
 def linear(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fraction = 0.0) -> Schedule:
-    """Go down on a straight line from the end of the warm-up to the last update.
+    """Decay linearly from the end of the warm-up to the last update.
 
     warmup        updates of linear warm-up; below 1: fraction of all updates
     final_factor  fraction of the peak at the end
@@ -110,7 +110,7 @@ def linear(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fractio
 
 
 def cosine(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fraction = 0.1) -> Schedule:
-    """Go down on half a cosine wave from the end of the warm-up to the last update.
+    """Decay on half a cosine wave from the end of the warm-up to the last update.
 
     warmup        updates of linear warm-up; below 1: fraction of all updates
     final_factor  fraction of the peak at the end of the wave
@@ -126,7 +126,7 @@ def step(
     """Multiply the learning rate by gamma at regular intervals, counted from the first update.
 
     warmup  updates of linear warm-up; below 1: fraction of all updates
-    every   updates between the steps; below 1: fraction of all updates
+    every   updates between steps; below 1: fraction of all updates
     gamma   factor per step
     Source: torch.optim.lr_scheduler.StepLR.
     """
@@ -144,7 +144,7 @@ def multistep(
     """Multiply the learning rate by gamma at each milestone.
 
     warmup      updates of linear warm-up; below 1: fraction of all updates
-    milestones  updates after which to step, counted from the first one; below 1: share of all updates
+    milestones  updates after which to step, counted from the first one; below 1: fraction of all updates
     gamma       factor per step
     Source: torch.optim.lr_scheduler.MultiStepLR.
     """
@@ -160,7 +160,7 @@ def one_cycle(
     final_factor: Fraction = 4e-6,
     anneal: Literal["cos", "linear"] = "cos",
 ) -> Schedule:
-    """Rise from a small learning rate to the peak, then fall to almost nothing at the last update.
+    """Increase from a small learning rate to the peak, then decay to almost zero at the last update.
 
     warmup        updates until the peak; below 1: fraction of all updates
     start_factor  fraction of the peak at the first update
@@ -168,7 +168,7 @@ def one_cycle(
     anneal        shape of both parts: half a cosine wave or a straight line
     Source: Smith and Topin, Super-Convergence, 2017; torch.optim.lr_scheduler.OneCycleLR, learning rate only.
     """
-    top = max(0, _warmup(warmup, updates) - 1)  # the update that is taken at the peak
+    top = max(0, _warmup(warmup, updates) - 1)  # the update at the peak
     between = _half_wave if anneal == "cos" else _line
 
     def curve(update: int) -> float:
@@ -191,13 +191,14 @@ def plateau(
     cooldown: Count = 0,
     floor: Fraction = 0.0,
 ) -> Schedule:
-    """Multiply the learning rate by gamma when the validation metric has stopped getting better.
+    """Multiply the learning rate by gamma when the validation metric stops improving.
 
-    warmup     updates of linear increase at the beginning, in which nothing is observed; below 1: share of all updates
+    warmup     updates of linear warm-up at the start, during which the metric is ignored; below 1: fraction of all
+               updates
     metric     evaluation metric to monitor, such as val/loss
     mode       min: a smaller metric is better; max: a larger one
     gamma      factor per step
-    patience   evaluations in a row without improvement before a step
+    patience   consecutive evaluations without improvement before a step
     threshold  relative improvement over the best metric that counts
     cooldown   evaluations after a step that are ignored
     floor      lower bound of the learning rate, as a fraction of the peak
@@ -224,7 +225,7 @@ def warm_restarts(
     growth: PositiveInt = 2,
     final_factor: Fraction = 0.0,
 ) -> Schedule:
-    """Go down on half a cosine wave again and again, starting at the peak each time, after the warm-up.
+    """Decay on half a cosine wave repeatedly, restarting at the peak each time, after the warm-up.
 
     warmup        updates of linear warm-up; below 1: fraction of all updates
     period        updates of the first wave; below 1: fraction of all updates
@@ -265,12 +266,12 @@ def _interval(name: str, value: float, updates: int) -> int:
 
 
 def _count(value: float, updates: int) -> int:
-    """Return a number of updates as it is, and a share of all updates as a number of at least 1."""
+    """Return a number of updates unchanged, and a fraction of all updates as a number of at least 1."""
     return int(value) if value >= 1 or value == 0 else max(1, round(value * updates))
 
 
 def _progress(update: int, start: int, end: int) -> float:
-    """Return how far `update` is from `start` to `end`: 0 before, 1 after."""
+    """Return the progress of `update` from `start` to `end`: 0 before, 1 after."""
     return min(1.0, max(0, update - start) / max(1, end - start))
 
 
