@@ -24,7 +24,7 @@ class Shortage:
     text          the error message, in one line
     wanted_bytes  size of the failed allocation, None if unknown
     place         the operation: reading, compiling, forward, backward, optimizer, COMMUNICATION (NCCL's own
-                                buffers: its communicator cannot be used again); BETWEEN outside of them
+                  buffers: its communicator cannot be used again); BETWEEN outside of them
     """
 
     side: Side
