@@ -1,1 +1,1 @@
-"""The run itself: open it, walk its phases, turn the loop, call the hooks."""
+"""Set up a run, execute its phases, run the training loop and call hooks."""

@@ -1,4 +1,4 @@
-"""Check once, before the first update, that a loss is the sum over its batch: a mean would be trained on unnoticed.
+"""Check once, before the first update, that the loss is summed over the batch and not averaged.
 
 With a mean instead of the sum, gradients and the loss shown are too small by the number of items, but nothing fails.
 The loss of a batch must equal the sum of the losses of its halves, in eval mode, in which samples do not depend on each
@@ -39,15 +39,15 @@ from runner.engine.contract import checked_loss
 from runner.engine.evaluate import as_in_use
 from runner.engine.faults import place_of
 
-TOLERANCE = 0.05  # of the loss: bfloat16 and kernels for another size round; a mean is off by a half
-SPREAD = 0.05  # of a loss that draws random numbers: with more, averages over draws decide
+TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
+SPREAD = 0.05  # relative spread of a loss that draws random numbers; above it, averages over several draws decide
 NEAR_MEAN = 0.2
-_NUMBERS_OF_DRAWS = 16, 32, 64  # averaged until they decide
-_LONGEST_S = 30.0  # of one of these steps, after which none follows
+_NUMBERS_OF_DRAWS = 16, 32, 64  # number of draws to average, increased until the result is clear
+_LONGEST_S = 30.0  # duration of one of these steps after which no further step is run
 
 
 class _Values(NamedTuple):
-    """Loss and items of a batch, and those of its halves."""
+    """Loss and item counts of a batch and of its two halves."""
 
     whole: tuple[float, float]
     halves: tuple[tuple[float, float], tuple[float, float]]
@@ -58,7 +58,7 @@ class _Values(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
-        """True where nothing speaks against a sum; counts that do not add up are of another kind of item."""
+        """True if the values are consistent with a sum; counts that do not add up are of another kind of item."""
         numbers = [*self.whole, *self.halves[0], *self.halves[1]]
         if not all(map(math.isfinite, numbers)) or not self.scale:
             return True
@@ -68,16 +68,16 @@ class _Values(NamedTuple):
 
     @property
     def has_constant_count(self) -> bool:
-        """True for a sum whose count is the same for a batch and its halves, as len((x, y)) is.
+        """True if the loss is a sum but a batch and its halves have the same count, as with len((x, y)).
 
-        Both halves must contribute: a count that is at least 1 is right where one of them has no items.
+        Both halves must contribute: a count that is at least 1 is correct if one half has no items.
         """
         is_constant = self.whole[1] == self.halves[0][1] == self.halves[1][1] != 0
         return is_constant and self._adds_up and all(abs(loss) > NEAR_MEAN * self.scale for loss, _ in self.halves)
 
     @property
     def undecided(self) -> str:
-        """Why these numbers tell nothing; "" where they do."""
+        """Return why the values are inconclusive, or "" if they are conclusive."""
         numbers = [*self.whole, *self.halves[0], *self.halves[1]]
         if not all(map(math.isfinite, numbers)):
             return _NOT_FINITE
@@ -85,12 +85,12 @@ class _Values(NamedTuple):
 
     @property
     def off_sum(self) -> float:
-        """How far the loss of the batch is from the sum of those of its halves."""
+        """Return the difference between the loss of the batch and the sum of the losses of its halves."""
         return self.whole[0] - sum(loss for loss, _ in self.halves)
 
     @property
     def off_mean(self) -> float:
-        """How far the loss of the batch is from the mean of those of its halves."""
+        """Return the difference between the loss of the batch and the mean of the losses of its halves."""
         return self.whole[0] - self._mean
 
     @property
@@ -108,10 +108,10 @@ class _Values(NamedTuple):
 def check_sum(
     parts: Parts, loss: Callable[[nn.Module, Any], Any], first: MicroBatch, read: Reader | None = None
 ) -> str:
-    """Raise TaskFault, on every rank, where the loss of a batch is not the sum of those of its halves.
+    """Raise TaskFault on every rank if the loss of a batch is not the sum of the losses of its halves.
 
-    Return "" where that was decided, else why it could not be. All ranks must ask, for there may be collectives in a
-    model. Whatever the loss raises is left to the first update.
+    Return "" if the check was conclusive, else why it was not. Call it on every rank: the model may run collectives.
+    Exceptions raised by the loss are ignored here and reported by the first update.
 
     read  reads samples as a batch: for the halves of a batch that cannot be cut, and for a batch of one sample
     """
@@ -121,7 +121,7 @@ def check_sum(
         fault, why = compared.judged() if first.counts else (None, "")
     told = world.gather([fault, why, first.counts])
     faults = [there[0] for there in told]
-    # rank 0 has drawn what the model was given
+    # rank 0 drew the samples of this batch
     said = faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None)
     if said is not None:
         what, where, fix = said
@@ -133,8 +133,8 @@ def check_sum(
 class _Split(NamedTuple):
     """A batch and its halves.
 
-    is_cut  the halves have the numbers of the batch; else they were collated again, perhaps with other draws
-    why     what prevented it where there are no halves
+    is_cut  the halves are slices of the batch; otherwise they were collated again, perhaps with other draws
+    why     why there are no halves
     """
 
     whole: Part | None
@@ -168,15 +168,15 @@ def _split(first: MicroBatch, read: Reader | None, parts: Parts) -> _Split:
 
 
 class Reader:
-    """Reads samples as a batch on the device, where and how those of training are read."""
+    """Read samples as a batch on the device, in the same way as training does."""
 
     def __init__(self, loader: Loader, prefetch: Prefetch) -> None:
         self._loader, self._prefetch = loader, prefetch
 
     def __call__(self, indices: Sequence[int], like: Samples) -> MicroBatch:
-        """Return the batch of these samples, of the epoch of `like`. Raises IndexError where one is unreadable."""
+        """Return a batch of these samples in the epoch of `like`. Raises IndexError if a sample is unreadable."""
         key = Micro(like.epoch, list(indices), last=False, first=min(like.places, default=0), seed=like.seed)
-        # Not by the loader of the training, whose workers are reading ahead.
+        # Do not use the training loader: its workers are prefetching.
         loader = self._loader.alike(self._loader.fetcher)
         try:
             (found,) = self._prefetch(iter(loader.batches([key])))
@@ -194,7 +194,7 @@ class Reader:
 
 
 class _Compared:
-    """Calls a loss on a batch and its halves, from the same state of the model and of the random generators."""
+    """Call a loss on a batch and its halves from the same model and random state."""
 
     def __init__(self, parts: Parts, loss: Callable[..., Any], split: _Split, stack: ExitStack) -> None:
         self.parts, self.loss, self.split = parts, loss, split
@@ -202,11 +202,11 @@ class _Compared:
         stack.enter_context(_left_alone(parts))
 
     def judged(self) -> tuple[tuple[str, str, str] | None, str]:
-        """Return what is wrong, or None, and why it could not be decided, or ""."""
+        """Return the fault or None, and why the check was inconclusive or ""."""
         forward = self.parts.precision.forward
         found = self._values(forward)
         if self._agree(found is not None and not found.is_sum) and self.parts.precision.dtype is not torch.float32:
-            forward = nullcontext  # only rounded, as large sums whose difference is small?
+            forward = nullcontext  # in float32 the difference may turn out to be rounding of large sums
             found = self._values(forward) or found
         if found is None:
             return None, self.why
@@ -236,7 +236,7 @@ class _Compared:
         return _fault(kind, averaged(several), self.loss, self.parts), ""
 
     def _values(self, precision: Callable[[], AbstractContextManager[Any]], seed: int = 0) -> _Values | None:
-        """Return the losses of the batch and its halves, None where the loss raises: not every one knows eval mode."""
+        """Return the losses of the batch and its halves, or None if the loss raises: some losses fail in eval mode."""
         whole, halves = self.split.whole, self.split.halves
         if whole is None or halves is None:
             return None
@@ -247,7 +247,7 @@ class _Compared:
             )
         except _Changes:
             self.why = "it changes weights of the model"
-        except Exception as error:  # the first update says what is wrong
+        except Exception as error:  # reported by the first update
             self.why = f"it raises in eval mode: {words_of(error)}"
         return None
 
@@ -265,13 +265,13 @@ class _Compared:
         return float(total), float(count)
 
     def _agree(self, flag: bool) -> bool:
-        """Return the flag of rank 0 where all ranks run each pass together."""
+        """Return the flag of rank 0 if all ranks run every pass together."""
         return flag if self.parts.parallel.splits_batch else bool(self.parts.world.from_first(flag))
 
 
 @contextmanager
 def _left_alone(parts: Parts) -> Iterator[None]:
-    """Put the model in eval mode without gradients, and leave no trace in it, the task and the generators."""
+    """Put the model in eval mode without gradients; restore the model, the task and the generators on exit."""
     with (
         counters_restored([parts.task, *parts.bare.modules()]),
         as_in_use(parts.bare, parts.world.device),
@@ -295,15 +295,15 @@ def averaged(several: Sequence[_Values]) -> _Values:
 
 
 def _kind_of(several: Sequence[_Values]) -> str:
-    """Return "sum", "mean", "count" or "neither", and "" where random draws hide it.
+    """Return "sum", "mean", "count" or "neither", or "" if random draws hide the answer.
 
-    All generators are seeded alike for a batch and its halves, so draws that are the same for all samples cancel. Those
-    for each sample do not: there, the averages over draws must be closer to one than to the other, by six standard
+    All generators use the same seed for a batch and its halves, so draws shared by all samples cancel. Draws
+    per sample do not: their averages must be closer to one hypothesis than to the other by six standard
     errors. By Student's t distribution, 16 draws err in 2 of 100,000 cases.
     """
     found = averaged(several)
     if any(each.undecided == _NOT_FINITE for each in several):
-        return "sum"  # not decided; the first update says so
+        return "sum"  # inconclusive; the first update reports it
     if all(each.is_sum for each in several):
         return "sum"
     losses = [each.whole[0] for each in several]
@@ -330,17 +330,17 @@ def _is_far(differences: Sequence[float]) -> bool:
 
 
 class Part(NamedTuple):
-    """A part of a batch, with the samples that draws are for."""
+    """Part of a batch, with the samples that determine its random draws."""
 
     batch: Any
     samples: Samples | None
 
 
 def halves_of(whole: MicroBatch) -> tuple[Part, Part] | None:
-    """Return the batch in two parts, None where it cannot be cut between samples for sure.
+    """Split a batch into two parts; return None if it cannot be split between samples safely.
 
-    Every tensor with dimensions must have one row for each sample. Lists without tensors that are as long are cut too,
-    numbers and text are for both parts.
+    Every tensor with dimensions must have one row per sample. Lists of that length without tensors are split too;
+    numbers and text are copied to both parts.
     """
     samples = whole.samples
     size = 0 if samples is None else len(samples.indices)
@@ -365,7 +365,7 @@ class _CannotBeCut(Exception):
 
 
 class _Changes(Exception):
-    """The loss changes weights, such as those of a teacher: it must not be called without need."""
+    """The loss changes weights, such as those of a teacher, so it must not be called unnecessarily."""
 
 
 def _part(value: Any, size: int, rows: slice) -> Any:
@@ -377,7 +377,7 @@ def _part(value: Any, size: int, rows: slice) -> Any:
         return value
     if isinstance(value, list) and len(value) == size:
         if _tensors(value):
-            raise _CannotBeCut  # one tensor for each sample, or parts of a batch of this size?
+            raise _CannotBeCut  # ambiguous: one tensor per sample, or parts of a batch of this size
         return value[rows]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_part(item, size, rows) for item in value))
@@ -387,14 +387,14 @@ def _part(value: Any, size: int, rows: slice) -> Any:
         items = {key: _part(item, size, rows) for key, item in value.items()}
         if not isinstance(value, MutableMapping):
             return items
-        alike = copy(value)  # of its type: those of Hugging Face have attributes for their keys
+        alike = copy(value)  # keep the type: Hugging Face batches expose their keys as attributes
         alike.update(items)
         return alike
     raise _CannotBeCut
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of a batch; it is not rebuilt, which a packed sequence would refuse."""
+    """Return the tensors of a batch without rebuilding it, which fails for a packed sequence."""
     if isinstance(value, Tensor):
         return [value]
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
@@ -402,31 +402,31 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _mixes_samples(model: nn.Module) -> bool:
-    """Tell whether samples depend on each other in eval mode too: batch norms without running statistics."""
+    """Return True if samples depend on each other in eval mode too (batch norm without running statistics)."""
     return any(isinstance(each, _BatchNorm) and each.running_mean is None for each in model.modules())
 
 
 @contextmanager
 def counters_restored(objects: Sequence[object]) -> Iterator[None]:
-    """Restore numbers, flags and text in the attributes of objects: a loss may count its calls."""
+    """Restore numbers, flags and text in the attributes of objects, because a loss may count its calls."""
     kept = [(vars(each), dict(vars(each))) for each in objects]
     try:
         yield
     finally:
         for attributes, before in kept:
             for name in [name for name, value in attributes.items() if isinstance(value, _PLAIN)]:
-                if name not in before:  # counted from the first call
+                if name not in before:  # attribute created by the first call
                     del attributes[name]
             attributes.update({name: value for name, value in before.items() if isinstance(value, _PLAIN)})
 
 
 def _eager(*, is_compiled: bool) -> AbstractContextManager[Any]:
-    """Return a context in which nothing is compiled for eval mode and halves."""
+    """Return a context that prevents compilation for eval mode and half batches."""
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 class _Unchanged(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises before an operation changes a parameter of the model."""
+    """Raise before an operation changes a model parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -449,11 +449,11 @@ def _storage(tensor: Tensor) -> int:
     return int(local.untyped_storage()._cdata)
 
 
-# ---------------------------------------------------------------- what is wrong
+# ---------------------------------------------------------------- error reports
 
 
 def _fault(kind: str, found: _Values, loss: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
-    """Return what is wrong, where, and the fix."""
+    """Return the fault, with its location and the fix."""
     (whole, count), ((one, _), (other, _)) = found.whole, found.halves
     figures = f"the loss of a batch is {whole:.4g}, that of its halves {one:.4g} and {other:.4g}"
     if kind == "count":
@@ -470,14 +470,14 @@ def _fault(kind: str, found: _Values, loss: Callable[..., Any], parts: Parts) ->
 
 
 def _line_to_change(loss: Callable[..., Any], source: Path) -> tuple[str, str]:
-    """Return the place of the call that takes the mean, and how it must be."""
+    """Return the location of the call that takes the mean, and its replacement."""
     try:
         lines, first = inspect.getsourcelines(loss)
         tree = ast.parse(textwrap.dedent("".join(lines)))
         file = inspect.getsourcefile(loss)
     except (OSError, TypeError, SyntaxError):
         return str(source), _ANYWHERE
-    # The statement next to the end comes first: a mean before it may be one of the input.
+    # Search backwards from the last statement: an earlier mean may normalize the input.
     statements = tree.body[0].body if isinstance(tree.body[0], ast.FunctionDef) else tree.body
     for call in (node for each in reversed(statements) for node in ast.walk(each) if isinstance(node, ast.Call)):
         before, after = ast.unparse(call), _as_sum(call)
@@ -487,7 +487,7 @@ def _line_to_change(loss: Callable[..., Any], source: Path) -> tuple[str, str]:
 
 
 def _as_sum(call: ast.Call) -> str | None:
-    """Return a call that takes a mean over all elements as one that adds them up, None for another call."""
+    """Return a call that averages over all elements rewritten as a sum, or None for any other call."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if name == "mean" and isinstance(call.func, ast.Attribute):
         is_of_torch = ast.unparse(call.func.value) == "torch"
@@ -503,7 +503,7 @@ def _as_sum(call: ast.Call) -> str | None:
 
 
 def _reduces(function: Any) -> bool:
-    """Tell whether it is a loss of torch, which can be told to add up."""
+    """Return True if the function is a torch loss with a `reduction` argument."""
     try:
         return "reduction" in inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What the user should know about the model and the data, found while the run starts."""
+"""Collect advice about the model and the data at the start of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.base.batch import MicroBatch, map_tensors
 
 
 def odd_sizes(model: nn.Module, device: torch.device, multiple: int = 8) -> list[str]:
-    """Return a line for each weight matrix whose sizes miss the GPU's tensor cores in half precision.
+    """Return a line for each weight matrix whose size prevents the use of tensor cores in half precision.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide, section on dimension quantization: sizes in
     multiples of 16 bytes, which is 8 numbers of 16 bits.
@@ -31,7 +31,7 @@ def odd_sizes(model: nn.Module, device: torch.device, multiple: int = 8) -> list
 
 
 def watch_shapes(batches: Iterator[MicroBatch], warn: Callable[[str], None]) -> Iterator[MicroBatch]:
-    """Yield the batches; warn once when their shapes vary, which costs a kernel search each time under backend=fast."""
+    """Yield the batches; warn once if their shapes vary: backend=fast searches for kernels for each new shape."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
     warned = False
     for item in batches:
@@ -43,7 +43,7 @@ def watch_shapes(batches: Iterator[MicroBatch], warn: Callable[[str], None]) -> 
 
             map_tensors(note, item.batch)
             seen.add(tuple(shapes))
-            if len(seen) > 3:  # the usual one, a smaller last micro-batch, and that of an epoch's end
+            if len(seen) > 3:  # the usual shape, a smaller last micro-batch, and the last batch of an epoch
                 warned = True
                 warn("the shapes of the batches vary; backend=fast searches kernels anew for each: use backend=default")
         yield item

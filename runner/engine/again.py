@@ -1,4 +1,4 @@
-"""command.sh of a run directory: the line that makes the run again, in any shell, with nothing to be edited."""
+"""Write command.sh of a run directory: a shell script that repeats the run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from runner.base.secret import redacted
 
 
 def script(request: Request, name: str, folder: Path, python: str, *, started_elsewhere: bool = False) -> bytes:
-    """Return a POSIX shell script that trains with the same settings, from the same folder, under a new name.
+    """Return a POSIX shell script that repeats the run with the same settings and working directory under a new name.
 
-    name               of the run it lies in
-    folder             in which the command was given: paths in settings are relative to it
-    python             the interpreter with everything the run needs; where it is gone, accel-run of the PATH is taken
+    name               name of the original run
+    folder             working directory of the command; paths in settings are relative to it
+    python             interpreter of the run; if it no longer exists, accel-run is looked up in PATH
     started_elsewhere  the ranks were started by torchrun or srun, which the script does not
-    -P: no runner.py of that folder is taken for ours.
-    `resume=fresh` is left out: a new run has nothing to put aside, and with the old name it is to go on.
-    Settings hold no secrets (runner/base/secret.py refuses them), and of the environment nothing is kept; a folder's
-    name that holds one is written without it.
+    The script passes -P so that a runner.py in that folder does not shadow this package.
+    `resume=fresh` is omitted: a new run has nothing to archive, and with the old name the script resumes.
+    Settings contain no secrets (runner/base/secret.py rejects them) and the environment is not recorded; a folder
+    name that contains a secret is written without it.
     """
     words = words_of(replace(request, overrides=tuple(word for word in request.overrides if not _is_of_that_run(word))))
     lines = [
@@ -38,7 +38,7 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
 
 
 def words_of(request: Request) -> list[str]:
-    """Return what is typed after `accel-run` for this request."""
+    """Return the command-line arguments of `accel-run` for this request."""
     words = ["train"]
     words += ["--task", str(request.task_file)] if request.task_file else []
     words += ["--config-dir", str(request.config_dir)] if request.config_dir else []

@@ -1,6 +1,6 @@
-"""What autocast computes in float32 on a GPU and in the half format on a CPU, for following a GPU's run on a CPU.
+"""Apply the autocast rules of CUDA on a CPU, to trace a GPU run without a GPU.
 
-Norms, exponentials and losses are most of it: a norm between two convolutions keeps twice the bytes there.
+CUDA autocast runs norms, exponentials and losses in float32, so a norm between two convolutions saves twice the bytes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map
 
 
 class AsCuda(TorchFunctionMode):
-    """Within it, autocast on a CPU gives these functions float32, as autocast on a GPU does.
+    """Mode in which CPU autocast runs these functions in float32, as CUDA autocast does.
 
-    Those that a function of torch calls inside, as cross entropy does, are not seen; a CPU keeps no less of that one.
+    Functions that torch calls internally, as in cross entropy, are not intercepted; a CPU saves no less for those.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""From a plan to the objects of a run: world, task, model, and the verbs of every axis."""
+"""Build the objects of a run from its plan: process group, task, model and the implementation of every axis."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from runner.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Parts:
-    """What training and inference have in common.
+    """Objects shared by training and inference.
 
-    bare   the task's model on the device; its names are those of the checkpoint
-    model  what forward passes go through: the same, or wrapped by the parallel strategy
-    notes  what the axes did, for the start report
+    bare   the task's model on the device; checkpoints use its parameter names
+    model  the module to call in forward passes: `bare`, or its wrapper from the parallel strategy
+    notes  what each axis changed, for the start report
     """
 
     plan: Plan
@@ -61,10 +61,10 @@ class Parts:
     def fetcher(self, split: str) -> Fetcher:
         """Return the samples of a split.
 
-        Raises DataError where there are none, NotImplementedError where a task has no such split but that for training.
+        Raises DataError if it is empty, NotImplementedError if the task lacks a split other than the training split.
         """
         allowed = () if split == "train" else NotImplementedError
-        # The same draws on every rank: a data set that is split at random must be split alike.
+        # Use the same seed on every rank: a data set that is split at random must be split identically.
         draws = drawing_apart(self.plan.settings.seed, split, "dataset")
         with draws, explained(self.source, f'dataset("{split}")', letting=allowed):
             dataset = self.task.dataset(split)
@@ -83,15 +83,15 @@ class Parts:
         return fetcher
 
     def loader(self, fetcher: Fetcher) -> Loader:
-        """Return what reads the samples, as the dataloader axis says."""
+        """Return the data loader selected by the dataloader axis."""
         choice = self.plan.choices["dataloader"]
         return make(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
 
 
 def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
-    """Build everything a run needs; global switches of torch are put back when `stack` closes.
+    """Build everything a run needs; torch's global settings are restored when `stack` closes.
 
-    world  the ranks that train together; None: this process alone, on the device of rank 0
+    world  the ranks that train together; None: only this process, on the device of rank 0
     """
     choices = plan.choices
     uses_inductor = (
@@ -99,11 +99,11 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     )
     _check_cache("TORCHINDUCTOR_CACHE_DIR", is_needed=uses_inductor)
     _check_cache("TRITON_CACHE_DIR", is_needed=uses_inductor and plan.device.startswith("cuda"))
-    keep_compiled_code_private()  # before the task, or anything else, imports Inductor, which names its folder at once
+    keep_compiled_code_private()  # before anything imports Inductor, which reads the cache folder at import
     world = world or World(torch.device(plan.device))
     stack.enter_context(_made(BACKENDS, choices["backend"], world.num_local_ranks))
     attention: Attention = _made(ATTENTIONS, choices["attention"], world.device)
-    stack.enter_context(attention.context())  # for the whole run: checkpointing computes forward passes in backward
+    stack.enter_context(attention.context())  # for the whole run: checkpointing recomputes forward passes in backward
     seed_everything(plan.settings.seed)
     task = load_task(plan)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
@@ -129,13 +129,13 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     with explained(source, "distributing the model"):
         model = parallel.wrap(bare, task.layers, blocks)
     notes += parallel.described()
-    if not world.is_first:  # every rank drew the same weights; what it draws from now on is its own
+    if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank
         seed_everything(seed_of_rank(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
 
 
 def _check_cache(variable: str, *, is_needed: bool) -> None:
-    """Raise CannotCreate where compiled code is to be kept in a folder that cannot be written; else warn of it."""
+    """Raise CannotCreate if the requested compile cache folder is not writable; otherwise warn."""
     try:
         check_compile_cache(variable, is_needed=is_needed)
     except CannotCreate as error:
@@ -146,12 +146,12 @@ def _check_cache(variable: str, *, is_needed: bool) -> None:
 
 
 def _is_on(device: torch.device, model: nn.Module) -> bool:
-    """Tell whether there is nothing to move: weights without content, as in a forecast, cannot be."""
+    """Return True if the model needs no move: weights on the meta device, as in a forecast, cannot be moved."""
     return all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _check_state(model: nn.Module, source: Path) -> None:
-    """Raise TaskFault where the model holds what a checkpoint cannot, before anything is trained."""
+    """Raise TaskFault before training if the model holds state that a checkpoint cannot store."""
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise TaskFault(

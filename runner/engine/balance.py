@@ -1,4 +1,4 @@
-"""Which share of each update a rank gets: fixed, or followed from what the ranks take."""
+"""Decide the share of each rank in an update: fixed, or balanced by measured speed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from runner.base.stopwatch import PARTS
 
 @dataclass(frozen=True)
 class Change:
-    """What follows from an update.
+    """Result of observing an update.
 
-    decision  what was decided, with its reason
-    reread    batches that were read ahead are no longer those of this rank
+    decision  the new shares, with the reason
+    reread    prefetched batches no longer belong to this rank
     """
 
     decision: Decision | None = None
@@ -26,44 +26,44 @@ class Change:
 
 
 class FixedShares:
-    """Every update is dealt the same way."""
+    """Use the same shares for every update."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
 
     def of(self, update: int) -> Shares | None:
-        """Return the shares of update number `update` (from 0), None for the usual ones; asked when it is read."""
+        """Return the shares of update number `update` (from 0), or None for the default; called when it is read."""
         return None
 
     def made(self, update: int) -> Shares:
-        """Return how many samples each rank had in update number `update` (from 1)."""
+        """Return the number of samples of each rank in update number `update` (from 1)."""
         return self.order.samples_of_ranks(update - 1)
 
     def observe(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> Change:
-        """Take in what each rank took for its samples, `update` updates being made; return what follows."""
+        """Record the time and samples of each rank after `update` updates; return the resulting change."""
         return Change()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep, JSON-able."""
+        """Return the JSON-serializable state for a checkpoint."""
         return {}
 
     def load(self, state: Mapping[str, Any], update: int) -> None:
-        """Go on after `update` updates from what `state` returned."""
+        """Restore what `state` returned, after `update` updates."""
 
 
 class MeasuredShares(FixedShares):
-    """Shares that follow the measured speed of the ranks; the same on all of them, since all hear the same.
+    """Shares balanced by measured speed; identical on all ranks, because all ranks receive the same timings.
 
-    What the ranks took is heard an update late, and batches are read ahead: an update is dealt when it is read, and
-    read again where a decision came in between.
+    Timings arrive one update late and batches are prefetched: an update is divided when it is read, and
+    read again if the shares changed in between.
     """
 
     def __init__(self, order: Order) -> None:
         super().__init__(order)
         self.balance = Balance(order.global_batch_size, len(order.shares), start=order.shares)
-        self._heard = 0  # updates the balance knows of
-        self._dealt: dict[int, Shares] = {}  # update -> shares, for those not made and those not heard of yet
-        self._guard = threading.Lock()  # a thread may read ahead
+        self._heard = 0  # number of updates whose timings have arrived
+        self._dealt: dict[int, Shares] = {}  # update -> shares, for updates not run or not observed yet
+        self._guard = threading.Lock()  # a prefetch thread may call this
 
     def of(self, update: int) -> Shares | None:
         with self._guard:
@@ -101,9 +101,9 @@ class MeasuredShares(FixedShares):
         return self.balance.ahead(max(0, update - self._heard))
 
 
-_KEPT = 64  # updates that a device may lag behind
+_KEPT = 64  # number of updates by which a device may lag behind
 
 
 def shares_by(wanted: Any, order: Order) -> FixedShares:
-    """Return how updates are dealt: `speed` follows what is measured, anything else is fixed."""
+    """Return how updates are divided: `speed` selects measured shares, anything else fixed ones."""
     return MeasuredShares(order) if wanted == "speed" and len(order.shares) > 1 else FixedShares(order)

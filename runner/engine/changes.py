@@ -1,4 +1,4 @@
-"""What would make a run fit that does not: settings tried one by one, then together, each traced as the run itself."""
+"""Search for settings that make a run fit into memory, first one by one, then combined, by tracing each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.plan.plan import Plan, make_plan
 from runner.plan.sheet import Change, may_be_asked, peaks_of_ranks, seconds_of
 
 Words = tuple[str, ...]
-MOST_S = 5.0  # seconds of one core; what would go beyond, by the longest before it, is not traced
+MOST_S = 5.0  # CPU seconds; a trace expected (from the longest so far) to exceed this is not started
 
 
 def changes_of(
@@ -28,11 +28,11 @@ def changes_of(
     needs: Needs,
     profiles: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Change], list[Words]]:
-    """Return what would make the run fit, the fastest first, and what there was no time to try.
+    """Return the settings that make the run fit, fastest first, and those not tried for lack of time.
 
-    Each setting alone, and where none is enough all together. Belongs into a process of its own, as needs_of does.
+    Tries each setting alone, then all together if none is enough. Call it in a subprocess, like needs_of.
 
-    profiles  facts of hardware profiles, by which times are estimated
+    profiles  measurements from hardware profiles, used to estimate times
     """
     trial = _Trial(configuration, inventory, plan, needs, profiles, _seconds(plan, needs, profiles))
     single = list(_candidates(configuration, inventory, plan))
@@ -43,7 +43,7 @@ def changes_of(
     began = time.process_time()
     longest = 0.0
     for words in single:
-        if not trial.may_help(words) or (words == BUDGET and CHECKPOINT in failed):  # it keeps no less
+        if not trial.may_help(words) or (words == BUDGET and CHECKPOINT in failed):  # saves no memory
             failed.add(words)
             continue
         before = time.process_time()
@@ -55,7 +55,7 @@ def changes_of(
                 found.append(change)
             else:
                 failed.add(words)
-        except AccelRunError:  # as without the package that it needs
+        except AccelRunError:  # for example a missing package
             impossible.add(words)
         longest = max(longest, time.process_time() - before)
     if not found:
@@ -67,12 +67,12 @@ def changes_of(
 
 
 def is_free(words: Words) -> bool:
-    """Tell whether what these settings take follows from the traces that are there."""
+    """Return True if the memory demand with these settings follows from existing traces."""
     return all(word.partition("=")[0] == "micro_batch_size" or word == "parallelism=fsdp" for word in words)
 
 
 def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) -> Iterator[Words]:
-    """Yield settings that take less: those that need no trace, then those that help most for it."""
+    """Yield settings that reduce memory: first those that need no trace, then those with the largest effect."""
     if any(phase.micro_batch_size != "auto" for phase in configuration.phases):
         yield ("micro_batch_size=auto",)
     gpus = [device for device in inventory.usable if device.kind == "cuda"]
@@ -91,7 +91,7 @@ def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) 
     if plan.choices["optimizer"].function in ("adamw", "adam"):
         yield ("optimizer=adamw8bit",)
     if len(gpus) > 1 and plan.choices["parallelism"].function in ("single", "ddp"):
-        yield ("parallelism=pipeline",)  # a trace for each rank
+        yield ("parallelism=pipeline",)  # one trace per rank
     if keeps and "budget" in known:
         yield BUDGET
 
@@ -101,7 +101,7 @@ CHECKPOINT, BUDGET = ("memory=checkpoint",), ("memory=budget",)
 
 @dataclass(frozen=True)
 class _Trial:
-    """The run that does not fit, and what is known of it."""
+    """State of the search for a run that does not fit."""
 
     configuration: Configuration
     inventory: Inventory
@@ -111,11 +111,11 @@ class _Trial:
     before: float | None
 
     def may_help(self, words: Words) -> bool:
-        """Tell whether it is worth a trace."""
+        """Return True if these settings are worth a trace."""
         return bool(words) and all(may_fit(each.prediction, words) for each in self.plan.memory)
 
     def kept(self, words: Words) -> Words:
-        """Return what the user has set of groups that get another option, such as memory.fraction, where it has it."""
+        """Return the user's settings of replaced groups, such as memory.fraction, that the new option also accepts."""
         known = {
             f"{group}.{key}"
             for group, _, name in (word.partition("=") for word in words)
@@ -125,7 +125,7 @@ class _Trial:
         return tuple(word for word in self.configuration.request.overrides if word.partition("=")[0] in known)
 
     def of_most(self, words: Words) -> list[Change]:
-        """Return what the run would take with these settings, without the last ones where these cannot be."""
+        """Return the demand with these settings, without the last ones if they are invalid."""
         while self.may_help(words):
             try:
                 return [change for change in [self.of(words)] if change]
@@ -134,9 +134,9 @@ class _Trial:
         return []
 
     def of(self, words: Words) -> Change | None:
-        """Return what the run would take with these settings; None where it would not fit either.
+        """Return the demand with these settings, or None if the run still does not fit.
 
-        Raises AccelRunError where it cannot be.
+        Raises AccelRunError for invalid settings.
         """
         request = self.configuration.request
         overrides = (*merge_overrides(request.overrides, words), *self.kept(words))
@@ -146,7 +146,7 @@ class _Trial:
         if is_free(words) and not is_traced(plan, needs):
             needs = needs_of(changed, self.inventory)
             plan = make_plan(changed, self.inventory, needs=needs)
-        is_rough = not all(each.is_exact for each in self.plan.memory)  # which the answer says anyway
+        is_rough = not all(each.is_exact for each in self.plan.memory)  # reported with the result anyway
         if not plan.memory or not all(each.prediction.fits and (each.is_exact or is_rough) for each in plan.memory):
             return None
         most = max(each.prediction.total for each in plan.memory)
@@ -156,15 +156,15 @@ class _Trial:
 
 
 def _resolved(words: Words, plan: Plan) -> Words:
-    """Return the settings as they can be pasted: with the number in the place of auto, where it can be asked for."""
+    """Return the settings ready to paste: with the resolved number instead of auto, where it can be set."""
     size = f"micro_batch_size={plan.batch.micro_batch_size}"
     can_be = may_be_asked(plan, plan.batch, plan.batch.micro_batch_size)
-    is_one = not plan.own_keys and can_be  # phases have micro-batches of their own
+    is_one = not plan.own_keys and can_be  # phases have their own micro-batch sizes
     return tuple(size if word == "micro_batch_size=auto" and is_one else word for word in words)
 
 
 def _seconds(plan: Plan, needs: Needs, profiles: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return about how long an update of every phase takes together; None where that is not known."""
+    """Return the estimated seconds of one update of every phase together, or None if unknown."""
     peaks = peaks_of_ranks(plan, needs, profiles)
     found = [
         seconds_of(plan, phase, needs.demands[phase.name], peaks)

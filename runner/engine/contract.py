@@ -1,4 +1,4 @@
-"""Checks what the methods of a task return: a mistake stops the run with the method, what it returned and the fix."""
+"""Validate the return values of task methods; errors name the method, the returned value and the fix."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from runner.base.task import Prediction
 from runner.durable.directory import is_plain_path
 from runner.engine.faults import place_of
 
-Number = Tensor | int | float  # a tensor has the shape ()
+Number = Tensor | int | float  # a tensor has shape ()
 LOSS_FIX = 'return F.cross_entropy(logits, y, reduction="sum"), len(y)'
 METRIC_FIX = 'return {"accuracy": ((logits.argmax(1) == y).sum(), len(y))}'
 
 
 def checked_loss(answer: Any, loss: Callable[..., Any], source: Path, *, look: bool = False) -> tuple[Tensor, Number]:
-    """Return the sum, a tensor of shape (), and the count.
+    """Return the loss sum, a tensor of shape (), and the item count.
 
-    look  look at the value of a count that is a tensor, too: waits for the device
-    Raises TaskFault for anything else, a negative count, and a sum without gradient where gradients are computed.
+    look  also check the value of a tensor count; synchronizes with the device
+    Raises TaskFault for anything else, a negative count, or a sum without gradient while gradients are enabled.
     """
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise _not_a_loss(answer, place_of(loss, source))
@@ -45,7 +45,7 @@ def checked_loss(answer: Any, loss: Callable[..., Any], source: Path, *, look: b
 
 
 def checked_metrics(found: Any, evaluate: Callable[..., Any], source: Path) -> dict[str, tuple[Number, Number]]:
-    """Return the sum and the count of each metric of a batch. Raises TaskFault for anything else."""
+    """Return the sum and count of each metric of a batch. Raises TaskFault for anything else."""
     if not isinstance(found, Mapping):
         what = f"evaluate must return a mapping of names to (sum, count), but returned {described(found)}"
         raise TaskFault(what, where=place_of(evaluate, source), fix=METRIC_FIX)
@@ -68,7 +68,7 @@ def checked_metrics(found: Any, evaluate: Callable[..., Any], source: Path) -> d
 
 
 def checked_figures(found: Any, method: Callable[..., Any], source: Path) -> dict[str, float]:
-    """Return names with numbers, as `summarize` and `baselines` return them. Raises TaskFault for anything else."""
+    """Return the dictionary of numbers returned by `summarize` or `baselines`. Raises TaskFault for anything else."""
     where, name_of = place_of(method, source), method.__name__
     fix = 'return {**metrics, "perplexity": math.exp(metrics["loss"])}'
     if not isinstance(found, Mapping):
@@ -85,7 +85,7 @@ def checked_figures(found: Any, method: Callable[..., Any], source: Path) -> dic
 
 
 def checked_prediction(found: Any, predict: Callable[..., Any], source: Path) -> Prediction:
-    """Return what `predict` yielded. Raises TaskFault for what cannot be written to files."""
+    """Return what `predict` yielded. Raises TaskFault for values that cannot be written to files."""
     where = place_of(predict, source)
     fix = 'yield Prediction({"sample.txt": text}), from runner.base.task'
     if not isinstance(found, Prediction):
@@ -117,7 +117,7 @@ def checked_prediction(found: Any, predict: Callable[..., Any], source: Path) ->
 
 
 def must_count(count: Number, what: str, method: Callable[..., Any], source: Path) -> None:
-    """Raise TaskFault for what is no number of items, 0 or more; waits for the device where it is a tensor of one."""
+    """Raise TaskFault unless `count` is a number of items, 0 or more; a device tensor is synchronized."""
     value = float(count)
     if not (math.isfinite(value) and value >= 0):
         raise TaskFault(
@@ -128,7 +128,7 @@ def must_count(count: Number, what: str, method: Callable[..., Any], source: Pat
 
 
 def described(answer: Any) -> str:
-    """Return what something is: the shapes of tensors, the types of others."""
+    """Return a description of a value: shapes of tensors, types of anything else."""
     if isinstance(answer, Tensor):
         return f"a tensor of shape {tuple(answer.shape)}"
     if isinstance(answer, np.ndarray):
@@ -162,7 +162,7 @@ def _fix_of_pair(name: str, pair: Any) -> str:
 
 
 def _number(value: Any) -> Number | None:
-    """Return a real number as int, float or tensor of shape (), None for anything else."""
+    """Return a real number as int, float or tensor of shape (), or None for anything else."""
     if isinstance(value, Tensor):
         is_one = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
         return value.detach().reshape(()) if is_one else None

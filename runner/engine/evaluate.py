@@ -1,4 +1,4 @@
-"""Metrics on held-out samples: sums and counts over all batches, divided once."""
+"""Evaluate metrics on held-out samples: sum over all batches, divide once at the end."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from runner.engine.redo import release
 
 
 class Measured(NamedTuple):
-    """What an evaluation has found.
+    """Result of an evaluation.
 
-    metrics  NaN where nothing was measured
-    empty    metrics without a single item
+    metrics  NaN if nothing was measured
+    empty    names of metrics without any items
     """
 
     metrics: dict[str, float]
@@ -43,12 +43,12 @@ class Measured(NamedTuple):
 
 @dataclass
 class Sizes:
-    """How many samples a batch of an evaluation has at most.
+    """Maximum batch sizes of an evaluation.
 
-    asked     as batches are dealt to the ranks
-    failed    (error, size) -> a smaller size to go on with; raises the error where there is none; None: always
-    now       what this rank makes of them; less than asked where memory ran out
-    of_ranks  (before the last evaluation, after it) of each rank
+    asked     size in which batches are distributed to the ranks
+    failed    (error, size) -> a smaller size to retry with; raises the error if there is none; None: always raises
+    now       current size on this rank; smaller than `asked` after an out-of-memory error
+    of_ranks  (size before the last evaluation, size after it) of each rank
     """
 
     asked: int
@@ -74,20 +74,20 @@ def evaluate(
     stopped: Callable[[], bool] = lambda: False,
     all_measured: Callable[[], object] = lambda: None,
 ) -> Measured | None:
-    """Return the task's metrics over `samples`, each counted once; None where `stopped` said so on some rank.
+    """Return the metrics over `samples`, each counted once, or None if `stopped` returned True on any rank.
 
-    sizes         of a batch
+    sizes         batch sizes
     source        file of the task
     stopped       called before each batch
-    all_measured  called after the last one: what follows takes as long as the task's summary does
+    all_measured  called after the last batch; the time of the task's summary follows
 
-    Where memory runs out in it, this rank makes all of its batches again, smaller ones; no other rank waits for that.
+    On out of memory, this rank repeats all of its batches in smaller ones; no other rank waits for that.
 
-    Random numbers are drawn from `seed` anew, so that metrics that sample can be compared. Afterwards the model is in
-    train mode again, and the random generators are where they were.
+    The generators are seeded with `seed`, so that metrics based on sampling are comparable. Afterwards the model is in
+    train mode again and the generators have their previous state.
     """
     world, before = parallel.world, sizes.now
-    in_one = sizes.now if parallel.in_step else sizes.asked  # in step, all ranks make as many batches
+    in_one = sizes.now if parallel.in_step else sizes.asked  # in lockstep, all ranks run the same number of batches
     keys = [
         Micro(0, samples[first : first + in_one], last=first + in_one >= len(samples), first=first, seed=seed)
         for first in range(0, len(samples), in_one)
@@ -99,7 +99,7 @@ def evaluate(
         with as_in_use(model, world.device), parallel.gathered(model), torch.no_grad(), noise.no_pass():
             seed_everything(seed_of_rank(seed, world.rank))
             for micro in prefetch(iter(loader.batches(_cut(mine, sizes.now)))):
-                if stopped() and not parallel.in_step:  # else the others would wait for this rank
+                if stopped() and not parallel.in_step:  # otherwise the other ranks would wait for this one
                     return True, pairs
                 noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
                 with precision.forward():
@@ -116,7 +116,7 @@ def evaluate(
             if parallel.in_step or sizes.failed is None:
                 raise
             sizes.now = sizes.failed(error, sizes.now)
-        release(world.device)  # out of the `except`, which holds what the batch made
+        release(world.device)  # outside `except`, whose exception keeps the tensors of the batch alive
     all_measured()
     found = {name: _added(of_batches, world) for name, of_batches in pairs.items()}
     told = world.gather([is_stopped, found, [before, sizes.now]])
@@ -125,7 +125,7 @@ def evaluate(
         return None
     of_ranks = [there for _, there, _ in told]
     divided: dict[str, float] = {}
-    lost: set[str] = set()  # metrics whose sum is no number: what `summarize` makes of them was measured
+    lost: set[str] = set()  # metrics whose sum is not finite: their summary counts as measured
     for name in dict.fromkeys(name for there in of_ranks for name in there):
         rows = [there[name] for there in of_ranks if name in there]
         for _, _, least in rows:
@@ -141,25 +141,25 @@ def evaluate(
 
 
 def _kept(number: Number) -> Number:
-    """Return a number whose memory the next batch does not use again, as a model in CUDA graphs does."""
+    """Copy a number out of memory that the next batch may overwrite, as a model in CUDA graphs does."""
     return number.clone() if isinstance(number, Tensor) else number
 
 
 def _added(pairs: Sequence[tuple[Number, Number]], world: World) -> list[float]:
-    """Return the sum and the count over batches, and the least count of a batch; a sum over no items counts nothing."""
+    """Return the sum and count over batches, and the smallest count; a sum over no items adds nothing."""
     totals, counts = (_floats(column, world) for column in zip(*pairs, strict=True))
     return [sum(total for total, count in zip(totals, counts, strict=True) if count), sum(counts), min(counts)]
 
 
 def _floats(numbers: Sequence[Number], world: World) -> list[float]:
-    """Return the numbers on the host; those of a device are read at once."""
+    """Return the numbers on the host, with one transfer for those of a device."""
     there = [number.to(world.device, world.widest) for number in numbers if isinstance(number, Tensor)]
     read = iter(torch.stack(there).tolist() if there else ())
     return [next(read) if isinstance(number, Tensor) else float(number) for number in numbers]
 
 
 def _cut(keys: Sequence[Micro], size: int) -> Iterator[Micro]:
-    """Yield the batches in parts of at most `size` samples."""
+    """Split the batches into parts of at most `size` samples."""
     for key in keys:
         for first in range(0, len(key.indices), size):
             yield key._replace(
@@ -171,7 +171,7 @@ def _cut(keys: Sequence[Micro], size: int) -> Iterator[Micro]:
 
 @contextmanager
 def as_in_use(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put the model in eval mode, and leave no trace: modes, buffers and global generators are restored at the end."""
+    """Put the model in eval mode; restore modes, buffers and global generators on exit."""
     modes = [(module, module.training) for module in model.modules()]
     tensors, rest = random_state(device)
     model.eval()
@@ -179,6 +179,6 @@ def as_in_use(model: nn.Module, device: torch.device) -> Iterator[None]:
         with restored(module for module, _ in modes):
             yield
     finally:
-        for module, mode in modes:  # not model.train(): some may be kept from training
+        for module, mode in modes:  # not model.train(): some modules may be kept in eval mode during training
             module.training = mode
         restore_random_state(tensors, rest, device)
