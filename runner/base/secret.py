@@ -161,7 +161,7 @@ def without_secrets(environment: Mapping[str, str], keep: tuple[str, ...] = ()) 
 
 def _is_secret_variable(name: str) -> bool:
     """Return whether an environment variable holds a secret by its name; here every name with `key` counts."""
-    return is_secret_name(name) or _may_be_secret(name)
+    return name not in _FOLDERS and (is_secret_name(name) or _may_be_secret(name))
 
 
 def _secret_values() -> dict[str, str]:
@@ -300,8 +300,9 @@ _NAME = re.compile(
     r"(?:passwords?|passwd|passphrase|passcode|secrets?|credentials?|api_?keys?|access_?key(?:_?id)?|private_?key"
     r"|secret_?key|account_?key|signing_?key|encryption_?key|auth_?key|service_?key|connection_?string)$"
     r"|(?:^|_)(?:pass|pw|psw|pswd|creds?|bearer|tokens?_?secret|token|auth|authorization|jwt|cookies?|dsn"
-    r"|webhooks?|webhook_ur[il])$|_pwd$"
-    r"|(?:auth|access|api|bot|refresh|session|csrf|bearer|hf|github|wandb)token$"
+    r"|webhooks?|webhook_ur[il])$|_pwd$|(?:^|_)(?:ssh|master|licen[cs]e|deploy|openai)_?key$"
+    r"|(?:^|_)(?:conn|connection)_str$"
+    r"|(?:auth|access|api|bot|refresh|session|csrf|bearer|hf|gh|gl|github|gitlab|npm|wandb|slack)token$"
     r"|(?:^|_)(?:db|pg|my_?sql|postgres|redis|smtp|mail|ftp|ssh|user|admin|root|login)pass$"
     r"|(?:^|_)(?:github|gitlab|gh|git|azure|ado|access)_pat$|(?:^|_)wandb_?key$"
     r"|^(?:database_url|docker_auth_config|aws_bearer_token_bedrock)$"
@@ -311,7 +312,12 @@ _NO_NAME = re.compile(
     r"|newline)_token$"
     r"|(?:^|_)(?:low|high|band|all|per|by|single|one|two|three|multi|first|second|last|next|forward|backward)_pass$"
 )
-_MAYBE = re.compile(r"_key$|(?:^|_)(?:pat|sig|signature|sid)$")  # secrets if the value looks random
+# secrets if the value looks random
+_MAYBE = re.compile(
+    r"_key$|(?:^|_)(?:pat|sig|signature|sid|session_id|sas|pin|pwd|otp|totp|pem|(?:slack|teams|discord)_?hook"
+    r"|(?:db|database|redis|mongo(?:db)?|postgres|pg|mysql|amqp|broker)_ur[il])$"
+)
+_FOLDERS = ("PWD", "OLDPWD")  # variables of every shell
 _SOUNDS_SECRET = re.compile(r"(?i)(?:key|pwd|pass|pin|login)s?\d*$")  # for unknown or invalid keys
 _VALUE_AFTER = re.compile(r"(?P<name>[A-Za-z][\w.-]*)(?:\s*[=:]\s*|\s+)(?=\S)")
 _RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{10,}")  # one word of letters and digits
@@ -324,13 +330,18 @@ _OF_SERVICES: Mapping[str, str] = {
     "-----BEGIN ": r"[A-Z ]*PRIVATE KEY[A-Z ]*(?:-----)?(?:(?:\s|\\n)*[A-Za-z0-9+/=]{16,})*",
     "://": rf"(?:[^/\s:@?#]*:{_PASSWORD}|(?=[^/\s@]*\d)[\w.~%+-]{{20,}})@",
     "hooks.slack.com/": r"(?:services|workflows)/[\w/-]{8,}",
-    "/api/webhooks/": r"\d+/[\w-]{8,}",
+    "/api/webhooks/": r"\d+/[\w-]{8,}", "webhook.office.com/": r"webhookb2/[\w@/-]{20,}",
     # cloud providers
     **dict.fromkeys(("AKIA", "ASIA"), rf"[0-9A-Z]{{16}}{_NOT_MORE}"),
     "AIza": r"[\w-]{35}(?![\w-])", "ya29.": r"[\w-]{20,}", "GOCSPX-": r"[\w-]{20,}",
     "AccountKey=": r"[A-Za-z0-9+/%=]{20,}", "SharedAccessKey=": r"[A-Za-z0-9+/%=]{20,}",
     "sig=": r"[A-Za-z0-9+/%=_-]{20,}", "X-Amz-Signature=": r"[0-9a-f]{20,}", "X-Amz-Security-Token=": r"[\w%+/=-]{20,}",
-    "dop_v1_": r"[0-9a-f]{40,}", "dapi": rf"[0-9a-f]{{32}}(?:-\d)?{_NOT_MORE}", "hvs.": r"[\w-]{20,}",
+    **dict.fromkeys(("dop_v1_", "doo_v1_", "dor_v1_"), r"[0-9a-f]{40,}"), "hvb.": r"[\w-]{20,}", "hvr.": r"[\w-]{20,}",
+    "~": r"(?<=\dQ~)[\w~.-]{31,}",  # of an application of Azure: five characters before it name the key
+    "sbp_": r"[0-9a-f]{40}", "AGE-SECRET-KEY-": r"1[0-9A-Z]{50,}", "tskey-": r"(?:auth|api|client)-[\w-]{16,}",
+    **dict.fromkeys(("pscale_tkn_", "pscale_pw_", "pscale_oauth_"), r"[\w.=-]{32,}"), "HRKU-": r"[\w-]{30,}",
+    **dict.fromkeys(("dp.pt.", "dp.st.", "dp.ct.", "dp.sa."), r"(?:[\w-]+\.)?[A-Za-z0-9]{40,}"),
+    "dapi": rf"[0-9a-f]{{32}}(?:-\d)?{_NOT_MORE}", "hvs.": r"[\w-]{20,}",
     # models and their hosts
     "hf_": r"[A-Za-z0-9]{30,}", "api_org_": r"[A-Za-z0-9]{30,}", "wandb_v": r"\d_\w{30,}",
     "wandb login ": r"[0-9a-f]{40}",
@@ -338,13 +349,24 @@ _OF_SERVICES: Mapping[str, str] = {
     r"|(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{20,}(?![\w-]))",
     "nvapi-": rf"{_DIGIT}[\w-]{{20,}}", "gsk_": rf"{_DIGIT}[A-Za-z0-9]{{20,}}", "r8_": rf"{_DIGIT}[A-Za-z0-9]{{20,}}",
     "pplx-": r"[A-Za-z0-9]{32,}", "xai-": r"[A-Za-z0-9]{32,}", "rpa_": r"[A-Za-z0-9]{32,}",
+    **dict.fromkeys(("lsv2_pt_", "lsv2_sk_"), r"[0-9a-f]{32}_[0-9a-f]{10}"), "pcsk_": r"\w{40,}",
     # code, packages, messages, payments
+    **dict.fromkeys(("dckr_pat_", "dckr_oat_"), r"[\w-]{20,}"), "ATBB": rf"{_DIGIT}[A-Za-z0-9]{{24,}}",
+    "lin_api_": r"[A-Za-z0-9]{32,}", "ntn_": rf"{_DIGIT}[A-Za-z0-9]{{40,}}", "figd_": rf"{_DIGIT}[\w-]{{32,}}",
+    "glsa_": r"[A-Za-z0-9]{32}_[0-9a-f]{8}", "glc_": rf"{_DIGIT}[A-Za-z0-9+/=]{{32,}}", "NRAK-": r"[A-Z0-9]{24,}",
+    "PMAK-": r"[0-9a-f]{24}-[0-9a-f]{34}", "rubygems_": r"[0-9a-f]{48}", "SK": rf"[0-9a-f]{{32}}{_NOT_MORE}",
+    "key-": rf"[0-9a-f]{{32}}{_NOT_MORE}", ":AA": r"(?<=\d{8}:AA)[\w-]{32,}",  # Mailgun; bots of Telegram
+    # Bots of Discord: a number in Base64, a time, a signature.
+    **dict.fromkeys(
+        ("MD", "MT", "Mj", "Mz", "ND", "NT", "Nj", "Nz", "OD", "OT"), r"[\w-]{20,26}\.[\w-]{6}\.[\w-]{27,}"
+    ),
     **dict.fromkeys(("ghp_", "gho_", "ghu_", "ghs_", "ghr_"), r"[A-Za-z0-9]{30,}"), "github_pat_": r"\w{30,}",
     **dict.fromkeys(("glpat-", "gldt-", "glrt-", "glcbt-", "glptt-", "gloas-"), rf"{_DIGIT}[\w-]{{20,}}"),
     "npm_": r"[A-Za-z0-9]{30,}", "pypi-AgE": r"[\w-]{16,}", "ATATT3": r"[\w=-]{20,}",
     **dict.fromkeys(("xoxa-", "xoxb-", "xoxe-", "xoxo-", "xoxp-", "xoxr-", "xoxs-", "xapp-"), r"[A-Za-z0-9-]{20,}"),
     **dict.fromkeys(("sk_live_", "sk_test_", "rk_live_", "rk_test_"), r"[A-Za-z0-9]{16,}"),
-    "whsec_": r"[A-Za-z0-9+/=]{20,}", "SG.": r"[\w-]{16,}\.[\w-]{16,}", "shpat_": r"[0-9a-f]{32}",
+    "whsec_": r"[A-Za-z0-9+/=]{20,}", "SG.": r"[\w-]{16,}\.[\w-]{16,}",
+    **dict.fromkeys(("shpat_", "shpss_", "shpca_", "shppa_"), r"[0-9a-f]{32}"),
     "eyJ": r"[\w-]{10,}\.[\w-]{10,}(?:\.[\w-]*)*",  # a JSON Web Token
     "Bearer ": r"(?=[A-Za-z._~+/-]*\d)[A-Za-z0-9._~+/-]{12,}=*", "Basic ": r"(?=[A-Za-z+/]*\d)[A-Za-z0-9+/]{12,}=*",
 }  # fmt: skip

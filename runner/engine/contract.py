@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import TaskFault
+from runner.base.secret import redacted
 from runner.base.task import Prediction
 from runner.durable.directory import is_plain_path
 from runner.engine.faults import place_of
@@ -54,6 +55,7 @@ def checked_metrics(found: Any, evaluate: Callable[..., Any], source: Path) -> d
         if not isinstance(name, str) or not name:
             what = f"evaluate must name its metrics with text, but one has the name {name!r}"
             raise TaskFault(what, where=place_of(evaluate, source), fix=METRIC_FIX)
+        _must_be_public(name, evaluate, source)
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         total, count = (_number(pair[0]), _number(pair[1])) if is_pair else (None, None)
         if total is None or count is None:
@@ -80,6 +82,7 @@ def checked_figures(found: Any, method: Callable[..., Any], source: Path) -> dic
         if not isinstance(name, str) or number is None:
             what = f"{name_of} must return a mapping of names to numbers, but {name!r} is {described(value)}"
             raise TaskFault(what, where=where, fix=fix)
+        _must_be_public(name, method, source)
         figures[name] = float(number)
     return figures
 
@@ -102,6 +105,7 @@ def checked_prediction(found: Any, predict: Callable[..., Any], source: Path) ->
             if not is_plain_path(name):
                 what = f"files of a Prediction are named with letters, digits, '.', '_' and '-', unlike {name!r}"
                 raise TaskFault(what, where=where, fix=fix)
+            _must_be_public(name, predict, source)
             if not isinstance(content, kinds) or (isinstance(content, np.ndarray) and content.dtype.hasobject):
                 what = f"{part} of a Prediction must hold {of}, but {name} is {described(content)}"
                 more = "write tensor.cpu().numpy()" if isinstance(content, Tensor) else fix
@@ -139,6 +143,14 @@ def described(answer: Any) -> str:
     if isinstance(answer, int | float | None) or (isinstance(answer, str) and len(answer) < _SHORT):
         return repr(answer)
     return type(answer).__name__
+
+
+def _must_be_public(name: str, method: Callable[..., Any], source: Path) -> None:
+    """Raise TaskFault for a name that holds a secret: it is a key in checkpoints, which cannot be replaced there."""
+    shown = redacted(name)
+    if shown != name:
+        what = f"{method.__name__} returned a name that holds a secret: {shown}"
+        raise TaskFault(what, where=place_of(method, source), fix="name it without the secret")
 
 
 def _not_a_loss(answer: Any, where: str) -> TaskFault:

@@ -14,7 +14,8 @@ NAMES = (
     "SLACK_WEBHOOK", "SLACK_WEBHOOK_URL", "GITHUB_PAT", "MY_PAT", "WANDB_KEY", "SIGNING_KEY", "ENCRYPTION_KEY",
     "STORAGE_ACCOUNT_KEY", "LICENSE_KEY", "SERVICE_KEY", "SSH_PRIVATE_KEY", "BEARER", "ACCESS_TOKEN_SECRET",
     "AZURE_STORAGE_CONNECTION_STRING", "DOCKER_AUTH_CONFIG", "AWS_BEARER_TOKEN_BEDROCK", "API_KEY_2", "API_TOKEN_1",
-    "apiToken", "dbPassword", "URL_SIG", "X_SIGNATURE",
+    "apiToken", "dbPassword", "URL_SIG", "X_SIGNATURE", "DB_URL", "REDIS_URL", "SLACK_HOOK", "BLOB_SAS", "TLS_PEM",
+    "SSH_KEY", "MASTER_KEY", "sshkey", "GHTOKEN", "CONN_STR", "OPENAI_KEY", "LOGIN_PIN", "LOGIN_OTP", "SESSION_ID",
 )  # fmt: skip
 DIGITS, UPPER = string.digits, string.digits + string.ascii_uppercase
 HEX, PLAIN = string.digits + "abcdef", string.ascii_letters + string.digits
@@ -34,6 +35,15 @@ SHAPES = (
     "xoxb-{digits:12}-{plain:24}", "xoxp-{digits:12}-{plain:24}", "xapp-1-{upper:11}-{plain:40}", "sk_live_{plain:24}",
     "rk_test_{plain:24}", "whsec_{plain:32}", "SG.{plain:22}.{plain:43}", "shpat_{hex:32}",
     "eyJ{plain:33}.eyJ{plain:60}.{plain:43}", "Authorization: Bearer {plain:40}", "Authorization: Basic {plain:32}==",
+    "dckr_pat_{plain:27}", "ATBB{plain:32}", "lin_api_{plain:40}", "ntn_{plain:46}", "figd_{plain:40}",
+    "glsa_{plain:32}_{hex:8}", "glc_{plain:60}", "PMAK-{hex:24}-{hex:34}", "lsv2_pt_{hex:32}_{hex:10}",
+    "pcsk_{plain:60}", "tskey-auth-{plain:17}-{plain:32}", "NRAK-{upper:27}", "HRKU-{plain:36}",
+    "AGE-SECRET-KEY-1{upper:58}",
+    "rubygems_{hex:48}", "shpss_{hex:32}", "sbp_{hex:40}", "pscale_tkn_{plain:43}", "doo_v1_{hex:64}",
+    "dp.pt.{plain:43}", "hvb.{plain:90}", "SK{hex:32}", "key-{hex:32}", "1234567890:AA{plain:33}",
+    "MTk{plain:23}.{plain:6}.{plain:38}",
+    "https://x.webhook.office.com/webhookb2/{hex:32}@{hex:32}/IncomingWebhook/{hex:32}/{hex:32}",
+    "abc8Q~{plain:34}",
     "wandb_key={hex:40}", "password: hunter2{plain:16}", '"client_secret": "{plain:24}"', "Cookie: {plain:30}",
 )  # fmt: skip
 KINDS = {"digits": DIGITS, "upper": UPPER, "hex": HEX, "plain": PLAIN}

@@ -358,12 +358,40 @@ INNOCENT = (
     "task.class_token=true", "lr_scales.class_token=0.1", "optimizer.lr_scales={class_token:0.1}", "task.loss_per_token=sum",
     "data.path=/data/opus-sk-cs-parallel-corpus-2024", "run=sk-learn-baseline-2026-01-a", "task.token=3",
     "tokenizer=bpe", "task.tokens=5", "run=secretary", "data.path=https://host:80/x", "api_key=null", "data.path=/a:b@c",
+    "dataloader.pin_memory=true", "task.pin=true", "task.pin=4096", "task.session=morning2evening7", "task.session_id=17",
+    "task.sort_key=length", "task.key=value", "task.pwd=data", "task.hook=forward", "task.pem=none", "task.otp=27",
+    "task.db_url=sqlite:///data/samples.db", "task.redis_url=redis://localhost:6379/0", "task.pat=*.npy",
+    "task.commit=9fceb02d0ae598e95dc970b74767f19372d61af8", "data.path=~/data/9fceb02d0ae598e95dc970b74767f193",
+    "task.name=NTU-RGBD.2019.skeletons", "task.name=SK-learn", "run=key-frames-2026", "data.path=/data/OT.2024.release",
+    "task.keyboard=qwerty", "task.monkey=capuchin2019", "task.step_key=epoch", "run=doo_v1_baseline", "task.at=12:AA",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("word", INNOCENT)
 def test_what_only_sounds_like_a_secret_is_let_through(word: str) -> None:
     refuse_secrets([word])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pwd", "pwd1", "otp", "pin", "session_id", "sshkey", "ghtoken", "conn_str", "db_url", "redis_url", "slack_hook",
+     "sas", "pem", "openai_key", "pat", "ssh_key", "master_key", "license_key"],
+)  # fmt: skip
+def test_a_random_value_is_refused_under_a_name_of_a_secret(name: str) -> None:
+    with pytest.raises(ConfigError):
+        refuse_secrets([f"task.{name}=a1b2c3d4e5f6g7h8i9"])
+
+
+@pytest.mark.parametrize("name", ["ssh_key", "master_key", "license_key", "openai_key", "conn_str", "ghtoken"])
+def test_any_word_is_refused_under_a_name_that_only_secrets_have(name: str) -> None:
+    with pytest.raises(ConfigError):
+        refuse_secrets([f"task.{name}=wonderful"])
+
+
+def test_the_folder_of_a_shell_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PWD", "/srv/run2data3sets4")
+    assert redacted("/srv/run2data3sets4") == "/srv/run2data3sets4"
+    assert "PWD" in without_secrets(os.environ)
 
 
 def test_no_key_of_ours_has_the_name_of_a_secret() -> None:
@@ -481,6 +509,21 @@ def test_a_secret_that_is_a_default_of_a_task_is_refused(server: ForkServer, tmp
         assert "is a secret" in ended.err
         assert SECRET not in ended.out + ended.err
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("method", ["evaluate", "summarize"])
+def test_the_name_of_a_metric_with_a_secret_reaches_no_file(method: str, server: ForkServer, tmp_path: Path) -> None:
+    answer = "(1.0, 1)" if method == "evaluate" else "1.0"
+    arguments = "self, model, batch" if method == "evaluate" else "self, metrics"
+    body = f"    def {method}({arguments}):\n        return {{'m_' + os.environ['MY_PASSWORD']: {answer}}}\n\n"
+    source = TASK.read_text()
+    assert source.count("    def loss(") == 1
+    (tmp_path / "mine.py").write_text("import os\n" + source.replace("    def loss(", f"{body}    def loss("))
+    ended = server.run("train --task mine.py device=cpu updates=1 run=a", tmp_path, {"MY_PASSWORD": SECRET})
+    assert ended.code == 70, ended
+    assert "m_(MY_PASSWORD)" in ended.err
+    assert SECRET not in ended.out + ended.err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
 def test_a_secret_that_comes_by_reference_is_refused(server: ForkServer, tmp_path: Path) -> None:
