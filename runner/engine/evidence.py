@@ -1,4 +1,4 @@
-"""What a run has measured of itself, kept in run.json for whoever looks for what would make it faster."""
+"""Define the measurements that a run stores in run.json for performance analysis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.durable.files import read_object
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatesEvidence:
-    """What is known of updates, be they of one phase or of a whole run: how many, what they took, and of what size."""
+    """Number, time and size of updates, of one phase or of a whole run."""
 
     updates: int | None = None
     seconds: float | None = None
@@ -30,10 +30,10 @@ class UpdatesEvidence:
 
 @dataclass(frozen=True)
 class PhaseEvidence(UpdatesEvidence):
-    """What one phase took, over all processes that worked on it.
+    """Time of one phase, summed over all processes that worked on it.
 
-    A process that goes on takes over what the one before has left, where that ended with the checkpoint; else what the
-    checkpoint knows: what lay behind that, the writing of it too, is lost.
+    A resumed process takes over the times of its predecessor if that one ended with the checkpoint, else those in the
+    checkpoint: time after the checkpoint, including writing it, is lost.
     """
 
     name: str
@@ -44,16 +44,16 @@ class PhaseEvidence(UpdatesEvidence):
 
 @dataclass(frozen=True)
 class Evidence(UpdatesEvidence):
-    """What a process of a run has measured, on rank 0; None or nothing is unknown, and never 0.
+    """Measurements of one process of a run, on rank 0; None or missing means unknown, never 0.
 
-    It is the newest process, unless one before it made far more updates in the same way.
+    The newest process is used, unless an earlier one ran far more updates with the same settings.
 
-    seconds           from the beginning of the run in this process to its end
-    parts_s           part -> seconds, which add up to `seconds` but for what no part accounts for: starting,
+    seconds           total run time of this process
+    parts_s           part -> seconds, which add up to `seconds` except for unattributed time: starting,
                       first_update; of the other updates data, transfer, forward, backward, optimizer, wait (for other
                       ranks); between them hooks, logging, drawing, evaluation, saving
     ranks_s           the same for each rank, of the parts of updates only; empty for one process
-    updates           those that the parts of updates are of: all of this process but the first
+    updates           number of updates timed: all of this process except the first
     step_time_ms      median of the rows of metrics.jsonl; low and high are the 10th and the 90th percentile
     items_per_s       throughput: items of the updates after the first one over the time from its end to the end of the
                       last, evaluations and checkpoints between them included
@@ -61,12 +61,12 @@ class Evidence(UpdatesEvidence):
     num_batch_shapes  different shapes of the first tensor of a batch
     odd_sizes         a line for each weight matrix whose sizes miss the tensor cores
     num_samples, global_batch_size, micro_batch_size, accumulation_steps, epochs   of the last phase
-    num_alloc_retries  times that torch's allocator gave back all it held and asked the driver again
-    fragmentation     share of the reserved memory of the device that is free, but in pieces that cannot be given back
-    has_begin_update  whether the task has something of its own to do before each update
+    num_alloc_retries  times that torch's allocator freed its cache and retried the allocation
+    fragmentation     share of reserved device memory that is free but split into blocks that cannot be released
+    has_begin_update  whether the task defines a hook before each update
     num_device_waits  lines at which the host waits for the device: only a profile finds them
-    monitor           name of the file in the run directory that has the summary of the monitor
-    unfinished        True where the process failed: what was measured until then
+    monitor           name of the monitor summary file in the run directory
+    unfinished        True if the process failed: measurements up to the failure
     """
 
     task: str | None = None
@@ -110,14 +110,14 @@ class Evidence(UpdatesEvidence):
     phases: tuple[PhaseEvidence, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return it JSON-able, as it stands in run.json."""
+        """Return the evidence as the JSON-serializable dictionary stored in run.json."""
         return asdict(self)
 
 
 def better_known(before: Evidence | None, now: Evidence) -> Evidence:
-    """Return what is known of the updates of a run from the process that has made by far the most of them.
+    """Return the update measurements from the process that ran by far the most updates.
 
-    before  what an earlier process has left; it counts only where that one trained in the same way
+    before  measurements of an earlier process; used only if it trained with the same settings
     """
     if before is None or (before.updates or 0) <= FAR_MORE * (now.updates or 0):
         return now
@@ -127,7 +127,7 @@ def better_known(before: Evidence | None, now: Evidence) -> Evidence:
 
 
 def read_evidence(run_dir: Path) -> Evidence | None:
-    """Return what a run has measured of itself, None where it has left nothing; what cannot be read is unknown."""
+    """Return the evidence of a run, or None if it has none; unreadable values are unknown."""
     return evidence_in(read_object(run_dir / "run.json"))
 
 
@@ -138,7 +138,7 @@ def evidence_in(record: Mapping[str, Any]) -> Evidence | None:
 
 
 def throughput(evidence: Evidence | None, last: Mapping[str, Any]) -> float | None:
-    """Return the items per second of a run, the figure that every screen and page shows; None where it is unknown.
+    """Return the items per second of a run, as shown on every screen and page, or None if unknown.
 
     evidence  of its run.json: what it measured until its end
     last      the newest row of its metrics.jsonl that has `THROUGHPUT`, for a run that has not ended
@@ -150,14 +150,14 @@ def throughput(evidence: Evidence | None, last: Mapping[str, Any]) -> float | No
 
 
 def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """Return a dataclass of those values that are what they must be. Raises TypeError where too few are."""
+    """Return a dataclass built from the valid values. Raises TypeError if required ones are missing."""
     hints = get_type_hints(kind)
     given = {each.name: _as(hints[each.name], values[each.name]) for each in fields(kind) if each.name in values}
     return kind(**{name: value for name, value in given.items() if value is not _WRONG})
 
 
 def _as(hint: Any, value: Any) -> Any:
-    """Return a JSON value as the type it is to have, `_WRONG` where it is none of that."""
+    """Convert a JSON value to the type `hint`; return `_WRONG` if it does not match."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         found = (_as(each, value) for each in inner)
@@ -190,7 +190,7 @@ def _finite(value: float) -> Any:
 
 
 _WRONG = object()
-FAR_MORE = 10  # times as many updates: what they took is then known better, although it is older
+FAR_MORE = 10  # ratio of update counts above which older but longer measurements are preferred
 _HOW = (
     "task", "device", "device_name", "choices", "world_size", "num_threads", "num_workers", "global_batch_size",
     "micro_batch_size", "accumulation_steps",

@@ -1,4 +1,4 @@
-"""The model of a run in formats that other programs read, each compared with the model itself."""
+"""Export the model of a run to other formats and compare each export with the original."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from runner.engine.tasks import explained
 from runner.engine.trained import Trained, open_trained
 from runner.observe.events import Console
 
-TOLERANCE = 1e-4  # largest difference of an output, relative to the largest output: float32 kernels differ by less
+TOLERANCE = 1e-4  # largest output difference relative to the largest output; float32 kernels differ by less
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far an exported model is from the one it was made of, on inputs of two batch sizes.
+    """Difference between an exported model and the original, on inputs of two batch sizes.
 
     largest_difference  of any output, divided by the largest output
     """
@@ -44,7 +44,7 @@ class Parity:
 
     @property
     def holds(self) -> bool:
-        """True where the difference is rounding."""
+        """True if the difference is within rounding error."""
         return self.largest_difference <= TOLERANCE
 
 
@@ -53,9 +53,9 @@ Run = Callable[[Outputs], Outputs]
 
 
 def export(request: Request, formats: Sequence[str]) -> Exit:
-    """Write export/ in the run's folder; a format that cannot be made says why, and the others are made.
+    """Write export/ in the run directory; a format that fails reports why, and the others are still written.
 
-    Raises ConfigError for an unknown format, or where none could be made.
+    Raises ConfigError for an unknown format, or if no format could be written.
     """
     problems = [
         Problem(f"must be one of {', '.join(FORMATS)}, but is {name}", "format", did_you_mean(name, FORMATS))
@@ -78,7 +78,7 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
             inputs = task.example()
         model = trained.parts.bare.cpu()
         folder = trained.directory.inner("export")
-        # Writers of other libraries follow links, so that they write where nobody else does.
+        # Third-party writers follow links, so they write into a private folder.
         draft = Path(stack.enter_context(TemporaryDirectory(prefix=".tmp-export-", dir=trained.directory.path)))
         with as_in_use(model, torch.device("cpu")), torch.no_grad():
             for name in formats or FORMATS:
@@ -88,7 +88,7 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
                     rename(file, folder / file.name)
                 except MissingPackage as missing:
                     refused.append(missing.problems[0])
-                except Exception as error:  # torch.export and ONNX raise what they like for what they cannot trace
+                except Exception as error:  # any exception type is possible
                     if isinstance(error, AccelRunError):
                         raise
                     if exists(file):
@@ -123,7 +123,7 @@ def _leave_parity(trained: Trained, made: Mapping[str, Parity]) -> None:
 
 
 def _compared(model: nn.Module, inputs: Outputs, file: Path, run: Run) -> Parity:
-    """Run both on the example, and on its first sample alone: a batch size that was fixed by tracing shows there."""
+    """Run both models on the example and on its first sample alone, which reveals a batch size fixed by tracing."""
     largest, sizes = 0.0, (len(inputs[0]), 1)
     for size in sizes:
         given = tuple(value[:size] if value.dim() else value for value in inputs)
@@ -135,7 +135,7 @@ def _compared(model: nn.Module, inputs: Outputs, file: Path, run: Run) -> Parity
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference relative to the largest value; infinite where anything but rounding differs."""
+    """Return the largest difference relative to the largest value, or infinity for non-numerical differences."""
     if one.shape != other.shape or one.is_floating_point() != other.is_floating_point():
         return math.inf
     if not one.is_floating_point():
@@ -150,18 +150,18 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 def _kind(values: Tensor) -> Tensor:
-    """Return -1, 0, 1 for minus infinity, no number and infinity."""
+    """Return -1 for minus infinity, 0 for NaN and 1 for infinity."""
     return values.nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
 
 
 def _flat(output: Any) -> Outputs:
-    """Return the tensors of a model's output, in order."""
+    """Return the tensors of a model's output in order."""
     leaves = torch.utils._pytree.tree_leaves(output)
     return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _safetensors(model: nn.Module, inputs: Outputs, file: Path) -> Run:
-    """Write the weights alone; they are read into a copy of the model."""
+    """Write only the weights; they are verified in a copy of the model."""
     import copy
 
     from safetensors.torch import load_model, save_model
@@ -175,17 +175,17 @@ def _safetensors(model: nn.Module, inputs: Outputs, file: Path) -> Run:
 
 
 def _program(model: nn.Module, inputs: Outputs, file: Path) -> Run:
-    """Write a graph of torch's own operations that runs without the model's code (torch.export.load)."""
+    """Write a graph of torch operators that runs without the model's code (torch.export.load)."""
     torch.export.save(_traced(model, inputs), str(file))
     program = torch.export.load(str(file)).module()
     return lambda given: _flat(program(*given))
 
 
 def _onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
-    """Write an ONNX graph; it is compared as onnxruntime runs it."""
+    """Write an ONNX graph; it is compared as executed by onnxruntime."""
     require("onnxscript", "onnx")
     runtime = require("onnxruntime", "onnx")
-    for name in ("torch.onnx", "onnx_ir", "onnxscript"):  # they tell of packages and passes that nobody asked for
+    for name in ("torch.onnx", "onnx_ir", "onnxscript"):  # silence verbose loggers
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -203,7 +203,7 @@ def _onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
 
 
 def _traced(model: nn.Module, inputs: Outputs) -> torch.export.ExportedProgram:
-    """Return the model as a graph with a free batch size; math attention, since a graph of a kernel is bound to it."""
+    """Return the model as a graph with a dynamic batch size; fused attention is replaced, being kernel-specific."""
     batch = torch.export.Dim("batch", min=1, max=4096)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         return torch.export.export(
@@ -213,7 +213,7 @@ def _traced(model: nn.Module, inputs: Outputs) -> torch.export.ExportedProgram:
 
 @dataclass(frozen=True)
 class Format:
-    """A file format: the end of its name, and what writes a file and returns how to run it."""
+    """A file format: its file name suffix, and a writer that returns how to run the file."""
 
     suffix: str
     write: Callable[[nn.Module, Outputs, Path], Run]

@@ -1,4 +1,4 @@
-"""What an exception in the middle of a run means: one error with cause and way out, or None for a fault of ours."""
+"""Translate an exception during a run into an error with cause and fix, or None for an internal error."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from runner.distributed.lost import is_of_a_lost_rank
 
 
 def explain(error: BaseException, source: Path, what: str, micro_batch_size: int) -> AccelRunError | None:
-    """Return the error to show for `error`, which was raised while doing `what` with the task in `source`.
+    """Return the user-facing error for `error`, raised while doing `what` with the task in `source`.
 
-    The words of an exception say what it is where torch or the system made them; those of the task are its own.
+    Exception messages are matched only if torch or the system wrote them; the text of a task's own exceptions is not.
     """
     shortage = shortage_of(error)
     if isinstance(error, AccelRunError) and not (shortage is not None and isinstance(error, DataError)):
@@ -44,14 +44,14 @@ def explain(error: BaseException, source: Path, what: str, micro_batch_size: int
     if found is None:
         return fault_of(error, source, what) or _of_autograd(told, source, what) or _of_the_disk(error, what)
     own = _own(told, source)
-    if own:  # the line that asked for it
+    if own:  # the line that allocated
         (problem,) = found.problems
         found.problems = (replace(problem, fix=f"{problem.fix}\n{_line(own[-1])}"),)
     return found
 
 
 def _is_said_by_task(error: Exception, told: Raised, source: Path) -> bool:
-    """Tell whether a line of the task raised it in words of its own, and nothing that the line called."""
+    """Return True if a line of the task itself raised the exception, not a function that it called."""
     is_known = isinstance(error, torch.OutOfMemoryError) or not {"OSError", "MemoryError"}.isdisjoint(told.bases)
     if is_known or not told.frames:
         return False
@@ -59,7 +59,7 @@ def _is_said_by_task(error: Exception, told: Raised, source: Path) -> bool:
 
 
 def _of_memory(shortage: Shortage | None, what: str, micro_batch_size: int) -> AccelRunError | None:
-    """Return the error for memory that is used up, None where it is not."""
+    """Return the error for out of memory, or None for other exceptions."""
     if shortage is None:
         return None
     smaller = f"micro_batch_size={micro_batch_size // 2}" if micro_batch_size > 1 else "a smaller model"
@@ -77,7 +77,7 @@ def _of_memory(shortage: Shortage | None, what: str, micro_batch_size: int) -> A
 
 
 def _of_the_machine(error: Exception, told: Raised, what: str) -> AccelRunError | None:
-    """Return the error for a machine that fails or is used up, None where nothing says that it is."""
+    """Return the error for failing or exhausted hardware, or None if the exception indicates neither."""
     text, lower = told.message, told.message.lower()
     if is_of_a_lost_rank(error):
         return RankLost(
@@ -109,7 +109,7 @@ def _of_the_machine(error: Exception, told: Raised, what: str) -> AccelRunError 
             where=what,
             fix="raise the limit with ulimit -u (in a container: pids), or use fewer dataloader.num_workers",
         )
-    if "DataLoader worker (pid" in text or _lost_a_process(told):  # torch's words
+    if "DataLoader worker (pid" in text or _lost_a_process(told):  # torch's message
         return DataWorkerLost(
             f"a data worker died: {first_line(text) or told.kind}",
             where=what,
@@ -119,14 +119,14 @@ def _of_the_machine(error: Exception, told: Raised, what: str) -> AccelRunError 
 
 
 def _is_of_shared_memory(told: Raised, lower: str) -> bool:
-    """Tell whether /dev/shm is full: for a batch, or already for the locks of the queues."""
+    """Return True if /dev/shm is full, for a batch or already for the locks of the queues."""
     if "no space left on device" in lower and "OSError" in told.bases and _is_of_processes(told):
         return True
     return any(words in lower for words in _SHARED) or ("dataloader worker" in lower and "shared memory" in lower)
 
 
 def _lost_a_process(told: Raised) -> bool:
-    """Tell whether a worker died while it handed over a batch: the socket between the processes says so."""
+    """Return True if a worker died while transferring a batch, as shown by the socket between the processes."""
     is_broken = not {"ConnectionError", "EOFError", "FileNotFoundError"}.isdisjoint(told.bases)
     return is_broken and _is_of_processes(told)
 
@@ -136,7 +136,7 @@ def _is_of_processes(told: Raised) -> bool:
 
 
 def _of_autograd(told: Raised, source: Path, what: str) -> TaskFault | None:
-    """Return the error for a graph that the task has used up, where the backward pass of the runner finds it."""
+    """Return the error for an autograd graph that the task already freed, detected in the runner's backward pass."""
     for words, found, fix in _OF_AUTOGRAD:
         if told.kind == "RuntimeError" and words in told.message:
             return TaskFault(found, where=f"{what}: {source}", fix=fix)
@@ -144,7 +144,7 @@ def _of_autograd(told: Raised, source: Path, what: str) -> TaskFault | None:
 
 
 def _of_the_disk(error: Exception, what: str) -> AccelRunError | None:
-    """Return the error for what the system refused where none of the task's lines is on the way."""
+    """Return the error for a failed system call if no line of the task is in the traceback."""
     if not isinstance(error, OSError) or error.errno not in _OF_THE_DISK:
         return None
     where = f"{what}: {error.filename}" if error.filename else what
@@ -152,9 +152,9 @@ def _of_the_disk(error: Exception, what: str) -> AccelRunError | None:
 
 
 def fault_of(error: BaseException, source: Path, what: str) -> TaskFault | None:
-    """Return the TaskFault for an exception that passed through the task's own files, None for any other.
+    """Return the TaskFault for an exception that passed through the task's files, or None for any other.
 
-    Only lines of the task are shown, of what it was raised from too; error.json has the whole traceback.
+    Only task lines are shown, including those of its causes; error.json has the full traceback.
     """
     told = raised(error)
     if isinstance(error, NotImplementedError) and told.frames[-1].file == inspect.getfile(Task):
@@ -171,7 +171,7 @@ def fault_of(error: BaseException, source: Path, what: str) -> TaskFault | None:
 
 
 def _of_our_name(error: BaseException, source: Path) -> Iterator[str]:
-    """Yield what to do where a task means a package of its own called runner, the name of this program's."""
+    """Yield the fix for a task that imports its own package called runner, which conflicts with this package."""
     top = __name__.partition(".")[0]
     if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != top:
         return
@@ -182,18 +182,18 @@ def _of_our_name(error: BaseException, source: Path) -> Iterator[str]:
 
 
 def _first_of_task(told: Raised, source: Path) -> Raised | None:
-    """Return the exception, or what it was raised from, that passed through the task's files."""
+    """Return the exception, or the first of its causes, that passed through the task's files."""
     while not _own(told, source):
-        if told.cause is None or not told.is_from:  # raised while another was handled: that may be ours
+        if told.cause is None or not told.is_from:  # raised while handling another exception, which may be internal
             return None
         told = told.cause
     while told.kind == "RuntimeError" and told.cause is not None and told.cause.kind == "StopIteration":
-        told = told.cause  # what Python makes of it where it leaves a generator
+        told = told.cause  # Python wraps StopIteration when it leaves a generator
     return told if _own(told, source) else None
 
 
 def _lines(told: Raised, source: Path) -> Iterator[str]:
-    """Yield the lines of the task that an exception came through, then its parts and what it came from."""
+    """Yield the task lines that an exception passed through, then those of its parts and causes."""
     shown: list[str] = []
     for frame in _own(told, source):
         text = _line(frame)
@@ -217,7 +217,7 @@ def _own(told: Raised, source: Path) -> list[Frame]:
 
 
 def place_of(function: object, source: Path) -> str:
-    """Return file:line of a function or class of the task, the task's file where that is unknown."""
+    """Return file:line of a function or class of the task, or the task's file if unknown."""
     try:
         return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"  # type: ignore[arg-type]
     except (TypeError, OSError):
@@ -225,7 +225,7 @@ def place_of(function: object, source: Path) -> str:
 
 
 def is_of_task(file: str, source: Path) -> bool:
-    """Tell whether a file lies beside the task's, and is neither ours nor of a package installed there."""
+    """Return True if a file is in the task's folder and is neither part of accel-run nor an installed package."""
     if file == str(source):
         return True
     inner = file.removeprefix(f"{source.parent}/")
@@ -234,13 +234,13 @@ def is_of_task(file: str, source: Path) -> bool:
 
 
 _LINES_SHOWN = 12
-_SHARED = (  # as torch says that /dev/shm is full
+_SHARED = (  # torch's messages for a full /dev/shm
     "unable to write to file </",
     "unable to open shared memory object",
     "unable to allocate shared memory",
     "bus error",
 )
-_OF_AUTOGRAD = (  # torch's message, what it means here, what to change
+_OF_AUTOGRAD = (  # torch's message, its meaning here, the fix
     (
         "backward through the graph a second time",
         "the graph of this loss was already used by a backward pass",

@@ -1,4 +1,4 @@
-"""Micro-batches on their way to an update; the watchdog sees what is waited for."""
+"""Feed micro-batches to an update and report waiting times to the watchdog."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from runner.engine.watchdog import DATA, UPDATE, Pulse
 
 
 class Feed:
-    """Micro-batches, which report to the watchdog.
+    """Iterator over micro-batches that reports to the watchdog.
 
-    shapes  those of the first tensor of each batch are added here
-    shape   that of the last one
-    last    what was given last, where it is kept: on a CPU, where numbers are looked at in the update they are of
+    shapes  shapes of the first tensor of each batch seen so far
+    shape   shape of the last one
+    last    the last batch; kept only on a CPU, where values are checked within the same update
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Feed:
         return self
 
     def peek(self) -> MicroBatch:
-        """Return the next batch, which stays the next one."""
+        """Return the next batch without consuming it."""
         self.pulse.now = (DATA, self.position.update + 1)
         first = next(self.batches)
         self.batches = chain([first], self.batches)
@@ -45,5 +45,5 @@ class Feed:
         self.last = batch.batch if self.keeps else None
         self.shape = first_shape(batch.batch)
         self.shapes.add(self.shape)
-        noise.start_pass(batch.samples)  # here and not around the loss: backward passes may compute it again
+        noise.start_pass(batch.samples)  # not in the loss, which backward may recompute
         return batch

@@ -1,4 +1,4 @@
-"""What training takes, found without the device and without the memory: the run itself, followed on fake weights."""
+"""Predict the memory and time of training without the device, by running the training code on fake weights."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.need import Bytes, Event, Layer, Traced
 from runner.plan.plan import PhasePlan, Plan, make_plan
 
-FEW = 2  # samples that are passed for real where a task cannot be followed
+FEW = 2  # number of samples run for real if a task cannot be traced
 PASSING = ("activations", "temporary")
-FEW_BYTES = 1024  # of losses and norms
-UPDATES = 2  # the optimizer makes its state in the first one
+FEW_BYTES = 1024  # size of losses and norms, in bytes
+UPDATES = 2  # the first update creates the optimizer state
 
 
 def forecast(configuration: Configuration, inventory: Inventory, micro_batch_sizes: Sequence[int]) -> list[Traced]:
-    """Return, for each phase that trains and each micro-batch, what a process alone takes on a device of the inventory.
+    """Return the demand of a single process on a device of the inventory, per training phase and micro-batch size.
 
-    Precision, optimizer kernel and the like are those that the plan has for the device; the kernels are a CPU's, and
-    nothing is compiled. Raises what the task raises; belongs into a process of its own.
+    Precision, optimizer kernel and similar options are those planned for the device; the kernels run on a CPU and
+    nothing is compiled. Raises what the task raises. Call it in a subprocess.
     """
     with Forecast(configuration, inventory) as made:
         return [traced for size in micro_batch_sizes for traced in made.of(size)]
 
 
 class Forecast:
-    """A configuration that is followed: built once, for as many sizes as are wanted. Leave it to free what it holds.
+    """Trace of a configuration, built once for any number of micro-batch sizes. Exit the context to free its memory.
 
-    Where it cannot be followed on fake weights it is built for real and measured with few samples, if the machine has
-    the memory for it; else only what the parameters tell is known. Both say so in what they return.
+    A model that cannot be traced on fake weights is built for real and measured with few samples if the machine has
+    enough memory; otherwise only parameter sizes are known. Both cases are marked in the result.
     """
 
     def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
@@ -85,7 +85,7 @@ class Forecast:
         self._stack.close()
 
     def of(self, micro_batch_size: int) -> list[Traced]:
-        """Return what each phase that trains takes with this micro-batch."""
+        """Return the demand of each training phase with this micro-batch size."""
         if not self.limit:
             return self._all(micro_batch_size)
         known: dict[Blocks, list[Traced]] = {}
@@ -110,7 +110,7 @@ class Forecast:
                     return [self._followed(phase, size, recompute) for phase in self.phases]
                 except Exception as error:
                     if isinstance(error, AccelRunError) and not isinstance(error, TaskFault):
-                        raise  # it would be raised in the real run too
+                        raise  # the real run would raise it too
                     self._why_not = _words(error, self._source)
                     if self._parts is not None and not has_room(self._parts.bare):
                         self._is_too_large = True
@@ -122,7 +122,7 @@ class Forecast:
 
     @property
     def least(self) -> int:
-        """Number of samples of the smallest pass that is followed, once the model is built."""
+        """Smallest number of samples that is traced, once the model is built."""
         return 1 if self._parts is None else least_samples(self._parts.bare)
 
     @property
@@ -137,7 +137,7 @@ class Forecast:
         return self._parts
 
     def _followed(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
-        steps = min(2, -(-self.shares[phase.name] // size))  # more passes take no more memory than two
+        steps = min(2, -(-self.shares[phase.name] // size))  # further micro-batches use no more memory than two
         batch = Batch(size * steps, size, (size * steps,))
         phase = dataclasses.replace(phase, batch=batch, updates=UPDATES, epochs=None)
         parts = self._built()
@@ -146,13 +146,13 @@ class Forecast:
             return Follower(parts, phase, self._phantom, self.keeps_ahead).follow()
 
     def _measured(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
-        """Return what few samples take, times as many as are asked for."""
+        """Measure a few samples and scale the result to the requested size."""
         few = min(size, FEW)
         why_not = f"{self._why_not}; measured with {few} sample{'s' * (few > 1)} and multiplied"
         return times(self._followed(phase, few, recompute), size / few, size, why_not)
 
     def _of_parameters(self, phase: PhasePlan, size: int) -> Traced:
-        """Return what parameters, gradients and state take, all that is known."""
+        """Return the known part of the demand: parameters, gradients and optimizer state."""
         model = self._built().bare
         trained = [
             (name, weight)
@@ -177,28 +177,28 @@ class Forecast:
 
 
 def least_samples(model: nn.Module) -> int:
-    """Return how many samples every model of this kind can train on: a batch norm of vectors needs two."""
+    """Return the smallest batch size for training the model: batch norm over vectors needs two samples."""
     return 2 if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()) else 1
 
 
 class Follower:
-    """One phase with one micro-batch."""
+    """Trace one phase with one micro-batch size."""
 
     def __init__(self, parts: Parts, phase: PhasePlan, phantom: Phantom, keeps_ahead: bool) -> None:
         self.parts, self.phase, self.phantom, self.keeps_ahead = parts, phase, phantom, keeps_ahead
         self.ledger = phantom.ledger = Ledger()
-        self.kept: list[Block] = []  # activations of the newest pass
+        self.kept: list[Block] = []  # activations of the latest forward pass
         self.trained: list[nn.Parameter] = []
-        self.left: list[int] = []  # bytes of what passes made that are there after each update
-        self.batches: list[int] = []  # bytes of each
+        self.left: list[int] = []  # bytes of tensors created in passes and still alive after each update
+        self.batches: list[int] = []  # bytes of each batch
 
     def follow(self) -> Traced:
-        """Return what two updates take."""
+        """Trace two updates and return their demand."""
         parts, phase, ledger = self.parts, self.phase, self.ledger
         self.phantom.refused = ""
         for kind, tensors in (("parameters", parts.bare.parameters()), ("buffers", parts.bare.buffers())):
             for tensor in tensors:
-                if tensor.device.type != "meta":  # as those of other stages are
+                if tensor.device.type != "meta":  # tensors of other pipeline stages are on meta
                     ledger.saw(tensor, kind)
         parts.task.begin_phase(phase.name)
         fetcher = parts.fetcher("train")
@@ -243,22 +243,22 @@ class Follower:
                 for tensor in state_tensors(work.training.optimizer):
                     ledger.saw(tensor, "optimizer")
                 self.updated()
-            if self.phantom.refused:  # what was raised of it was caught, so another way was taken than a run takes
+            if self.phantom.refused:  # the task caught the exception, so it took a path that a real run would not take
                 raise NotTraceable(self.phantom.refused)
             return self._told(tuple(ledger.events))
 
     def _received(self, batch: Any) -> int:
-        """Return the bytes of a batch, which are there as inputs from now on."""
+        """Return the bytes of a batch, which count as inputs from now on."""
         blocks: list[Block | None] = []
         map_tensors(lambda tensor: blocks.append(self.ledger.saw(tensor, "inputs")), batch)
         return sum(block.size for block in blocks if block)
 
     def updated(self) -> None:
-        """An update was made; note what of its passes is still there."""
+        """Record which tensors of the update's passes are still alive."""
         self.left.append(sum(block.size for block in self.ledger.alive() if block.kind in PASSING))
 
     def _handed_out(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the batches and keep each one until the next is asked for, as prefetching does."""
+        """Yield the batches and keep each alive until the next is requested, as prefetching does."""
         batch = next(batches)
         while True:
             following = next(batches) if self.keeps_ahead else None
@@ -274,7 +274,7 @@ class Follower:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """What is made within and there at the end is kept for the backward pass."""
+        """Record tensors created inside that are alive at exit as saved for the backward pass."""
         first = len(self.ledger.blocks)
         self.ledger.stage, self.phantom.answers = "forward", False
         try:
@@ -288,7 +288,7 @@ class Follower:
 
     @contextmanager
     def _noticed(self, parallel: Parallel) -> Iterator[None]:
-        """After the passes of the strategy, within, the work is that of the update."""
+        """After the passes of the strategy, attribute the work inside to the update."""
         made = parallel.accumulate
 
         def accumulate(passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
@@ -342,7 +342,7 @@ class Follower:
         )
 
     def _why_not(self) -> str:
-        """Return why other updates may take more than those that were followed; nothing where none does."""
+        """Return why other updates may need more than the traced ones, or nothing."""
         grown = self.left[-1] - self.left[0] if self.left else 0
         if grown > FEW_BYTES:
             return f"the task keeps {sized(grown)} more after an update than after the one before"
@@ -355,7 +355,7 @@ class Follower:
 
 
 def _of_weights(model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Return the fields of `Traced` that the parameters tell."""
+    """Return the fields of `Traced` that depend on parameters only."""
     own = [block for block in blocks if block is not model]
     inside = {weight for block in own for weight in block.parameters()}
     return {
@@ -368,7 +368,7 @@ def _of_weights(model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence
 
 
 def times(few: Traced, factor: float, size: int, why_not: str) -> Traced:
-    """Return what was measured with few samples for `factor` times as many, marked as such."""
+    """Scale a measurement of few samples by `factor`, and mark it as scaled."""
 
     def grown(number: int) -> int:
         return math.ceil(number * factor)
@@ -395,13 +395,13 @@ def times(few: Traced, factor: float, size: int, why_not: str) -> Traced:
 
 
 def _all_inside(name: str, layers: Sequence[Layer]) -> Layer:
-    """Return a module with all that is inside it."""
+    """Return a module and all of its submodules."""
     inside = [one for one in layers if one.name == name or one.name.startswith(f"{name}.")]
     return Layer(name, sum(one.activations for one in inside), sum(one.flops for one in inside))
 
 
 def _words(error: BaseException, source: Path) -> str:
-    """Return which operation cannot be followed, and where the task asks for it."""
+    """Return which operation cannot be traced and the task line that calls it."""
     fault = error if isinstance(error, TaskFault) else fault_of(error, source, "following it")
     root = error
     while root.__cause__ is not None:
@@ -411,13 +411,13 @@ def _words(error: BaseException, source: Path) -> str:
 
 
 def has_room(model: nn.Module) -> bool:
-    """Tell whether this machine can train the model for real: with gradients and state in half of its memory."""
+    """Return True if gradients and state of the model fit into half of this machine's memory."""
     memory = read_cpu()[0].memory_bytes
     return not memory or 4 * sum(weight.nbytes for weight in model.parameters()) <= memory // 2
 
 
 def peak_of(events: Sequence[Event], blocks: Sequence[Block]) -> Bytes:
-    """Return what was in use at the moment of the most."""
+    """Return the blocks in use at the moment of peak memory."""
     most = size = moment = 0
     alive: dict[int, int] = {}
     for number, (block, change) in enumerate(events):
@@ -439,13 +439,13 @@ def peak_of(events: Sequence[Event], blocks: Sequence[Block]) -> Bytes:
 
 
 def alone(configuration: Configuration) -> Configuration:
-    """Return the configuration of one process that does without others."""
+    """Return the configuration of a single process without distributed options."""
     choices = {**configuration.choices, "parallelism": Choice("single", "single", {})}
     return dataclasses.replace(configuration, choices=choices, sources={})
 
 
 def _limit(plan: Plan) -> int:
-    """Return the bytes for which memory=budget is to choose blocks, 0 where it is not."""
+    """Return the byte limit for memory=budget, or 0 for other options."""
     memory = plan.choices["memory"]
     if memory.function != "budget" or memory.options["recompute"] != "auto":
         return 0
@@ -454,12 +454,12 @@ def _limit(plan: Plan) -> int:
 
 
 def _averages(plan: Plan) -> bool:
-    """Tell whether a copy of the trained weights is kept for their average."""
+    """Return True if an averaged copy of the trained weights is kept."""
     return plan.choices["averaging"].function != "none"
 
 
 def on_the_host(plan: Plan) -> Plan:
-    """Return the plan with the same numbers and formats, for a CPU and one process."""
+    """Return the plan with the same numerics, for a single process on a CPU."""
     replaced = {
         "compile": Choice("off", "off", {}),
         "prefetch": Choice("none", "none", {}),
@@ -467,7 +467,7 @@ def on_the_host(plan: Plan) -> Plan:
     memory = plan.choices["memory"]
     options = {**memory.options, "fraction": None, "allocator": None}
     if options.get("recompute") == "auto":
-        options["recompute"] = []  # they are tried one after another
+        options["recompute"] = []  # tried one after another
     memory = dataclasses.replace(memory, options=options)
     return dataclasses.replace(
         plan, device="cpu", ranks=plan.ranks[:1], choices={**plan.choices, **replaced, "memory": memory}

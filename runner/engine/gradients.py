@@ -1,4 +1,4 @@
-"""From summed gradients to those of the mean, measured and clipped."""
+"""Scale summed gradients to the mean, measure their norm and clip them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def correct_and_clip(
 ) -> Tensor | None:
     """Multiply the gradients by `correction`, then scale them down to `max_norm`; return their norm before clipping.
 
-    over_ranks  from the norm of these gradients to that of all, where ranks hold different ones
+    over_ranks  computes the global norm from the local norm if ranks hold different gradients
 
-    max_norm    None: nothing is clipped; the norm tells all the same whether the gradients are finite
+    max_norm    None: no clipping; the norm still shows whether the gradients are finite
 
-    Both factors are applied in one pass. Returns None where there are no gradients.
+    Both factors are applied in one pass. Returns None if there are no gradients.
     """
     if not gradients:
         return None
@@ -43,6 +43,6 @@ def correct_and_clip(
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:
-    """Forget the gradients, and their memory."""
+    """Set the gradients to None to free their memory."""
     for parameter in parameters:
         parameter.grad = None

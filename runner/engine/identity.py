@@ -1,4 +1,4 @@
-"""What a run is trained with besides its settings: its data sets and its code, as checkpoints record them.
+"""Record and compare the data sets and code of a run, which its settings do not identify.
 
 Settings that differ on resume are found by `engine/resume.py`. They do not show that the file behind `data.path` has
 other samples, or that the task's file was edited.
@@ -34,9 +34,9 @@ Hashes = dict[str, str]  # of samples by index, or of files by path
 
 
 def data_of(fetchers: Mapping[str, Fetcher], loader: Loader) -> dict[str, Any]:
-    """Return by split the length of a data set and the hashes of its first, middle and last sample.
+    """Return, per split, the data set length and the hashes of its first, middle and last sample.
 
-    Where a sample takes long, the others are not read: training waits for this.
+    If a sample is slow to read, the others are skipped, because training waits for this.
     """
     wanted = {split: sorted({0, len(each) // 2, len(each) - 1}) for split, each in fetchers.items()}
     found = _hashes(fetchers, wanted, loader)
@@ -46,7 +46,7 @@ def data_of(fetchers: Mapping[str, Fetcher], loader: Loader) -> dict[str, Any]:
 def _hashes(
     fetchers: Mapping[str, Fetcher], wanted: Mapping[str, Sequence[int]], loader: Loader
 ) -> Mapping[str, Hashes]:
-    """Return the hashes of samples, by split; none where reading them fails: training reports that when it reads.
+    """Return the hashes of samples per split, or none if reading fails: training reports that error itself.
 
     Read by a worker where training reads in workers. A data set may open a file at its first sample: workers that are
     forked afterwards would share its position, and an open file cannot be sent to those that are spawned.
@@ -63,7 +63,7 @@ def _hashes(
 
 
 class _Hashing(Fetcher):
-    """Gives, for any key, the hashes of the samples wanted of each split."""
+    """Data set that returns the hashes of the wanted samples of each split for any key."""
 
     def __init__(self, fetchers: Mapping[str, Fetcher], wanted: Mapping[str, Sequence[int]]) -> None:
         first = next(iter(fetchers.values()))
@@ -93,12 +93,12 @@ def sample_hash(fetcher: Fetcher, index: int) -> str | None:
             digest = hashlib.blake2b(digest_size=16)
             _add(digest, fetcher.dataset[index])
             return digest.hexdigest()
-        except BaseException:  # a task may raise anything, SystemExit too
+        except BaseException:  # a task may raise anything, including SystemExit
             return None
 
 
 def check_lengths(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise IncompatibleResume where a data set has another number of samples: the order of all of them differs."""
+    """Raise IncompatibleResume if the length of a data set changed, because the sample order then differs."""
     problems = [
         Problem(
             f"the data set of split {split} had {before[split]['samples']:,} samples, and has {found['samples']:,} now",
@@ -117,9 +117,9 @@ def check_lengths(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def changed_samples(
     before: Mapping[str, Any], now: Mapping[str, Any], fetchers: Mapping[str, Fetcher], loader: Loader
 ) -> list[str]:
-    """Return "train sample 50" for each sample with another content.
+    """Return a description such as "train sample 50" for each sample whose content changed.
 
-    A sample that differs from reading to reading, as one with draws of its own generator does, tells nothing.
+    Samples that differ between two reads, as with their own random generator, are ignored.
     """
     known = {split: before.get(split, {}).get("hashes", {}) for split in now}
     differing = {
@@ -136,7 +136,7 @@ def changed_samples(
 
 
 def changed_files(before: Hashes, now: Hashes) -> list[str]:
-    """Return the files of the task that were edited, added or removed."""
+    """Return the task files that were edited, added or removed."""
     return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
 
 
@@ -168,7 +168,7 @@ def code_of(source: Path) -> Hashes:
 
 
 def _loaded_below(folder: Path) -> list[tuple[Path, str]]:
-    """Return file and package of the local modules that are loaded from this folder, in the order of their names."""
+    """Return file and package of loaded local modules in this folder, sorted by name."""
     found = {}
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
@@ -179,7 +179,7 @@ def _loaded_below(folder: Path) -> list[tuple[Path, str]]:
 
 
 def described(files: Sequence[str], samples: Sequence[str]) -> str:
-    """Return what has changed, in one line."""
+    """Describe the changes in one line."""
     parts = [f"code: {shortened(files)}"] if files else []
     parts += [f"data: {shortened(samples)}"] if samples else []
     return "; ".join(parts)
@@ -192,7 +192,7 @@ def _package_of(source: Path) -> str:
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """Yield the full names that the import statements of a file may mean, packages above them too."""
+    """Yield the fully qualified names that a file's import statements may refer to, including parent packages."""
     parents = package.split(".")
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -209,9 +209,9 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
 
 
 def _found(name: str) -> tuple[Path | None, str]:
-    """Return the file and the package of a module; (None, "") where there is none.
+    """Return the file and the package of a module, or (None, "") if it does not exist.
 
-    One that a function will import only later is sought, and not imported.
+    Modules are located without importing them.
     """
     if name in sys.modules:
         file, package = getattr(sys.modules[name], "__file__", None), getattr(sys.modules[name], "__package__", None)
@@ -243,7 +243,7 @@ def _is_local(file: Path) -> bool:
 
 
 def _add(digest: Any, value: Any) -> None:
-    """Add a sample to a hash: by its content where it is of a known type, by its type otherwise."""
+    """Add a sample to a hash: by content for known types, otherwise by type."""
     digest.update(f"{type(value).__name__};".encode())
     if isinstance(value, Tensor):
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -269,7 +269,7 @@ def _add(digest: Any, value: Any) -> None:
 
 
 def _add_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:
-    """Add bytes to a hash; of more than some megabytes, blocks that are spread evenly over all of them."""
+    """Add bytes to a hash; above several megabytes, add evenly spaced blocks only."""
     if len(content) <= _BLOCK * _NUM_BLOCKS:
         digest.update(content)
         return
@@ -277,7 +277,7 @@ def _add_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:
         digest.update(content[start : start + _BLOCK])
 
 
-_LONG_S = 0.25  # for reading samples before the first update
-_MOST_FILES = 200  # a library that is worked on beside the task, such as a checkout of torch, has thousands
+_LONG_S = 0.25  # time limit for reading samples before the first update
+_MOST_FILES = 200  # a library developed beside the task, such as a checkout of torch, has thousands
 _BLOCK, _NUM_BLOCKS = 1 << 16, 64
 _OF_PYTHON = tuple({Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

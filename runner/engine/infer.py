@@ -1,4 +1,4 @@
-"""Inference: the newest valid checkpoint of a run predicts, and what it took is measured."""
+"""Run inference with the newest valid checkpoint of a run, and measure its speed."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ OWN_FILES = ("summary.json", "gpu.csv", "monitor.json", "stacks.txt")
 
 
 def infer(request: Request) -> Exit:
-    """Predict with a run and write predictions/ and plots/ in its folder.
+    """Run predictions with a trained run and write predictions/ and plots/ in its directory.
 
-    Raises InputMissing where there is no such run or no checkpoint in it, DataError where all are damaged.
+    Raises InputMissing if the run or its checkpoints do not exist, DataError if all checkpoints are damaged.
     """
     console = Console()  # does not fail on a broken pipe, as in `| head`
 
@@ -74,7 +74,7 @@ def infer(request: Request) -> Exit:
         )  # fmt: skip
 
         def predicted(now: Plan) -> Made:
-            """Write all predictions; return how many there were, and what they took."""
+            """Write all predictions; return their number and time."""
             num = items = 0
 
             def begins() -> None:
@@ -124,9 +124,9 @@ def infer(request: Request) -> Exit:
 
 @dataclass
 class Calls:
-    """Calls of a model: the seconds of each on the device, and the samples that it was given.
+    """Device time and number of samples of each model call.
 
-    What is done between them, such as reading, drawing and writing, is in none.
+    Work between calls, such as reading, plotting and writing, is excluded.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Made:
-    """Predictions: how many, of how many items, and the seconds from the start of the first until all are on disk."""
+    """Number of predictions and items, and the seconds from the start until all are on disk."""
 
     num: int
     items: int
@@ -145,9 +145,9 @@ class Made:
 
 @contextmanager
 def timed_calls(model: nn.Module, device: torch.device) -> Iterator[Calls]:
-    """Give the calls of `model(...)` made inside; complete after it. Nothing waits for the device until then.
+    """Record the calls of `model(...)` in the context; complete on exit. Does not synchronize the device before.
 
-    A call inside another one counts as part of that. A compiled model is timed around its graph: torch.compile would
+    Nested calls count as part of the outer call. A compiled model is timed around its graph: torch.compile would
     trace hooks and their clock with the model.
     """
     from runner.base.batch import first_shape
@@ -193,12 +193,12 @@ def timed_calls(model: nn.Module, device: torch.device) -> Iterator[Calls]:
 
 
 class Outbox:
-    """Files of predictions, written many at once: to wait for the disk for each costs more than most predictions.
+    """Write prediction files in batches: one fsync per file costs more than most predictions.
 
-    They wait for others for at most `OUTBOX_S`, however long the next prediction takes. What has been predicted when a
-    later prediction fails is written too.
+    Files wait for at most `OUTBOX_S`, however long the next prediction takes. Completed predictions are written even if
+    a later prediction fails.
 
-    show  prints the text of a prediction, once its files are on disk: what a user has seen is not lost
+    show  prints the text of a prediction once its files are on disk, so shown predictions are never lost
     """
 
     def __init__(self, directory: RunDirectory, show: Callable[[str], object]) -> None:
@@ -207,10 +207,10 @@ class Outbox:
         self._texts: list[str] = []
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
-        self._error: Exception | None = None  # of the timer's thread
+        self._error: Exception | None = None  # set by the timer thread
 
     def put(self, contents: Mapping[str, bytes], text: str = "") -> None:
-        """Take the files of a prediction; they are on disk after the next `write`, which follows by itself."""
+        """Queue the files of a prediction; they are on disk after the next `write`, which also runs on a timer."""
         with self._lock:
             self._contents |= contents
             self._texts += [text] if text else []
@@ -223,7 +223,7 @@ class Outbox:
                 self._timer.start()
 
     def write(self) -> None:
-        """All files that were taken are on disk. Raises StorageError, also for what was written late."""
+        """Write all queued files. Raises StorageError, also for an earlier background write."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -259,7 +259,7 @@ class Outbox:
 
 
 def predictions_of(plan: Plan, parts: Parts, begins: Callable[[], object] = lambda: None) -> Generator[Prediction]:
-    """Yield what the task predicts with the model as it is.
+    """Yield the predictions of the task with the current model.
 
     begins  called before each of them
     """
@@ -279,7 +279,7 @@ def predictions_of(plan: Plan, parts: Parts, begins: Callable[[], object] = lamb
         predictions = _each(found, parts)
         for number in itertools.count():
             begins()
-            # What a data set draws that `predict` reads does not depend on the predictions before.
+            # Random draws in a data set read by `predict` must not depend on earlier predictions.
             with drawing_apart(seed, "prediction", number), explained(parts.source, "predict"):
                 prediction = next(predictions, _NO_MORE)
             if prediction is _NO_MORE:
@@ -288,7 +288,7 @@ def predictions_of(plan: Plan, parts: Parts, begins: Callable[[], object] = lamb
 
 
 def _each(found: Any, parts: Parts) -> Iterator[Any]:
-    """Return what walks through what `predict` returned. Raises TaskFault where nothing does."""
+    """Return an iterator over the result of `predict`. Raises TaskFault if it is not iterable."""
     from runner.engine.contract import described
     from runner.engine.faults import place_of
 
@@ -302,7 +302,7 @@ def _each(found: Any, parts: Parts) -> Iterator[Any]:
 
 
 def _in_smaller_batches(plan: Plan, error: AccelRunError, console: Console) -> Plan:
-    """Return the plan with batches half as large; raises the error where there is nothing to halve, or to be halved."""
+    """Return the plan with half the batch size; raises `error` if the batch size cannot be halved."""
     from runner.base.shortage import halved
 
     size = plan.inference.get("batch_size")
@@ -317,7 +317,7 @@ def _in_smaller_batches(plan: Plan, error: AccelRunError, console: Console) -> P
 
 
 def _refuse_taken(names: Iterable[str], where: str) -> None:
-    """Raise TaskFault for a file that the runner writes itself: it would be lost."""
+    """Raise TaskFault for a file name that the runner uses itself."""
     taken = [name for name in names if name in OWN_FILES]
     if taken:
         raise TaskFault(
@@ -336,10 +336,10 @@ def _as_bytes(name: str, content: Content) -> bytes:
 
 
 def summary_of(made: Made, item: str, update: int) -> dict[str, Any]:
-    """Return what goes into summary.json.
+    """Return the content of summary.json.
 
-    seconds, items_per_s  by the wall clock: reading, drawing and writing included
-    model                 its calls alone, on the device; `latency_ms` is that of the calls after the first one
+    seconds, items_per_s  wall-clock time, including reading, plotting and writing
+    model                 device time of model calls only; `latency_ms` excludes the first call
     """
     calls = made.calls
     return {
@@ -361,9 +361,9 @@ def summary_of(made: Made, item: str, update: int) -> dict[str, Any]:
 
 
 def _latency_ms(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Return mean and percentiles; one that fewer values cannot tell is None, as p99 of ten."""
+    """Return mean and percentile latencies; a percentile is None if there are too few values for it."""
     ms = 1e3 * np.array(seconds)
-    percentiles = {"median": (50, 1), "p95": (95, 20), "p99": (99, 100)}  # with the least number of values
+    percentiles = {"median": (50, 1), "p95": (95, 20), "p99": (99, 100)}  # with the minimum number of values
     return {
         "mean": float(ms.mean()) if len(ms) else None,
         **{
@@ -388,5 +388,5 @@ def _in_words(made: Made, item: str) -> str:
     )
 
 
-CALL = "call"  # the part of the time in which the model computes
-OUTBOX_FILES, OUTBOX_BYTES, OUTBOX_S = 256, 64 << 20, 2.0  # at most, that wait for the disk
+CALL = "call"  # name of the time part in which the model computes
+OUTBOX_FILES, OUTBOX_BYTES, OUTBOX_S = 256, 64 << 20, 2.0  # limits of files waiting to be written

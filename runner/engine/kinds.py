@@ -1,4 +1,4 @@
-"""What a phase does between its batches: gradients or statistics, by the same verbs, so that nobody asks which."""
+"""Implement the kinds of training phases, gradient descent and statistics fits, behind one interface."""
 
 from __future__ import annotations
 
@@ -40,58 +40,58 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 class Work:
-    """One kind of phase, with the verbs of one that needs nothing; `position` counts its updates.
+    """Base class of phase kinds, with no-op methods; `position` counts its updates.
 
-    total  updates that make it whole
-    own    parameters that this rank updates, by name
+    total  updates until the phase is complete
+    own    parameters updated by this rank, by name
     """
 
     total: int
     own: Mapping[str, nn.Parameter] = {}
-    is_of_use_on_the_way = True  # an evaluation before the last update says something
+    is_of_use_on_the_way = True  # an evaluation before the last update is meaningful
 
     @property
     def attention(self) -> Mapping[tuple[str, str], int]:
-        """Return what `CheckedLoss` saw in the first forward pass."""
+        """Return the attention kernels that `CheckedLoss` recorded in the first forward pass."""
         return {}
 
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
-        """Make the updates that are missing."""
+        """Run the remaining updates."""
         raise NotImplementedError
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Take note of an evaluation."""
+        """Record the metrics of an evaluation."""
 
     def close(self) -> Mapping[str, float]:
-        """Put the result into the model, once all updates are made; return figures to show."""
+        """Store the result in the model after the last update; return numbers to show."""
         return {}
 
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
-        """Return what a checkpoint must hold besides the model: copies of tensors by file, and the JSON-able rest."""
+        """Return the checkpoint state besides the model: copies of tensors by file, and JSON-serializable data."""
         raise NotImplementedError
 
     def load(self, start: Loaded) -> None:
-        """Take back what `state` returned."""
+        """Restore what `state` returned."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Leave the model as it was found, but for its values."""
+        """Undo temporary changes to the model, such as hooks; keep its values."""
 
     def said_first(self) -> list[str]:
-        """Return what to say at the beginning of the phase."""
+        """Return the lines to print at the start of the phase."""
         return []
 
     def missed(self) -> list[str]:
-        """Return what was to be trained and had no gradient in the first update; asked once."""
+        """Return the trainable parameters without gradient in the first update; call it once."""
         return []
 
     @property
     def learned(self) -> Collection[str]:
-        """The names of the parameters that the phase changes; those of the whole model, whichever rank has them."""
+        """Names of the parameters that the phase changes, on any rank."""
         return ()
 
     def state_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the optimizer's state in the parameters' precision, and those that it takes."""
+        """Return the optimizer state size in bytes: expected from the parameter dtype, and actual."""
         return 0, 0
 
 
@@ -103,7 +103,7 @@ class Gradients(Work):
     ) -> None:
         self.parts, self.position = parts, position
         self.total = phase.updates or updates_of(phase.epochs or 1, order.updates_per_epoch)
-        # A compiled model is not watched: torch.compile and a dispatch mode do not go together.
+        # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
         watch = parts.plan.choices["compile"].name == "off"
         self.task_loss = loss = parts.task.losses.get(phase.name, parts.task.loss)
         self.loss = CheckedLoss(loss, parts.source, watch=watch)
@@ -152,7 +152,7 @@ class Gradients(Work):
             schedule.observe(metrics[schedule.metric], self.position.update)
 
     def close(self) -> Mapping[str, float]:
-        """Raise NumericError where every update was skipped."""
+        """Raise NumericError if every update was skipped."""
         if self.parts.precision.num_skipped() - self.position.skipped_before >= self.position.update > 0:
             raise NumericError(
                 f"every update of phase {self.position.phase} was skipped: gradients overflowed float16,"
@@ -227,7 +227,7 @@ class Gradients(Work):
 
 
 class Statistics(Work):
-    """A fit: one pass over the training data without gradients, whose state is added and merged."""
+    """Fit statistics: one gradient-free pass over the training data, with state that is accumulated and merged."""
 
     is_of_use_on_the_way = False
 
@@ -254,7 +254,7 @@ class Statistics(Work):
             items: Tensor | int = 0
             bad: tuple[tuple[int, str], ...] = ()
             last = False
-            # Gathered: ranks need not make the same passes, and `add` may call the model in its own way.
+            # Gather: ranks may run different numbers of batches, and `add` may call the model in any way.
             with parallel.update_of_buffers(), parallel.gathered(model), torch.no_grad():
                 while not last:
                     batch, last, skipped, counts, _ = next(batches)
@@ -289,7 +289,7 @@ class Statistics(Work):
         return {"fit": self.parts.parallel.whole(self._merged(), copy)}, {}
 
     def load(self, start: Loaded) -> None:
-        """Rank 0 goes on with what all ranks had gathered, the others begin again."""
+        """Restore the gathered state on rank 0; other ranks start empty."""
         if self.parts.world.is_first:
             self.gathered = {name: value.to(self.parts.world.device) for name, value in start.tensors("fit").items()}
 
@@ -304,7 +304,7 @@ KINDS: Mapping[str, Callable[[PhasePlan, Parts, Order, Position, Guide | None], 
 
 
 def updates_of(epochs: float, updates_per_epoch: int) -> int:
-    """Return the fewest updates that make so many epochs, of the decimal number as it is written.
+    """Return the smallest number of updates for `epochs`, evaluated as the decimal number that was written.
 
     1.1 as a binary fraction is a little more than 1.1, and 100 updates times that would round up to 111.
     """
@@ -312,7 +312,7 @@ def updates_of(epochs: float, updates_per_epoch: int) -> int:
 
 
 def check_parameters(phases: Iterable[PhasePlan], model: nn.Module) -> None:
-    """Raise ConfigError where a phase trains what the model does not have, before any phase begins."""
+    """Raise ConfigError before any phase starts if a phase trains parameters that the model lacks."""
     for phase in phases:
         if phase.kind == "train":
             _trained(model, phase)
@@ -334,7 +334,7 @@ def _checked(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | int]:
 
 
 def _trained(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Parameter]:
-    """Return the parameters of the phase by name. Raises ConfigError for a prefix that holds none."""
+    """Return the phase's parameters by name. Raises ConfigError for a prefix that matches none."""
     wanted = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if phase.trains is None:
         return wanted

@@ -1,4 +1,4 @@
-"""The loop: it waits for the device no longer than for the update before, and never writes; all else is a hook."""
+"""Run the training loop: it never writes and synchronizes at most with the previous update; hooks do the rest."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from runner.engine.gradients import clear, correct_and_clip
 
 @dataclass
 class Position:
-    """Where the training is.
+    """Position in the training.
 
-    update          number of updates made in this phase, skipped ones included
+    update          number of completed updates in this phase, including skipped ones
     skipped_before  updates that were skipped in earlier phases
     """
 
@@ -33,7 +33,7 @@ class Position:
 
 
 class StepInfo(NamedTuple):
-    """What one update was; tensors stay on the device. A fit has no loss and no learning rate."""
+    """Results of one update; tensors stay on the device. A fit has no loss and no learning rate."""
 
     update: int
     loss_sum: Tensor | None
@@ -44,14 +44,14 @@ class StepInfo(NamedTuple):
 
 
 class Around:
-    """What wraps an update: nothing, so an error in it ends the run."""
+    """Wrapper around an update; this one does nothing, so an error ends the run."""
 
     def run(self, update: Callable[[], StepInfo]) -> StepInfo:
-        """Return what `update` returns; a subclass may call it again, from the same beginning."""
+        """Run `update` and return its result; a subclass may retry it from the same state."""
         return update()
 
     def failed(self, error: Exception) -> None:
-        """Take an error of a forward or backward pass; return if all ranks can discard the update, else raise it."""
+        """Handle an error in a forward or backward pass; return if all ranks can discard the update, else raise it."""
         raise error
 
     def apply(self, step: Callable[[], None]) -> None:
@@ -61,7 +61,7 @@ class Around:
 
 @dataclass(frozen=True)
 class Training:
-    """What the loop turns with.
+    """Inputs of the training loop.
 
     loss      (model, batch) -> (loss summed over items, number of items)
     per_item  constant by which sums are multiplied before backward, about 1 / (items of an update): it keeps the
@@ -83,7 +83,7 @@ class Training:
 
 
 def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> Iterator[StepInfo]:
-    """Yield after each update until `until` updates are made. `batches` has no end."""
+    """Yield after each update until `until` updates are complete. `batches` is infinite."""
     position, precision, parallel = run.position, run.precision, run.parallel
     watch = parallel.watch
     passes = Passes(
@@ -118,9 +118,9 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
 
 
 def _exact(items: Tensor | int | float) -> Tensor | int | float:
-    """Return a count that may be multiplied: a float times an integer tensor would be float32.
+    """Return a count that is exact in products: a float times an integer tensor would be float32.
 
-    Raises TaskFault for 0; where it is a tensor nobody waits for it, and the gradients are found not to be finite.
+    Raises TaskFault for 0; a tensor is not synchronized, so a 0 shows up as non-finite gradients.
     """
     if not isinstance(items, Tensor):
         if items == 0:

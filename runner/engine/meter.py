@@ -1,4 +1,4 @@
-"""Rows of metrics: losses stay on the device until a row is due, and are then copied without waiting."""
+"""Collect metrics: losses stay on the device until a row is due and are then copied asynchronously."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Row = dict[str, Any]
 
 @dataclass
 class Clock:
-    """Seconds of this process by what they were spent on.
+    """Breakdown of this process's time by part.
 
-    Every second has its part: what is done before a phase is `starting`, what is done after the last one `closing`.
+    All time is attributed: time before a phase is `starting`, time after the last phase `closing`.
 
-    started  when the run was, by `time.perf_counter`
-    parts_s  part -> seconds, of the phases that are over
-    updates  those that the parts of updates are of; the first one of a process is start-up
+    started  start of the run, by `time.perf_counter`
+    parts_s  part -> seconds, of the finished phases
+    updates  number of timed updates; the first update of a process counts as start-up
     """
 
     started: float = field(default_factory=lambda: time.perf_counter())  # noqa: PLW0108 - tests replace the clock
@@ -42,22 +42,22 @@ class Clock:
         self._since = self.started
 
     def begin(self) -> None:
-        """A phase begins."""
+        """Start a phase."""
         self.parts_s = added(self.parts_s, {"starting": time.perf_counter() - self._since})
 
     def end(self, parts_s: Seconds, updates: int) -> None:
-        """A phase is over: this is what it took."""
+        """End a phase, and add its times."""
         self.parts_s = added(self.parts_s, parts_s)
         self.updates += updates
         self._since = time.perf_counter()
 
     def all(self) -> dict[str, float]:
-        """Return the seconds of this process until now, by part."""
+        """Return the seconds of this process so far, by part."""
         return added(self.parts_s, {"closing": time.perf_counter() - self._since})
 
 
 def added(one: Seconds, other: Seconds) -> dict[str, float]:
-    """Return the sum of two, part by part."""
+    """Return the sum of two dictionaries, part by part."""
     return {part: one.get(part, 0.0) + other.get(part, 0.0) for part in {**one, **other}}
 
 
@@ -65,7 +65,7 @@ def added(one: Seconds, other: Seconds) -> dict[str, float]:
 class Timed:
     """Items of the updates after the first one of a process, and the seconds from its end to the end of the last.
 
-    The seconds hold what was done between updates: evaluations, checkpoints, logging.
+    The seconds include work between updates: evaluations, checkpoints, logging.
     """
 
     items: float = 0.0
@@ -77,7 +77,7 @@ class Timed:
 
     @property
     def throughput(self) -> float | None:
-        """Return items per second; None before the second update has ended."""
+        """Return items per second, or None before the end of the second update."""
         return self.items / self.seconds if self.items and self.seconds else None
 
     @property
@@ -88,7 +88,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class _Window:
-    """The updates of a row: from when to when, how many losses, and how many updates the clock has not seen."""
+    """Updates of one row: time range, number of losses, and number of untimed updates."""
 
     since: Bookmark
     until: Bookmark
@@ -98,7 +98,7 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A row whose numbers are on their way from the device.
+    """Row whose numbers are being copied from the device.
 
     numbers   loss sums, items, grad norm; None: one of those that are arriving
     """
@@ -109,19 +109,19 @@ class _Pending:
     arriving: Arriving
 
     def read(self) -> list[float]:
-        """Return all numbers; waits until they are here."""
+        """Return all numbers; blocks until they have arrived."""
         arrived = iter(self.arriving.read().tolist())
         return [next(arrived) if number is None else number for number in self.numbers]
 
 
 class Meter:
-    """Collects what updates were and writes a row every `every` updates.
+    """Collect the results of updates and write a row every `every` updates.
 
-    write        gets each finished row
-    readings     returns what else belongs into a row (loss scale, GPU)
-    watch        where the time of the phase goes
+    write        receives each finished row
+    readings     returns further values of a row (loss scale, GPU)
+    watch        time breakdown of the phase
     is_starting  the first update is the first of its process, and not timed: `restart_clock` follows it
-    send         brings numbers of the device to the host
+    send         copies device numbers to the host
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Meter:
         self.world, self.phase, self.every, self.send = world, phase, every, send
         self.write, self.readings, self.watch = write, readings, watch
         self.last_row: Row = {}
-        self.step_times_ms: deque[float] = deque(maxlen=_KEPT)  # of the newest rows
+        self.step_times_ms: deque[float] = deque(maxlen=_KEPT)  # of the latest rows
         self.timed = Timed()
         self._losses: list[Tensor | float] = []
         self._items: list[Tensor | int | float] = []
@@ -150,7 +150,7 @@ class Meter:
         self._begin_window()
 
     def __call__(self, step: StepInfo) -> None:
-        """Note one update; write a row when one is due."""
+        """Record one update; write a row when one is due."""
         if step.loss_sum is not None:
             self._losses.append(step.loss_sum)
         self._items.append(step.items)
@@ -159,7 +159,7 @@ class Meter:
             self._close_row()
 
     def flush(self) -> None:
-        """Wait for the rows on their way and write them."""
+        """Wait for pending rows and write them."""
         with self.watch.during("logging"):
             while self._pending:
                 self._finish(self._pending.pop(0))
@@ -181,14 +181,14 @@ class Meter:
             "losses": losses,
             "items": [float(count) for count in self._items],
             "items_seen": self.items_seen,
-            # Where the row of a finished phase is still to come, no update will bring these again.
+            # If the row of a finished phase is pending, no later update provides these values.
             "update": last.update if last else None,
             "lr": last.lr if last else None,
             "grad_norm": float(last.grad_norm) if last and last.grad_norm is not None else None,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned."""
+        """Restore what `state` returned."""
         self._losses, self._items = [*state["losses"]], [*state["items"]]
         self.items_seen = float(state["items_seen"])
         if state["update"] is not None:
@@ -197,18 +197,18 @@ class Meter:
         self._begin_window()
 
     def restart_clock(self) -> None:
-        """Forget the time until now, as after the first update, whose start-up does not describe the rest."""
+        """Restart timing, as after the first update, whose start-up time is not representative."""
         self._begin_window()
         self._is_starting = False
 
     def _begin_window(self) -> None:
         self._since = self.watch.bookmark()
-        self._untimed = len(self._items)  # updates of this window that the clock has not seen
+        self._untimed = len(self._items)  # number of untimed updates in this window
 
     def data_wait(self) -> float | None:
-        """Return the share of updates that was spent waiting for data, of those since the last row or else before it.
+        """Return the share of update time spent waiting for data, since the last row or else in it.
 
-        None where it is not known yet. Where a device computes, of those updates that it has come to the end of.
+        None if not known yet. On an accelerator, only updates that the device has completed count.
         """
         found = _data_wait(between(self._since(), self.watch.spent())) if len(self._items) > self._untimed else None
         return self.last_row.get("perf/data_wait") if found is None else found
@@ -230,7 +230,7 @@ class Meter:
                 self._finish(self._pending.pop(0))
 
     def _sent(self, values: Sequence[Tensor | float]) -> tuple[list[float | None], Arriving]:
-        """Send what is on the device to the host, in one copy; numbers of the host stay there."""
+        """Copy the device values to the host in one transfer; host values are kept."""
         numbers = [None if isinstance(value, Tensor) else float(value) for value in values]
         there = [value.to(self.world.device, self.world.widest) for value in values if isinstance(value, Tensor)]
         return numbers, self.send(torch.stack(there) if there else torch.empty(0))
@@ -253,7 +253,7 @@ class Meter:
         self.write(row)
 
     def _timing(self, window: _Window, items: list[float]) -> Row:
-        """Return the throughput so far and where the time went; `items` of each update that the clock has seen."""
+        """Return speed and time breakdown of a window; `items` of each timed update."""
         parts_s = between(window.since(), window.until())
         seconds = sum(parts_s.get(part, 0.0) for part in PARTS)
         if not items or not seconds:
@@ -273,7 +273,7 @@ class Meter:
 
     @staticmethod
     def _check_items(items: list[float], update: int) -> None:
-        """Raise TaskFault with the number of the first update that counts no items, or less; `update` is the last."""
+        """Raise TaskFault with the first update that counts no or negative items; `update` is the last one."""
         for number, count in enumerate(items, update - len(items) + 1):
             if count < 0:
                 raise TaskFault(
@@ -293,8 +293,8 @@ def _data_wait(parts_s: Seconds) -> float | None:
 
 
 def as_line(row: Row) -> str:
-    """Return a row as one line of JSON; numbers that are none become null."""
+    """Return a row as one line of JSON; non-finite numbers become null."""
     return json.dumps(finite(row))
 
 
-_KEPT = 1000  # rows whose speed is remembered
+_KEPT = 1000  # number of rows whose speed is kept

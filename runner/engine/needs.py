@@ -1,4 +1,4 @@
-"""What training takes, traced for the sizes that matter: the whole share of a rank, or what fits of it."""
+"""Trace the memory demand of training at the deciding sizes: the full share of a rank, or what fits of it."""
 
 from __future__ import annotations
 

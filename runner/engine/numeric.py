@@ -1,4 +1,4 @@
-"""Where the numbers of an update stopped being finite: its samples are passed once more, and each module is watched."""
+"""Find where the numbers of an update became non-finite by running its samples again and watching each module."""
 
 from __future__ import annotations
 

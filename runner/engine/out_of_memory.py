@@ -1,4 +1,4 @@
-"""What is told where memory runs out: what was wanted, who holds it, what is largest, and what would help."""
+"""Report an out-of-memory error: requested size, memory users, largest tensors and possible fixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes that were made smaller because memory ran out: what a run remembers of it, so that it does not happen twice.
+"""Remember micro-batch sizes that were reduced after out of memory, so that a resumed run starts with them.
 
 `passes.json` of the run directory has a row for each time. A row holds for the settings under which memory ran out:
 with another micro_batch_size, or on other ranks, a run begins with what is asked for.

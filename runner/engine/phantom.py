@@ -1,4 +1,4 @@
-"""A run followed on weights without content: what the data alone decides is computed, the rest is only followed.
+"""Trace a run on fake weights: operations on data alone are computed, all others are only traced.
 
 Parameters are fake from the moment a module holds them, so a model of any size costs nothing; whatever an operation
 makes of them is fake too. What is made of data alone (masks, counts, lengths) is real, so code whose shapes depend on

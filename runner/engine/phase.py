@@ -1,4 +1,4 @@
-"""One phase: its data, its kind of work and its position. What happens between its updates is in `hooks`."""
+"""Run one phase: its data, its kind of work and its position. Hooks run between its updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An update in which memory runs out is made again, as if it had not begun: nothing of the first try is left.
+"""Retry an update after out of memory, from the state before its first attempt.
 
 What a pass may change is put back: gradients, the random generators, the buffers of the model (statistics of batch
 norms), the loss scale. Samples are those of the update, read again by their numbers, in smaller passes. Where all

@@ -1,4 +1,4 @@
-"""Going on where a run stopped: what may differ from the checkpoint, and putting everything back."""
+"""Resume a run: compare its settings with the checkpoint and restore the state."""
 
 from __future__ import annotations
 

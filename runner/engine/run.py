@@ -1,4 +1,4 @@
-"""A run under way: what it is made of, what it has recorded, and who is told."""
+"""Hold the state of a training run: its parts, its records and its observers."""
 
 from __future__ import annotations
 

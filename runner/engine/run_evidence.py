@@ -1,4 +1,4 @@
-"""What a run has measured of itself, gathered at its end."""
+"""Collect the measurements of a run at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed at the start and at the end of a run."""
+"""Print the reports at the start and at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving a phase beside its training: when, at what cost, whether there is time for one more, and what remains."""
+"""Save checkpoints of a phase in the background: schedule, cost, remaining time and retention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the run is saved, what that costs it, how many checkpoints are kept, and whether there is time for another."""
+"""Decide when to save, how many checkpoints to keep and whether there is time for another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees of a run, and what console.log and events.jsonl keep of it."""
+"""Show a run on the terminal, and copy the output to console.log and events.jsonl."""
 
 from __future__ import annotations
 

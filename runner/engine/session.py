@@ -1,4 +1,4 @@
-"""A run from its configuration to its exit code: directory, plan, resume, training, and what is left behind."""
+"""Run a configuration from start to exit code: directory, plan, resume, training and final records."""
 
 from __future__ import annotations
 

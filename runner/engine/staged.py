@@ -1,4 +1,4 @@
-"""What each stage of a pipeline takes: where its layers are, and the run of its rank, followed on fake weights.
+"""Predict the memory of each pipeline stage: place the layers and trace the run of its rank on fake weights.
 
 It is the real run with torch's own schedule, among ranks that are not there: what they would send has no content.
 """

@@ -1,4 +1,4 @@
-"""What state.json of a checkpoint must hold before anything is put back from it: a good seal says nothing of that."""
+"""Validate state.json of a checkpoint before restoring from it; a valid checksum does not guarantee its content."""
 
 from __future__ import annotations
 

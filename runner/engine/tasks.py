@@ -1,4 +1,4 @@
-"""Loading a task: one of ours by name, or the file named on the command line; nobody else's code."""
+"""Load a task: a built-in one by name, or the file named on the command line, and never any other code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training: walk the phases of a run, resume where it stopped, and tell how it ended."""
+"""Train: run the phases of a run, resume where it stopped, and return how it ended."""
 
 from __future__ import annotations
 

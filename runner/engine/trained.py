@@ -1,4 +1,4 @@
-"""A trained run, opened to be used: its model with the weights of the newest valid checkpoint."""
+"""Open a trained run for use: its model with the weights of the newest valid checkpoint."""
 
 from __future__ import annotations
 

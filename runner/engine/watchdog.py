@@ -1,4 +1,4 @@
-"""What a run waits for and does not get: noticed by a thread, told with the stacks of all threads, and ended.
+"""Detect hangs in a thread, report them with the stacks of all threads, and end the process.
 
 The run says what it does by setting one attribute (`Pulse.now`); it never calls anything here. The thread looks from
 time to time and counts its own looks, not the clock: a process that was stopped, a machine that slept, or a debugger

@@ -1,4 +1,4 @@
-"""Weights that come from elsewhere: a safetensors file a new run begins with, and the way from a pickle to one."""
+"""Load initial weights from a safetensors file, and convert pickle checkpoints to safetensors."""
 
 from __future__ import annotations
 
