@@ -56,7 +56,7 @@ def refuse_secrets(words: Iterable[str], options: Callable[[], Collection[str]] 
     The value of a secret environment variable counts as well, because the shell expands $MY_PASS before we see it.
 
     options  returns the names of options, called only if such a value is found. A value that is also the name of an
-                      option is not a secret, and is kept in files from now on, which could not be read back without it
+             option is not a secret, and is kept in files from now on, which could not be read back without it
     """
     words = tuple(words)
     values = [value for value in _secret_values() if _is_strong(value) and any(value in word for word in words)]

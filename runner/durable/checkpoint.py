@@ -24,29 +24,29 @@ from runner.base.errors import DataError, IncompatibleResume, StorageError
 from runner.durable import files
 from runner.durable.owner import Owner, uid_of
 
-if TYPE_CHECKING:  # to tell valid from damaged, as `status` does, takes no torch
+if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
     from torch import Tensor
 
 FORMAT_VERSION = 1
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
-ANY_RUN = Owner()  # where it is not asked which run a checkpoint is of
+ANY_RUN = Owner()  # accepts checkpoints of any run
 ANOTHER = "name another checkpoint of the run: accel-run status lists them, valid or damaged"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at an update boundary, in host memory; nothing that changes before it is written."""
+    """State of a run at an update boundary, in host memory; must not change until it is written."""
 
     update: int
     tensors: Mapping[str, Mapping[str, Tensor]]  # file stem -> name -> CPU tensor
-    state: Mapping[str, Any]  # JSON; becomes state.json
-    facts: Mapping[str, Any]  # JSON; go into the manifest: epoch, samples, phase, world_size, run_id, run_uid, ...
+    state: Mapping[str, Any]  # JSON; stored in state.json
+    facts: Mapping[str, Any]  # JSON; stored in the manifest: epoch, samples, phase, world_size, run_id, run_uid, ...
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was found valid; its tensors are read when asked for."""
+    """A valid checkpoint; its tensors are read lazily."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -54,19 +54,19 @@ class Loaded:
 
     @property
     def update(self) -> int:
-        """The number of optimizer steps behind it."""
+        """Number of optimizer steps of the checkpoint."""
         return int(self.manifest["update"])
 
     @property
     def stems(self) -> tuple[str, ...]:
-        """What `tensors` can be asked for: "model", "optimizer", "random", ..."""
+        """Valid arguments of `tensors`: "model", "optimizer", "random", ..."""
         names = (entry["name"] for entry in self.manifest["files"])
         return tuple(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
 
     def tensors(self, stem: str) -> dict[str, Tensor]:
-        """Return the CPU tensors of one file by name; what is returned is what was hashed.
+        """Return the CPU tensors of one file by name, verified against their hash.
 
-        Raises DataError where there is no such file, or where it changed since it was checked.
+        Raises DataError if there is no such file, or if it has changed since the verification.
         """
         from safetensors.torch import load as load_tensors
 
@@ -82,27 +82,27 @@ class Loaded:
             )
         try:
             return load_tensors(content)
-        except Exception as error:  # hashes agree, so a stranger wrote it; the reader promises no class of error
+        except Exception as error:  # valid hashes, but untrusted content; the reader may raise anything
             what = f"{name} is not in the safetensors format: {error}"
             raise DataError(what, where=str(self.path), fix=ANOTHER) from error
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """Where to go on from, and what was passed over on the way: (name, reasons), the newest first."""
+    """The checkpoint to resume from, and the rejected ones: (name, reasons), newest first."""
 
     checkpoint: Loaded | None
     skipped: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 def path_of(directory: Path, update: int) -> Path:
-    """Return where the checkpoint of `update` lies in `directory`."""
+    """Return the path of the checkpoint of `update` in `directory`."""
     assert 0 <= update < 10**_NUM_DIGITS
     return directory / f"update-{update:0{_NUM_DIGITS}}"
 
 
 def states_before(start: Loaded) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, state) of each older checkpoint of its run beside `start`; they are not verified."""
+    """Yield (number, state) of each older checkpoint of its run beside `start`, unverified."""
     for other in newest_first(start.path.parent):
         if other.name >= start.path.name:
             continue
@@ -111,22 +111,22 @@ def states_before(start: Loaded) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def rank_stem(stem: str, rank: int) -> str:
-    """Return the file stem for what every rank has its own of, such as the random state."""
+    """Return the file stem of per-rank content, such as the random state."""
     return f"{stem}-rank{rank:05}"
 
 
 def save(
     directory: Path, snapshot: Snapshot, *, anew: bool = False, sync_first: Callable[[], None] = lambda: None
 ) -> Path:
-    """The checkpoint of `snapshot.update` is whole and on disk; returns its path.
+    """Write the checkpoint of `snapshot.update` durably and return its path.
 
-    One that is there already and valid is kept; a damaged one is moved aside.
+    An existing valid one is kept; a damaged one is moved aside.
 
-    anew        a valid one is replaced; after a crash `recover` finds one of the two
-    sync_first  puts on disk what the checkpoint counts on: called before it gets its name
+    anew        replace an existing valid one; after a crash `recover` finds one of the two
+    sync_first  syncs the files that the checkpoint depends on; called before the final rename
 
-    Raises StorageError for whatever goes wrong on the way, which leaves the older checkpoints as they were, and
-    TypeError or ValueError, before anything is written, where the snapshot holds what the format cannot.
+    Raises StorageError if writing fails, which leaves older checkpoints unchanged, and
+    TypeError or ValueError, before anything is written, if the format cannot represent the snapshot.
     """
     _check(snapshot)
     target = path_of(directory, snapshot.update)
@@ -151,13 +151,13 @@ def save(
             files.rename(temporary, target)
             files.fsync_directory(directory)
         except Exception:
-            with suppress(Exception):  # what cannot be removed now is swept when the run is opened again
+            with suppress(Exception):  # removed when the run is opened again
                 _discard(temporary, target if has_the_place else None)
             with suppress(Exception):
                 _settle_replaced(directory)
             raise
         if anew:
-            with suppress(StorageError):  # it is out of sight; the next recovery removes it
+            with suppress(StorageError):  # not visible as a checkpoint; the next recovery removes it
                 _settle_replaced(directory)
     except StorageError:
         raise
@@ -167,9 +167,9 @@ def save(
 
 
 def load(path: Path) -> Loaded:
-    """Return the checkpoint at `path` after checking all of it.
+    """Load and verify the checkpoint at `path`.
 
-    Raises DataError where it is damaged, StorageError where it cannot be read.
+    Raises DataError if it is damaged, StorageError if it cannot be read.
     """
     try:
         return _examine(path)
@@ -178,9 +178,9 @@ def load(path: Path) -> Loaded:
 
 
 def verify(path: Path, run: Owner = ANY_RUN) -> list[str]:
-    """Return what is wrong with the checkpoint at `path`; nothing where it is valid.
+    """Return the problems of the checkpoint at `path`, empty if it is valid.
 
-    run  as for `recover`
+    run  see `recover`
     """
     try:
         _must_be_of(_examine(path), run)
@@ -192,17 +192,17 @@ def verify(path: Path, run: Owner = ANY_RUN) -> list[str]:
 
 
 def recover(directory: Path, run: Owner = ANY_RUN, *, allows_others: bool = False) -> Recovery:
-    """The newest valid checkpoint is found, half written ones are swept, newer ones moved aside.
+    """Find the newest valid checkpoint, remove incomplete ones and move invalid newer ones aside.
 
-    run            one of a run with another name, copied in, is moved aside as a damaged one is
-    allows_others  a checkpoint with the uid of another run is accepted
+    run            checkpoints of another run name, copied in, are moved aside like damaged ones
+    allows_others  accept a checkpoint with the uid of another run
 
-    To be called by who holds the lock of the run. What cannot be read may be good: it is read once more, and moved
-    aside only where there is another one to go on from, since under its name it would later be taken for one that the
-    run has written since.
-    Raises DataError where there are checkpoints and none is valid, on every call, so that a run never starts again at
-    0 in silence (see `set_aside`), IncompatibleResume where the newest has the uid of another run with the same name,
-    and StorageError where one that cannot be read cannot be moved either.
+    The caller must hold the lock of the run. An unreadable checkpoint may be intact: it is read a second time, and
+    moved aside only if there is another one to resume from, since under its name it would later be taken for one that
+    the run has written since.
+    Raises DataError if there are checkpoints but none is valid, on every call, so that a run never silently restarts at
+    update 0 (see `set_aside`), IncompatibleResume if the newest has the uid of another run with the same name,
+    and StorageError if an unreadable one cannot be moved either.
     """
     unswept = [(name, (f"cannot be removed: {reason}",)) for name, reason in files.sweep(directory)]
     try:
@@ -237,17 +237,17 @@ def recover(directory: Path, run: Owner = ANY_RUN, *, allows_others: bool = Fals
 
 
 def newest_valid(directory: Path, run: Owner = ANY_RUN) -> Path | None:
-    """Return where the newest valid checkpoint is, None where there is none; needs no lock."""
+    """Return the path of the newest valid checkpoint, None if there is none; needs no lock."""
     found = load_newest(directory, run)
     return found.path if found else None
 
 
 def load_newest(directory: Path, run: Owner = ANY_RUN) -> Loaded | None:
-    """Return the newest valid checkpoint, None where there is none; changes nothing, so it needs no lock.
+    """Return the newest valid checkpoint, None if there is none; read-only, so it needs no lock.
 
-    Who holds the lock may save and remove older ones meanwhile.
+    The owner of the lock may save and remove checkpoints concurrently.
 
-    run  as for `recover`; one of another run is passed over
+    run  see `recover`; checkpoints of other runs are skipped
     """
     for _ in range(_NUM_LOOKS):
         before = newest_first(directory)
@@ -262,14 +262,14 @@ def load_newest(directory: Path, run: Owner = ANY_RUN) -> Loaded | None:
 
 
 def newest(directory: Path) -> str | None:
-    """Return the name of the newest checkpoint, None where there is none; that it is whole is not looked at."""
+    """Return the name of the newest checkpoint, None if there is none; does not verify it."""
     return next((path.name for path in newest_first(directory)), None)
 
 
 def set_aside(directory: Path) -> int:
-    """No checkpoint is left for `recover` to find, damaged or not; returns how many there were.
+    """Move all checkpoints, damaged or not, out of sight of `recover`; return their number.
 
-    For a run that is told to start afresh (resume=fresh). The folders stay, named `earlier-...`.
+    For a run that restarts from scratch (resume=fresh). The folders remain, renamed to `earlier-...`.
     """
     found = [name for name in files.names(directory) if _NAME.fullmatch(name) or name.startswith((*_ASIDE, _REPLACED))]
     for name in found:
@@ -280,17 +280,17 @@ def set_aside(directory: Path) -> int:
 def retain(
     directory: Path, keep_last: int, best: Path | Collection[Path] | None = None, *, known: set[Path] | None = None
 ) -> None:
-    """The newest `keep_last` checkpoints and the `best` ones are left, and never fewer than two valid ones.
+    """Remove all checkpoints except the newest `keep_last` and the `best` ones; always keep at least two valid ones.
 
-    A crash at any moment leaves each checkpoint whole or out of sight. Raises StorageError.
+    A crash leaves each checkpoint either complete or invisible. Raises StorageError.
 
-    known  checkpoints that were written or found valid by this process, and are not read from end to end once more;
-           those found valid now are added
+    known  checkpoints that this process has written or verified, and does not read again; those
+           verified now are added
     """
     known = set() if known is None else known
     left_over = [name for name in files.names(directory) if name.startswith(_OUTGOING)]
     if left_over:
-        files.fsync_directory(directory)  # it may be this that failed
+        files.fsync_directory(directory)  # this may be the call that failed
     for name in left_over:
         files.remove(directory / name)
     kept = {path.name for path in ((best,) if isinstance(best, Path) else best or ())}
@@ -298,17 +298,17 @@ def retain(
     for path in outgoing:
         hidden = directory / f"{_OUTGOING}{path.name}-{secrets.token_hex(4)}"
         files.rename(path, hidden)
-        files.fsync_directory(directory)  # else a power cut may leave the name with half of its files
+        files.fsync_directory(directory)  # else a power failure may leave the name with only part of its files
         files.remove(hidden)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint took to write.
+    """Time and size of a saved checkpoint.
 
-    nbytes   of its tensors
-    write_s  until it was on disk under its name
-    total_s  until those that it replaces were gone, too
+    nbytes   size of its tensors
+    write_s  seconds until it was durable under its name
+    total_s  seconds until the checkpoints that it replaces were removed
     """
 
     path: Path
@@ -319,14 +319,14 @@ class Saved:
 
 
 class Writer:
-    """Saves snapshots on a thread of its own, one at a time, so that training goes on.
+    """Save snapshots on a background thread, one at a time, while training continues.
 
-    sync_first  puts on disk what a checkpoint counts on, before it gets its name
+    sync_first  syncs the files that a checkpoint depends on, before its final rename
 
-    A save is tried three times, each time in a new folder: a failure before the last is told to `on_retry`.
-    One that fails for good is told to `on_failure`, and training goes on; after three in a row `submit` and `wait`
-    raise. What `check` raises keeps a snapshot from being saved. All callbacks run on the writer's thread. Anything but
-    a StorageError is raised from the next `submit` or `wait`.
+    A save is attempted three times, each time in a new folder: a failure before the last is passed to `on_retry`.
+    A final failure is passed to `on_failure` and training continues; after three in a row `submit` and `wait`
+    raise. If `check` raises, a snapshot is not saved. All callbacks run on the writer's thread. Any error except
+    StorageError is raised by the next `submit` or `wait`.
     """
 
     def __init__(
@@ -342,9 +342,9 @@ class Writer:
     ) -> None:
         self.directory = directory
         self.keep_last = keep_last
-        self.acknowledged: int | None = None  # the last update that is on disk
-        self.last: Saved | None = None  # the last one that was written and cleared up after
-        self.failures: list[StorageError] = []  # all of them, those of retention too
+        self.acknowledged: int | None = None  # last durable update
+        self.last: Saved | None = None  # last checkpoint that was written, including retention
+        self.failures: list[StorageError] = []  # all of them, including those of retention
         self._in_a_row = 0
         self._on_saved = on_saved
         self._on_retry = on_retry
@@ -357,39 +357,39 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def submit(self, snapshot: Snapshot, *, best: Collection[Path] = (), anew: bool = False) -> None:
-        """`snapshot` is being saved; waits only where the one before is still being written, or there is no thread.
+        """Start saving `snapshot`; blocks only while the previous one is being written, or if there is no thread.
 
-        best  checkpoints that are kept whatever their age; the new one may be among them
-        anew  it takes the place of one of the same update
+        best  checkpoints to keep regardless of age; may include the new one
+        anew  replace an existing checkpoint of the same update
 
-        Raises StorageError where the last three saves failed; `snapshot` is then not saved.
+        Raises StorageError if the last three saves failed; `snapshot` is then not saved.
         """
         self.wait()
         self._began, self._update = time.monotonic(), snapshot.update
         thread = threading.Thread(target=self._work, args=(snapshot, best, anew), name="checkpoint-writer")
         try:
             thread.start()
-        except RuntimeError:  # the system gives no more threads: training waits instead
+        except RuntimeError:  # no thread available: save synchronously
             self._work(snapshot, best, anew)
         else:
             self._thread = thread
 
     @property
     def busy_s(self) -> float | None:
-        """For how many seconds a snapshot has been being written, None where none is."""
+        """Return the seconds since the current write started, None if there is none."""
         is_alive = self._thread is not None and self._thread.is_alive()
         return time.monotonic() - self._began if is_alive else None
 
     @property
     def under_way(self) -> tuple[int, int, int] | None:
-        """The update that is being written, and what changes with each step of the disk; None where none is."""
+        """Return the update being written and a counter of disk progress; None if there is none."""
         thread = self._thread
         if thread is None or thread.ident is None or not thread.is_alive():
             return None
         return self._update, thread.ident, files.answers_to(thread.ident)
 
     def wait(self) -> int | None:
-        """Nothing is being written any more; returns the last update on disk. Raises as `submit` does."""
+        """Wait for pending writes; return the last durable update. Raises as `submit` does."""
         self.close()
         if self._fault is not None:
             fault, self._fault = self._fault, None
@@ -406,7 +406,7 @@ class Writer:
         return self.acknowledged
 
     def close(self) -> None:
-        """The thread has ended. Raises nothing, so that it can be called while another error is on its way."""
+        """Stop the thread. Never raises, so that it can be called while another error propagates."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -435,15 +435,15 @@ class Writer:
             self._on_saved(path)
             try:
                 retain(self.directory, self.keep_last, best, known=self._valid)
-            except StorageError as error:  # too many checkpoints are no reason to stop saving
+            except StorageError as error:  # too many checkpoints do not prevent saving
                 self._report(error)
             nbytes = sum(tensor.nbytes for tensors in snapshot.tensors.values() for tensor in tensors.values())
             self.last = Saved(path, snapshot.update, nbytes, write_s, time.monotonic() - self._began)
-        except BaseException as fault:  # carried to the thread that trains
+        except BaseException as fault:  # re-raised in the training thread
             self._fault = fault
 
     def _saved(self, snapshot: Snapshot, anew: bool) -> Path:
-        """The snapshot is on disk; returns its path. Raises the StorageError of the last attempt."""
+        """Write the snapshot and return its path. Raises the StorageError of the last attempt."""
         for pause_s in PAUSES_S:
             try:
                 return save(self.directory, snapshot, anew=anew, sync_first=self._sync_first)
@@ -458,7 +458,7 @@ class Writer:
 
 
 class NoWriter:
-    """Saves nothing: what a rank has in the place of a Writer where another one writes."""
+    """Writer that saves nothing, for ranks other than the one that writes."""
 
     failures: tuple[StorageError, ...] = ()
     last: Saved | None = None
@@ -469,7 +469,7 @@ class NoWriter:
         self.acknowledged: int | None = None
 
     def submit(self, snapshot: Snapshot, *, best: Collection[Path] = (), anew: bool = False) -> None:
-        """Take the snapshot for saved."""
+        """Mark the snapshot as saved."""
         self.acknowledged = snapshot.update
 
     def wait(self) -> int | None:
@@ -481,7 +481,7 @@ class NoWriter:
 
 
 def _check(snapshot: Snapshot) -> None:
-    """Raise TypeError or ValueError where the format cannot hold the snapshot."""
+    """Raise TypeError or ValueError if the format cannot represent the snapshot."""
     from runner.durable.tensors import fault
 
     json.dumps([snapshot.state, snapshot.facts])
@@ -496,7 +496,7 @@ def _check(snapshot: Snapshot) -> None:
 
 
 def _write(temporary: Path, snapshot: Snapshot) -> None:
-    """The folder `temporary` is whole and on disk, except for its own name."""
+    """Write the folder `temporary` durably, except for its own name."""
     files.new_directory(temporary)
     entries = []
     for name, chunks in _contents(snapshot):
@@ -508,15 +508,15 @@ def _write(temporary: Path, snapshot: Snapshot) -> None:
 
 
 def _discard(temporary: Path, target: Path | None) -> None:
-    """A save that failed is gone; from under the final name, if it may have it, first, in one step, and on disk."""
+    """Remove a failed save; if it may have the final name, rename it away atomically and durably first."""
     if target is not None and files.exists(target):
         files.rename(target, temporary)
-        files.fsync_directory(target.parent)  # else a power cut may leave the name with half of its files
+        files.fsync_directory(target.parent)  # else a power failure may leave the name with only part of its files
     files.remove(temporary)
 
 
 def _settle_replaced(directory: Path) -> None:
-    """A checkpoint that is replaced is gone; one whose place nothing has taken has its name again, on disk."""
+    """Remove replaced checkpoints, and durably restore the name of one that has no replacement yet."""
     for name in files.names(directory):
         if not name.startswith(_REPLACED):
             continue
@@ -530,7 +530,7 @@ def _settle_replaced(directory: Path) -> None:
 
 
 def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[bytes | memoryview]]]:
-    """Yield the files before the manifest, in pieces."""
+    """Yield the files before the manifest, in chunks."""
     from runner.durable.tensors import pieces
 
     for stem, tensors in snapshot.tensors.items():
@@ -539,14 +539,14 @@ def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[bytes | memory
 
 
 def sealed(manifest: Mapping[str, Any]) -> bytes:
-    """Return the text of a manifest, its first key the hash of all the rest in canonical JSON."""
-    rest = json.loads(json.dumps(manifest))  # as a reader will see it: keys are text, tuples are lists
+    """Serialize a manifest; its first key is the hash of the others in canonical JSON."""
+    rest = json.loads(json.dumps(manifest))  # as a reader sees it: string keys, lists for tuples
     canonical = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
     return json.dumps({"sha256": hashlib.sha256(canonical).hexdigest(), **rest}, indent=1).encode() + b"\n"
 
 
 class _Damaged(Exception):
-    """What is wrong with a checkpoint that can be read."""
+    """A readable but damaged checkpoint."""
 
     def __init__(self, *reasons: str) -> None:
         super().__init__("; ".join(reasons))
@@ -554,17 +554,17 @@ class _Damaged(Exception):
 
 
 class _Foreign(_Damaged):
-    """That a checkpoint is of another run."""
+    """A checkpoint of another run."""
 
 
 class _Namesake(_Foreign):
-    """That a checkpoint is of another run with the same name, such as one in another output_root."""
+    """A checkpoint of another run with the same name, such as one in another output_root."""
 
 
 def _must_be_of(found: Loaded, run: Owner, *, allows_others: bool = False) -> None:
-    """Raise _Foreign where the checkpoint is of another run; the numbers of updates would be its own.
+    """Raise _Foreign if the checkpoint belongs to another run, whose update numbers are unrelated.
 
-    The uid decides where both have one: a run that was renamed keeps it.
+    The uid takes precedence if both have one: a renamed run keeps it.
     """
     has_other_uid = run.has_other_uid(found.manifest)
     if has_other_uid is False or (has_other_uid and allows_others):
@@ -591,7 +591,7 @@ def _must(holds: bool, otherwise: str) -> None:
 
 
 def _examine(path: Path) -> Loaded:
-    """Return the checkpoint at `path`. Raises _Damaged, and StorageError where it cannot be read."""
+    """Return the checkpoint at `path`. Raises _Damaged, and StorageError if it cannot be read."""
     _must(files.is_plain_directory(path), "it must be a folder, but is a link, a file or not there")
     present = files.names(path)
     for name in present:
@@ -609,7 +609,7 @@ def _examine(path: Path) -> Loaded:
 
 
 def _examine_twice(path: Path) -> Loaded:
-    """Return the checkpoint, also where the system could not read it for a moment. Raises as `_examine` does."""
+    """Like `_examine`, with a second attempt after a transient read error."""
     try:
         return _examine(path)
     except StorageError:
@@ -618,7 +618,7 @@ def _examine_twice(path: Path) -> Loaded:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest, every field of which can be relied on. Raises _Damaged."""
+    """Parse and validate the manifest. Raises _Damaged."""
     _must(files.size_of(path) <= _MANIFEST_BYTES, f"{MANIFEST} must have at most {_MANIFEST_BYTES} bytes")
     text = files.read(path, at_most=_MANIFEST_BYTES)
     manifest = _parse(text)
@@ -642,7 +642,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _is_sealed(manifest: Mapping[str, Any], text: bytes) -> bool:
-    """Tell whether `text` is, byte for byte, what `sealed` makes of it: even a changed space is noticed."""
+    """Return whether `text` is byte for byte the output of `sealed`: even changed whitespace is detected."""
     try:
         return sealed({key: value for key, value in manifest.items() if key != "sha256"}) == text
     except RecursionError:
@@ -675,7 +675,7 @@ def _file_problems(path: Path, entries: list[dict[str, Any]], present: set[str])
 
 
 def _parse(text: bytes) -> Any:
-    """Return what the JSON `text` holds, None where it is not JSON."""
+    """Parse JSON; return None if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -687,7 +687,7 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def _superfluous(directory: Path, keep_last: int, known: set[Path]) -> list[Path]:
-    """Return what is older than both the newest `keep_last` checkpoints and the two newest valid ones."""
+    """Return checkpoints older than both the newest `keep_last` and the two newest valid ones."""
     paths = newest_first(directory)
     if len(paths) <= max(keep_last, _NUM_VALID):
         return []
@@ -695,7 +695,7 @@ def _superfluous(directory: Path, keep_last: int, known: set[Path]) -> list[Path
     for position, path in enumerate(paths):
         if position >= keep_last and num_valid >= _NUM_VALID:
             return paths[position:]
-        if num_valid < _NUM_VALID:  # two are enough to know
+        if num_valid < _NUM_VALID:  # no need to verify more
             if path not in known and not verify(path):
                 known.add(path)
             num_valid += path in known
@@ -703,7 +703,7 @@ def _superfluous(directory: Path, keep_last: int, known: set[Path]) -> list[Path
 
 
 def _move_aside(path: Path, word: str) -> None:
-    """`path` is called `<word>-<name>-<n>` with the first n that is free, on disk."""
+    """Durably rename `path` to `<word>-<name>-<n>` with the first free n."""
     number = 1
     while files.exists(aside := path.with_name(f"{word}-{path.name}-{number}")):
         number += 1
@@ -721,13 +721,13 @@ def _none_valid(directory: Path, passed_over: list[tuple[str, tuple[str, ...]]],
 
 
 _NUM_DIGITS = 10
-_NUM_VALID = 2  # never fewer are kept
-_MOMENT_S = 0.1  # for a disk or a limit to recover
-_NUM_LOOKS = 10  # for one that is there from the first look at its name to the last
-_NUM_FAILURES = 3  # in a row, then saving is given up
-PAUSES_S = (0.5, 1.0)  # before the second and the third attempt at one save
+_NUM_VALID = 2  # minimum number to keep
+_MOMENT_S = 0.1  # s for a disk or a limit to recover
+_NUM_LOOKS = 10  # attempts to read a checkpoint that changes during verification
+_NUM_FAILURES = 3  # consecutive failures after which saving stops
+PAUSES_S = (0.5, 1.0)  # s before the second and the third attempt of a save
 _MANIFEST_BYTES = 16 << 20  # a manifest has about 200 bytes per file
-_STATE_BYTES = 256 << 20  # it has no tensors, but the generators of every rank
+_STATE_BYTES = 256 << 20  # no tensors, but the generators of every rank
 _SUFFIX = ".safetensors"
 _OUTGOING = f"{files.TEMPORARY}old-"
 _REPLACED = "replaced-"

@@ -29,20 +29,20 @@ from runner.base.words import shortened
 from runner.durable import files
 from runner.durable.owner import Owner, owner_of
 
-LAST = "last"  # in place of a name: the newest run
-SWEEP = "sweep.json"  # in the folder of a sweep, which lies where runs do and holds those of its trials
+LAST = "last"  # alias: the newest run
+SWEEP = "sweep.json"  # in the folder of a sweep, which is beside the runs and contains those of its trials
 
 
 class RunDirectory:
-    """One run's folder. Whoever holds its lock may write all of it, others only what can be made again.
+    """The folder of one run. The owner of its lock may write all of it, others only files that can be recreated.
 
-    Made by `create_or_open` (takes the lock), `join` (a rank whose launcher holds the lock) or `find` (reads).
+    Created by `create_or_open` (takes the lock), `join` (a rank whose launcher has the lock) or `find` (read-only).
 
-    path   from the root of the file system: a task may go to another folder
-    shown  as it was given
-    is_new there was no such folder before
-    lacked_lock  it was there, but no lock file in it: somebody has removed that
-    skipped  names of newer runs that `last` does not mean
+    path   absolute: a task may change the working directory
+    shown  as given by the user
+    is_new the folder did not exist before
+    lacked_lock  the folder existed, but its lock file had been removed
+    skipped  names of newer runs that `last` skipped
     """
 
     skipped: tuple[str, ...] = ()
@@ -57,14 +57,14 @@ class RunDirectory:
 
     @classmethod
     def create_or_open(cls, root: Path, name: str, *, of_a_sweep: bool = False) -> RunDirectory:
-        """The folder `name` in `root` is there and locked, and what a crash left half written in it is swept away.
+        """Create or open and lock the folder `name` in `root`, and remove incomplete files that a crash left.
 
-        What is found in it is on disk, also where the process that made it was killed before it came to that.
+        Existing names in it are synced, in case the process that created them was killed before it did.
 
-        of_a_sweep  it holds the runs of a sweep, and is none itself
-        Raises ConfigError for a name that is not allowed or that of the other kind, SecurityRefusal where the folder is
-        a link, RunInUse where another process holds it, CannotCreate, and AccelRunError with exit code 77 where
-        permission is missing.
+        of_a_sweep  it contains the runs of a sweep and is not a run itself
+        Raises ConfigError for an invalid name or one of the other kind, SecurityRefusal if the folder is
+        a link, RunInUse if another process has the lock, CannotCreate, and AccelRunError with exit code 77 without
+        permission.
         """
         check_name(name)
         path = (root / name).absolute()
@@ -98,7 +98,7 @@ class RunDirectory:
             files.sync_names_of(path)
             files.sweep(path)
             if not of_a_sweep:
-                files.fsync_directory(run.inner("checkpoints"))  # who named the newest may have been killed before that
+                files.fsync_directory(run.inner("checkpoints"))  # its creator may have been killed before this
         except SecurityRefusal:
             run.release()
             raise
@@ -109,16 +109,16 @@ class RunDirectory:
 
     @classmethod
     def join(cls, path: Path) -> RunDirectory:
-        """Return the directory for a rank of the run, whose launcher holds the lock and waits for it."""
+        """Return the directory for a rank of the run, whose launcher has the lock and waits for it."""
         return cls(path, writable=True)
 
     @classmethod
     def find(cls, root: Path, run: str = LAST) -> RunDirectory:
-        """Return an existing run for reading: the newest one ("last"), one in `root` by name, or one by its path.
+        """Open an existing run for reading: the newest ("last"), one in `root` by name, or one by path.
 
-        A run of a sweep in `root` has its name too. The newest run is one that has an update, so that a start that
-        failed does not hide the run before it; `skipped` of the result then has the newer ones. Where none has, it is
-        the newest of all. Raises InputMissing with the names that exist.
+        Runs of a sweep in `root` are found by name too. The newest run is the newest with an update, so that a failed
+        start does not hide the run before it; `skipped` of the result then has the newer ones. If none has an update,
+        it is the newest of all. Raises InputMissing with the existing names.
         """
         known = runs(root)
         if run == LAST:
@@ -145,13 +145,13 @@ class RunDirectory:
 
     @property
     def owner(self) -> Owner:
-        """The run as its checkpoints name it, as far as run.json knows."""
+        """Identity of the run for its checkpoints, as far as run.json has it."""
         return owner_of(files.read_object(self.run_json), self.name)
 
     def write(self, name: str, data: bytes | str) -> Path:
-        """The file `name`, a path inside this directory, holds `data` and is on disk; returns its path.
+        """Write `data` durably to the file `name`, a path inside this directory; return its path.
 
-        Without the lock only `report.html`, and what lies in `predictions`, `plots`, `profile` and `export`.
+        Without the lock only `report.html` and files in `predictions`, `plots`, `profile` and `export` can be written.
         Raises StorageError.
         """
         path = self._place(name)
@@ -160,7 +160,7 @@ class RunDirectory:
         return path
 
     def write_all(self, contents: Mapping[str, bytes | str]) -> None:
-        """Write files as `write` does, with one wait for the disk. Raises as it does."""
+        """Write files as `write` does, with a single sync. Raises as it does."""
         paths = {self._place(name): data for name, data in contents.items()}
         for folder in dict.fromkeys(tuple(name.split("/")[:-1]) for name in contents):
             self.inner(*folder)
@@ -173,9 +173,9 @@ class RunDirectory:
         return self.path.joinpath(*parts)
 
     def inner(self, *parts: str) -> Path:
-        """The folder of these names inside the run is there and is no link; returns its path.
+        """Create the folder with these names inside the run and return its path.
 
-        Raises SecurityRefusal where a link leads out, StorageError.
+        Raises SecurityRefusal for a link that leads outside, and StorageError.
         """
         path = self.path
         for part in parts:
@@ -186,13 +186,13 @@ class RunDirectory:
         return path
 
     def check_place(self, warn: Callable[[str], None]) -> None:
-        """See that the folder is there and that nobody else can write to it, as before each save.
+        """Check before each save that the folder exists and that no other process can write to it.
 
-        One that was moved is written to where it is now, because its descriptor follows it. A lock file that was
-        removed is created again.
+        A moved folder is written to at its new place, because its descriptor follows it. A removed lock file
+        is created again.
 
-        warn  receives each of both, each time that it is seen
-        Raises StorageError where the folder was deleted, RunInUse where another process has its lock.
+        warn  called with a message about each of these, each time
+        Raises StorageError if the folder was deleted, RunInUse if another process has its lock.
         """
         if self._lock is None:
             return
@@ -212,7 +212,7 @@ class RunDirectory:
             warn(f"{_LOCK} of the run directory was removed and is created again: without it two processes could write")
 
     def discard(self) -> None:
-        """The folder of a new run that came to nothing is gone, with all that is in it. Raises StorageError."""
+        """Remove the folder of a new run that failed to start, with all its content. Raises StorageError."""
         assert self.is_new, f"{self.path} was there before"
         for name in files.names(self.path):
             files.remove(self.path / name)
@@ -220,7 +220,7 @@ class RunDirectory:
         files.remove(self.path)
 
     def release(self) -> None:
-        """Other processes may open the run; a second release does nothing."""
+        """Release the lock; a no-op the second time."""
         if self._lock is not None:
             unpin(self.path)
             self._lock.release()
@@ -234,77 +234,77 @@ class RunDirectory:
 
     @property
     def config(self) -> Path:
-        """The composed configuration."""
+        """Path of the composed configuration."""
         return self.path / "config.yaml"
 
     @property
     def overrides(self) -> Path:
-        """What was typed on the command line."""
+        """Path of the command-line overrides."""
         return self.path / "overrides.yaml"
 
     @property
     def command(self) -> Path:
-        """What makes the run again."""
+        """Path of the command that reproduces the run."""
         return self.path / "command.sh"
 
     @property
     def plan(self) -> Path:
-        """What the program derived, with the reasons."""
+        """Path of the plan: derived values with their reasons."""
         return self.path / "plan.json"
 
     @property
     def environment(self) -> Path:
-        """Hardware and versions."""
+        """Path of the record of hardware and versions."""
         return self.path / "environment.json"
 
     @property
     def run_json(self) -> Path:
-        """Who the run is and how it stands."""
+        """Path of the run's identity and state."""
         return self.path / "run.json"
 
     @property
     def metrics(self) -> Path:
-        """One line per reported update; the truth that observers are fed from."""
+        """Path of the metrics, one line per logged update; the source of all displays and trackers."""
         return self.path / "metrics.jsonl"
 
     @property
     def gpu_csv(self) -> Path:
-        """What the monitor saw of the devices."""
+        """Path of the device monitor's samples."""
         return self.path / "gpu.csv"
 
     @property
     def events(self) -> Path:
-        """What happened: starts, saves, stops, faults."""
+        """Path of the events: starts, saves, stops, errors."""
         return self.path / "events.jsonl"
 
     @property
     def console(self) -> Path:
-        """What the terminal showed."""
+        """Path of the terminal output."""
         return self.path / "console.log"
 
     @property
     def error(self) -> Path:
-        """Why the run ended, where it did not end well."""
+        """Path of the error that ended the run, if any."""
         return self.path / "error.json"
 
     @property
     def report(self) -> Path:
-        """The page for people."""
+        """Path of the HTML report."""
         return self.path / "report.html"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def predictions(self) -> Path:
-        """The folder of what inference wrote."""
+        """Folder of the results of inference."""
         return self.path / "predictions"
 
     @property
     def plots(self) -> Path:
-        """The folder of pictures."""
+        """Folder of the plots."""
         return self.path / "plots"
 
 
@@ -315,7 +315,7 @@ def default_name(task: str) -> str:
 
 
 def runs(root: Path, *, in_sweeps: bool = True) -> list[Path]:
-    """Return the runs in `root`, those of its sweeps among them, the one that was written to last first."""
+    """Return the runs in `root`, including those of its sweeps, last modified first."""
     paths = [root / name for name in files.names(root)]
     if in_sweeps:
         paths += [sweep / name for sweep in paths if is_sweep(sweep) for name in files.names(sweep)]
@@ -329,12 +329,12 @@ def sweeps(root: Path) -> list[Path]:
 
 
 def find_sweep(root: Path, name: str) -> Path | None:
-    """Return the folder of a sweep, in `root` by name or by its path; None where it is none."""
+    """Return the folder of a sweep, in `root` by name or by path; None if it is not one."""
     return next((path for path in (root / name, Path(name).expanduser()) if is_sweep(path)), None)
 
 
 def is_sweep(path: Path) -> bool:
-    """Tell whether the folder holds the runs of a sweep."""
+    """Return whether the folder contains the runs of a sweep."""
     try:
         return _is_folder(path) and (path / SWEEP).exists()
     except OSError:
@@ -344,7 +344,7 @@ def is_sweep(path: Path) -> bool:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a name too long, or a folder that is not ours to look into
+    except OSError:  # name too long, or no permission
         return False
 
 
@@ -356,7 +356,7 @@ def _is_run(path: Path) -> bool:
 
 
 def last_written(path: Path) -> float:
-    """Return when run.json or metrics.jsonl in `path` was last written, 0 where neither is there."""
+    """Return the last modification time of run.json or metrics.jsonl in `path`, 0 if neither exists."""
     written = 0.0
     for name in ("run.json", "metrics.jsonl"):
         try:
@@ -367,7 +367,7 @@ def last_written(path: Path) -> float:
 
 
 def _has_update(path: Path) -> bool:
-    """Tell whether the run in `path` has finished an update: before its first row only events.jsonl has it."""
+    """Return whether the run in `path` has completed an update; before the first metrics row only events.jsonl has it."""
     if files.read_last_row(path / "metrics.jsonl"):
         return True
     try:
@@ -379,12 +379,12 @@ def _has_update(path: Path) -> bool:
 
 
 def is_name(name: str) -> bool:
-    """Tell whether a run may be called that."""
+    """Return whether the name is valid for a run."""
     return name != LAST and _NAME.fullmatch(name) is not None
 
 
 def is_plain_path(name: str) -> bool:
-    """Tell whether a file in a run may be called that: letters, digits, '.', '_' and '-' between slashes."""
+    """Return whether the path is valid for a file in a run: letters, digits, '.', '_' and '-' between slashes."""
     return all(_NAME.fullmatch(part) and len(part) <= _NAME_LETTERS for part in name.split("/"))
 
 
@@ -415,7 +415,7 @@ def _in_use(name: str, note: str) -> RunInUse:
         holder = json.loads(note)
         pid, host, started = int(holder["pid"]), str(holder["host"]), str(holder["started"])
         who = f"process {pid} on {host} since {started}"
-    except (ValueError, KeyError, TypeError):  # the holder is just about to write it
+    except (ValueError, KeyError, TypeError):  # the lock's owner is about to write it
         who = "another process"
     return RunInUse(
         f"the run directory is in use by {who}",
@@ -432,7 +432,7 @@ def _cannot_create(error: StorageError) -> AccelRunError:
         denied = AccelRunError(what, where=problem.where, fix="set output_root to a folder that you may write to")
         denied.exit_code = Exit.PERMISSION
         return denied
-    if error.exit_code != StorageError.exit_code:  # a limit of the system: elsewhere it would be the same
+    if error.exit_code != StorageError.exit_code:  # a system limit would fail in any other folder, too
         return error
     return CannotCreate(what, where=problem.where, fix=problem.fix or "set output_root to another folder")
 
@@ -447,7 +447,7 @@ def _offer(run: str, known: list[Path]) -> str:
 
 _LOCK = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_NAME_LETTERS = 200  # systems take 255, and the runs of a sweep are called NAME-1, NAME-2, ...
+_NAME_LETTERS = 200  # systems allow 255, and the runs of a sweep are named NAME-1, NAME-2, ...
 _SIGNS_OF_A_RUN = ("run.json", "metrics.jsonl", "config.yaml", "checkpoints")
 _MADE_AGAIN = frozenset({"report.html", "predictions", "plots", "profile", "export"})
 _START_ONE = "start one with: accel-run train"

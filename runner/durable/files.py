@@ -24,14 +24,14 @@ from runner.base.pinned import beside
 from runner.base.secret import redacted
 from runner.durable.system import System
 
-TEMPORARY = ".tmp-"  # how the names begin of what a crash may leave behind; swept when a run is opened
+TEMPORARY = ".tmp-"  # prefix of incomplete files; removed when a run is opened
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
-    """`path` holds `data` and is on disk; a crash at any moment leaves the old content or the new, whole.
+    """Write `data` to `path` atomically and durably; a crash leaves either the old content or the new.
 
-    Secrets in a text are replaced; bytes are written as they are.
-    Raises StorageError; the old content is then still there.
+    Secrets in text are redacted; bytes are written unchanged.
+    Raises StorageError; the old content then remains.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
     write_new(temporary, [redacted(data).encode() if isinstance(data, str) else data])
@@ -45,17 +45,17 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 
 
 def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
-    """Each path holds its content and is on disk, as after `atomic_write` of each, with one sync for all of them.
+    """Write each path atomically and durably, like `atomic_write`, with one sync for all of them.
 
-    To sync each of a thousand small files waits a thousand times for the disk. A crash leaves of each file the old
-    content or the new, whole. Where the system has no sync of a file system, each file is synced; so are few files, as
-    the other sync writes what every program has written there.
-    Raises StorageError; the files written until then may have their old content or their new.
+    Syncing a thousand small files one by one waits for the disk a thousand times. A crash leaves for each file either
+    the old content or the new. Files are synced one by one if the system cannot sync a file system, or if they are
+    few, because a sync of the file system also writes the data of all other programs.
+    Raises StorageError; each file then has either its old content or its new.
     """
     temporaries: dict[Path, Path] = {}
     folders = list(dict.fromkeys(path.parent for path in contents))
     with ExitStack() as stack:
-        # Opened before anything is written: a sync reports the errors of writing since its descriptor was opened.
+        # Opened before any write: a sync reports write errors since its descriptor was opened.
         opened = [stack.enter_context(_opened(folder)) for folder in folders]
         try:
             for path, data in contents.items():
@@ -66,7 +66,7 @@ def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
                 for temporary in temporaries.values():
                     with _opened(temporary, os.O_RDWR | os.O_NOFOLLOW) as (_, descriptor), storage("sync", temporary):
                         _system.fsync(descriptor)
-            for path in contents:  # after the sync: a name is never there without its content
+            for path in contents:  # after the sync: a name never exists without its content
                 rename(temporaries[path], path)
                 del temporaries[path]
         finally:
@@ -88,7 +88,7 @@ def _opened(path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> Iterator[t
 
 
 def _is_file_system_synced(folder: Path, descriptor: int) -> bool:
-    """Sync the file system of a folder; return False where the system has no such call."""
+    """Sync the file system of a folder; return False if the system cannot."""
     with storage("sync the file system of", folder):
         try:
             _system.sync_file_system(descriptor)
@@ -102,11 +102,11 @@ def _is_file_system_synced(folder: Path, descriptor: int) -> bool:
 def write_new(
     path: Path, chunks: Sequence[bytes | bytearray | memoryview], *, is_synced: bool = True
 ) -> tuple[int, str]:
-    """`path` is a new file with the content of `chunks`, synced; returns its size in bytes and its SHA-256.
+    """Create the file `path` with the content of `chunks` and sync it; return its size in bytes and its SHA-256.
 
-    The hash is taken of what is handed to the system, not of what is read back, and beside the writing; nobody may
-    change the chunks meanwhile. The name is durable only after `fsync_directory`. Raises StorageError where the name
-    is taken, even by a link; a file half written is removed.
+    The hash is computed from the chunks, not from the file, in parallel with writing; the chunks must not
+    change meanwhile. The name is durable only after `fsync_directory`. Raises StorageError if the name
+    exists, even as a link; an incomplete file is removed.
     """
     views = [memoryview(chunk).cast("B") for chunk in chunks]
     with storage("write", path), closing(_Hash(views)) as hashed:
@@ -126,9 +126,9 @@ def write_new(
 
 
 def make_directory(path: Path) -> None:
-    """`path` is a folder, with missing parents, each new one 0700, and the names of all of them are on disk.
+    """Create the folder `path` and missing parents with mode 0700, and sync their names.
 
-    Names above an existing parent are taken to be on disk; see `sync_names_of`.
+    Names above an existing parent are assumed durable; see `sync_names_of`.
     """
     if not _is_directory(path):
         make_directory(path.parent)
@@ -136,22 +136,22 @@ def make_directory(path: Path) -> None:
             try:
                 _system.mkdir(path)
             except FileExistsError:
-                if not _is_directory(path):  # else another process was as quick
+                if not _is_directory(path):  # else another process created it concurrently
                     raise
-    fsync_directory(path.parent)  # also of a folder that is there: who made it may not have come so far
+    fsync_directory(path.parent)  # also if the folder exists: its creator may not have synced it yet
 
 
 def new_directory(path: Path) -> None:
-    """`path` is a new folder, 0700; its name is on disk only after `fsync_directory`."""
+    """Create the folder `path` with mode 0700; its name is durable only after `fsync_directory`."""
     with storage("create the folder", path):
         _system.mkdir(path)
 
 
 def sync_names_of(path: Path) -> None:
-    """The name of `path`, and those of the folders it lies in on the same file system, are on disk.
+    """Sync the name of `path`, and those of its parents on the same file system.
 
-    For a folder that a process may have made that was killed before it came to that. Folders above the first one
-    that may not be opened are somebody else's, and are taken to be on disk.
+    For a folder whose creator may have been killed before it synced. From the first parent that cannot be
+    opened, folders belong to other users and are assumed durable.
     """
     device = _device_of(path)
     for folder in path.absolute().parents:
@@ -171,9 +171,9 @@ def _device_of(path: Path) -> int:
 
 
 def fsync_directory(path: Path) -> None:
-    """The names in the folder `path` are on disk.
+    """Sync the names in the folder `path`.
 
-    File systems that cannot sync folders (EINVAL, ENOTSUP: some network and FUSE mounts) promise nothing more.
+    A no-op on file systems that cannot sync folders (EINVAL, ENOTSUP: some network and FUSE mounts).
     """
     with storage("sync the folder", path):
         descriptor = _system.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -187,21 +187,21 @@ def fsync_directory(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """`source` is called `target`; on disk only after `fsync_directory`."""
+    """Rename `source` to `target`; durable only after `fsync_directory`."""
     with storage("rename", source):
         _system.rename(source, target)
 
 
 def remove(path: Path) -> None:
-    """`path` is gone: a file, a link (not what it points to) or a folder with all that is in it."""
+    """Remove `path`: a file, a link (not its target) or a folder with its content."""
     with storage("remove", path):
         _remove(path)
 
 
 def sweep(directory: Path) -> tuple[tuple[str, str], ...]:
-    """What a crash left half made in `directory` is gone; returns (name, reason) of what could not be removed."""
+    """Remove incomplete files that a crash left in `directory`; return (name, reason) of those that remain."""
     failed = []
-    is_hidden = False  # on disk too: a name taken apart must not come back as the one it had before
+    is_hidden = False  # durably: a partly removed folder must not reappear under its original name
     for name in names(directory):
         if name.startswith(TEMPORARY):
             try:
@@ -215,7 +215,7 @@ def sweep(directory: Path) -> tuple[tuple[str, str], ...]:
 
 
 def names(directory: Path) -> list[str]:
-    """Return the sorted names in `directory`; a folder that is not there has none."""
+    """Return the sorted names in `directory`, empty if it does not exist."""
     with storage("list", directory):
         try:
             return _names_in(directory)
@@ -224,7 +224,7 @@ def names(directory: Path) -> list[str]:
 
 
 def is_plain_directory(path: Path) -> bool:
-    """Tell whether `path` is a folder and not a link to one."""
+    """Return whether `path` is a folder and not a link to one."""
     return stat.S_ISDIR(_mode(path))
 
 
@@ -234,7 +234,7 @@ def is_plain_file(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Tell whether the name is taken, also by a link that leads nowhere."""
+    """Return whether the name exists, even as a broken link."""
     return _mode(path) != 0
 
 
@@ -245,7 +245,7 @@ def size_of(path: Path) -> int:
 
 
 def read(path: Path, *, at_most: int | None = None) -> bytes:
-    """Return the content of the regular file `path`; StorageError where it has more than `at_most` bytes."""
+    """Return the content of the regular file `path`. Raises StorageError if it exceeds `at_most` bytes."""
     with storage("read", path), open(_open_plain(path), "rb") as file:
         if at_most is None:
             return file.read()
@@ -256,13 +256,13 @@ def read(path: Path, *, at_most: int | None = None) -> bytes:
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of the regular file `path` in hexadecimal."""
+    """Return the SHA-256 of the regular file `path` as hexadecimal digits."""
     with storage("read", path), open(_open_plain(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file `path`; an empty one where it is missing, damaged or something else."""
+    """Return the JSON object in the file `path`, an empty one if it is missing, damaged or no object."""
     try:
         content = json.loads(read(path, at_most=_OBJECT_BYTES))
     except (StorageError, ValueError, RecursionError):
@@ -271,27 +271,27 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def mapped(value: object) -> dict[str, Any]:
-    """Return an object of a file that a stranger may have written, an empty one where it is something else."""
+    """Return `value` if it is a mapping, else an empty one; for untrusted files."""
     return value if isinstance(value, dict) else {}
 
 
 def listed(value: object) -> list[Any]:
-    """Return a list of such a file likewise."""
+    """Return `value` if it is a list, else an empty one; for untrusted files."""
     return value if isinstance(value, list) else []
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the lines of the file `path`; other lines are left out, a file not there has none.
+    """Yield the JSON objects in the lines of the file `path`, skipping other lines; none if it does not exist.
 
-    Nothing but a regular file is read, and no line of more than a megabyte: a stranger may have made it.
+    Reads regular files only, and no line of more than a megabyte: the file may be untrusted.
     """
     return (row for row in read_lines(path) if row is not None)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield what `read_rows` does, and None for each line that holds no JSON object but the last one.
+    """Like `read_rows`, but yield None for each invalid line except the last one.
 
-    The last one may be half written: a run that goes on is being read.
+    The last line may be incomplete while a run is writing it.
     """
     with suppress(OSError), open(_open_plain(path), "rb") as file:
         while line := file.readline(_LINE_BYTES):
@@ -301,11 +301,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def read_last_row(path: Path, key: str | None = None) -> dict[str, Any]:
-    """Return the last JSON object in the lines of the file `path`, an empty one where there is none.
+    """Return the last JSON object in the lines of the file `path`, an empty one if there is none.
 
-    Only the end of the file is read.
+    Reads only the end of the file.
 
-    key  the object must have it, and not as null
+    key  required key with a value other than null
     """
     with suppress(OSError), open(_open_plain(path), "rb") as file:
         file.seek(-min(_LINE_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -324,9 +324,9 @@ def _object_in(line: bytes) -> dict[str, Any] | None:
 
 
 class AppendLog:
-    """A file of lines that only grows. Rows are collected in memory and reach the file in whole lines.
+    """An append-only file of lines. Rows are buffered in memory and written as complete lines.
 
-    A last line that a crash left without its end is cut off on opening. Several threads may write.
+    An incomplete last line, left by a crash, is removed on opening. Thread-safe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -334,7 +334,7 @@ class AppendLog:
         self._rows: list[bytes] = []
         self._guard = threading.Lock()
         self._fault: StorageError | None = None
-        self._is_torn = False  # there may be part of a row behind `_length`
+        self._is_torn = False  # part of a row may follow `_length`
         with storage("open", path):
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             self._descriptor = _plain(_system.open(path, flags))
@@ -342,31 +342,31 @@ class AppendLog:
             self._length = _end_of_last_line(self._descriptor, size)
             if self._length < size:
                 _system.truncate(self._descriptor, self._length)
-        if size == 0:  # perhaps new: its name must outlive a power cut as its lines do
+        if size == 0:  # possibly new: its name must be as durable as its lines
             fsync_directory(path.parent)
 
     @property
     def length(self) -> int:
-        """The bytes that are in the file; rows not yet flushed do not count."""
+        """Size of the file in bytes, without buffered rows."""
         return self._length
 
     @property
     def promised(self) -> int:
-        """The bytes that are in the file once all rows are flushed."""
+        """Size of the file in bytes once all rows are flushed."""
         with self._guard:
             return self._length + sum(map(len, self._rows))
 
     def write(self, row: str) -> None:
-        """`row`, its secrets replaced, will be a line of the file after the next flush."""
+        """Buffer `row`, with secrets redacted, as a line of the next flush."""
         row = redacted(row)
         line = row if row.endswith("\n") else row + "\n"
         with self._guard:
             self._rows.append(line.encode())
 
     def flush(self) -> None:
-        """All rows are in the file.
+        """Write all buffered rows to the file.
 
-        Raises StorageError; the file then ends with a whole line, and the rows are kept for the next flush.
+        Raises StorageError; the file then ends with a complete line, and the rows are kept for the next flush.
         """
         with self._guard, storage("append to", self.path):
             if self._rows:
@@ -376,7 +376,7 @@ class AppendLog:
                 try:
                     _write_all(self._descriptor, memoryview(data))
                 except OSError:
-                    with suppress(OSError):  # then before the next row is written
+                    with suppress(OSError):  # retried before the next write
                         self._mend()
                     raise
                 self._is_torn = False
@@ -384,33 +384,33 @@ class AppendLog:
                 self._rows.clear()
 
     def sync(self) -> None:
-        """All rows are on disk. Other threads go on writing meanwhile.
+        """Sync all rows to disk. Other threads can write meanwhile.
 
-        Raises StorageError, and from then on always: the system forgets what it could not write, so a second sync would
-        succeed without it.
+        Raises StorageError, and from then on always: the kernel drops pages that it could not write, so a second sync
+        would succeed without them.
         """
         if self._fault is not None:
             raise self._fault
         self.flush()
         try:
             with storage("sync", self.path):
-                _system.fsync(self._descriptor)  # not under the guard: the disk may be busy for seconds
+                _system.fsync(self._descriptor)  # outside of the lock: the disk may be busy for seconds
         except StorageError as fault:
             self._fault = fault
             raise
 
     def cut(self, length: int) -> None:
-        """The file has the whole lines of its first `length` bytes, and rows not yet flushed are forgotten."""
+        """Truncate the file to the complete lines of its first `length` bytes, and drop buffered rows."""
         with self._guard, storage("cut", self.path):
             self._rows.clear()
-            if length < self._length:  # never longer: that would fill it with zeros
+            if length < self._length:  # never longer: that would append zeros
                 length = _end_of_last_line(self._descriptor, length)
                 _system.truncate(self._descriptor, length)
                 self._length, self._is_torn = length, False
                 _system.fsync(self._descriptor)
 
     def close(self) -> None:
-        """All rows are in the file, and it is closed; a second close does nothing."""
+        """Flush and close the file; a no-op the second time."""
         if self._descriptor < 0:
             return
         try:
@@ -429,12 +429,12 @@ class AppendLog:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        with suppress(StorageError) if kind else nullcontext():  # what went wrong first is what is told
+        with suppress(StorageError) if kind else nullcontext():  # the first error takes precedence
             self.close()
 
 
 class Held(Exception):
-    """Another process holds the lock; `note` is what it wrote into the file."""
+    """Another process has the lock; `note` is the content of the lock file."""
 
     def __init__(self, note: str) -> None:
         super().__init__("another process holds the lock")
@@ -442,11 +442,11 @@ class Held(Exception):
 
 
 class Lock:
-    """The lock file `path`, held by this process until `release` or its end, with a note for those who find it held.
+    """An exclusive lock on the file `path` until `release` or exit, with a note for other processes.
 
-    It is a `flock`: the system gives it back even when the process is killed. Forked children (data workers) close
+    Uses `flock`, which the system releases even if the process is killed. Forked children (data workers) close
     their copy at once, so a worker that outlives its parent does not keep the run locked.
-    Raises Held where another process has it, and StorageError where it cannot be had at all.
+    Raises Held if another process has the lock, and StorageError if locking fails.
     """
 
     def __init__(self, path: Path, note: str) -> None:
@@ -457,7 +457,7 @@ class Lock:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.ftruncate(descriptor, 0)
-                os.write(descriptor, note.encode())  # for people; not a change that must outlive a crash
+                os.write(descriptor, note.encode())  # informative only; need not survive a crash
             except BlockingIOError:
                 holder = os.read(descriptor, 4096).decode(errors="replace")
                 os.close(descriptor)
@@ -469,14 +469,14 @@ class Lock:
         _held_locks.add(descriptor)
 
     def holds(self, path: Path) -> bool:
-        """Tell whether the file `path` is still the one that is locked: a removed file keeps nobody out."""
+        """Return whether the locked file is still at `path`: a removed lock file excludes no other process."""
         with suppress(OSError):
             found, ours = _lstat(path), os.fstat(self._descriptor)
             return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
         return False
 
     def release(self) -> None:
-        """Others may take the lock; a second release does nothing, nor does one in a forked child."""
+        """Release the lock; a no-op the second time and in a forked child."""
         if self._descriptor in _held_locks:
             _held_locks.discard(self._descriptor)
             os.close(self._descriptor)
@@ -485,7 +485,7 @@ class Lock:
 
 @contextmanager
 def storage(action: str, path: Path) -> Iterator[None]:
-    """What the system refuses inside is a StorageError that says what was tried, where, and why it failed."""
+    """Convert an OSError into a StorageError with the action, the path and the reason."""
     try:
         yield
     except OSError as error:
@@ -499,7 +499,7 @@ def storage(action: str, path: Path) -> Iterator[None]:
 
 
 def answers_to(thread: int) -> int:
-    """Return how often the system has come back to this thread (its `ident`): what hangs does not."""
+    """Return the number of system calls that have returned in this thread (`ident`), to detect a hang."""
     return _answers.get(thread, 0)
 
 
@@ -509,7 +509,7 @@ def _has_answered() -> None:
 
 
 def in_words(error: OSError) -> str:
-    """Return why the system refused, as a person would say it."""
+    """Describe a system error for users."""
     number = error.errno or 0
     reason = _WORDS.get(number) or error.strerror or str(error)
     return f"{reason} ({errno.errorcode[number]})" if number in errno.errorcode else reason
@@ -517,7 +517,7 @@ def in_words(error: OSError) -> str:
 
 @contextmanager
 def through(system: System) -> Iterator[None]:
-    """Inside, whatever changes files goes through `system`: for tests."""
+    """Use `system` for all modifications of files inside the context; for tests."""
     global _system
     before, _system = _system, system
     try:
@@ -536,7 +536,7 @@ def _remove(path: Path) -> None:
 
 
 def _has_no_inodes(path: Path) -> bool:
-    """Tell whether a write failed for want of inodes: ENOSPC means either, and `df` then shows free space.
+    """Return whether a write failed for lack of inodes: ENOSPC means either, and `df` then shows free space.
 
     Some file systems (btrfs, many network mounts) have no fixed number of inodes and report 0 in total.
     """
@@ -562,9 +562,9 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _write_in_blocks(descriptor: int, views: Sequence[memoryview]) -> int:
-    """The bytes are handed to the system, and the disk is busy with most of them; returns how many there are.
+    """Write the bytes and start write-back early; return their number.
 
-    What is left for the sync is then little: 1.2 GB took 0.3 s instead of 0.5 s to the end of the sync
+    This shortens the final sync: 1.2 GB took 0.3 s instead of 0.5 s to the end of the sync
     (scripts/measure/save.py).
     """
     size = begun = 0
@@ -572,7 +572,7 @@ def _write_in_blocks(descriptor: int, views: Sequence[memoryview]) -> int:
         _write_all(descriptor, block)
         _has_answered()
         size += len(block)
-        end = size - size % _PAGE  # a page that is still to grow would be written twice
+        end = size - size % _PAGE  # a page that still grows would be written twice
         if end - begun >= _BLOCK:
             with suppress(OSError):  # only a hint
                 _system.begin_write_back(descriptor, begun, end - begun)
@@ -581,7 +581,7 @@ def _write_in_blocks(descriptor: int, views: Sequence[memoryview]) -> int:
 
 
 def _blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yield the bytes in order: small views together, large ones in parts."""
+    """Yield the bytes in order: small views merged, large ones split."""
     together = bytearray()
     for view in views:
         if len(together) + len(view) < _BLOCK:
@@ -597,7 +597,7 @@ def _blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 class _Hash:
-    """The SHA-256 of `views`, worked out by a thread of its own where that saves time."""
+    """SHA-256 of `views`, computed on a thread if that is faster."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
@@ -606,7 +606,7 @@ class _Hash:
         self._thread: threading.Thread | None = None
         if sum(map(len, views)) >= _BLOCK:
             thread = threading.Thread(target=self._work, name="checkpoint-hash", daemon=True)
-            with suppress(RuntimeError):  # no thread is to be had: then it is done when it is asked for
+            with suppress(RuntimeError):  # no thread available: computed on demand
                 thread.start()
                 self._thread = thread
 
@@ -620,7 +620,7 @@ class _Hash:
         return self._digest.hexdigest()
 
     def close(self) -> None:
-        """The thread has ended, whether it was done or not."""
+        """Wait for the thread to end."""
         self._is_stopped = True
         if self._thread is not None:
             self._thread.join()
@@ -634,7 +634,7 @@ class _Hash:
 
 
 def _mode(path: Path) -> int:
-    """Return the type and permissions of what is at `path` itself, 0 where nothing is."""
+    """Return the type and permissions of `path` itself, 0 if it does not exist."""
     with storage("look at", path):
         try:
             return _lstat(path).st_mode
@@ -648,7 +648,7 @@ def _lstat(path: Path) -> os.stat_result:
 
 
 def _is_directory(path: Path) -> bool:
-    """Tell whether `path` is a folder, or a link to one."""
+    """Return whether `path` is a folder, or a link to one."""
     with suppress(OSError, ValueError), beside(path) as (folder, name):
         return stat.S_ISDIR(os.stat(name, dir_fd=folder).st_mode)
     return False
@@ -666,14 +666,14 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _open_plain(path: Path) -> int:
-    # O_NONBLOCK: opening a named pipe would otherwise wait for a writer for ever.
+    # O_NONBLOCK: opening a named pipe would otherwise block forever without a writer.
     with beside(path) as (folder, name):
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     return _plain(descriptor)
 
 
 def _plain(descriptor: int) -> int:
-    """Return the descriptor of a regular file; raise OSError, and close it, where it is of a pipe or a device."""
+    """Return the descriptor of a regular file; close it and raise OSError for a pipe or a device."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "must be a regular file")
@@ -703,15 +703,15 @@ _answers: dict[int, int] = {}
 _held_locks: set[int] = set()
 os.register_at_fork(after_in_child=forget_locks)
 
-_BLOCK = 8 << 20  # bytes handed to the system, or hashed, at once; below 4 MiB the calls cost time
+_BLOCK = 8 << 20  # bytes per write or hash call; below 4 MiB the call overhead matters
 _PAGE = 4096
-_FEW = 2  # files that are synced one by one
+_FEW = 2  # maximum number of files to sync one by one
 _LOOK_BACK = 1 << 20
 _NO_INODES = "the file system has free space but no free inodes (ENOSPC)"
 _REMOVE_FILES = "remove files there (df -i shows how many it may hold), then run the same command again: it resumes"
-_OBJECT_BYTES = 64 << 20  # run.json and plan.json have some thousands
+_OBJECT_BYTES = 64 << 20  # run.json and plan.json have a few thousand bytes
 _LINE_BYTES = 1 << 20
-_CODES = {errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.ENOMEM: Exit.HOST_MEMORY}  # no fault of a disk
+_CODES = {errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.ENOMEM: Exit.HOST_MEMORY}  # not errors of a disk
 _WORDS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",

@@ -18,9 +18,9 @@ from runner.durable.files import read, read_object
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run was made with.
+    """The settings that started a run.
 
-    folder  in which the command was given: paths among the words are relative to it; None where it is not known
+    folder  working directory of the command, to which relative paths refer; None if unknown
     """
 
     overrides: tuple[str, ...]
@@ -29,7 +29,7 @@ class Origin:
     folder: Path | None = None
 
     def request(self, given: Request, without: Iterable[str] = ("run", "resume")) -> Request:
-        """Return the request that made the run, less the words of the keys `without`, with `given` put over it."""
+        """Return the run's request without the settings of the keys `without`, overridden by `given`."""
         kept = [word for word in self.overrides if word.partition("=")[0] not in without]
         task_file, config_dir = given.task_file or self.task_file, given.config_dir or self.config_dir
         words = merge_overrides(kept, given.overrides)
@@ -37,11 +37,11 @@ class Origin:
 
 
 def find_run(request: Request, say: Callable[[str], None]) -> tuple[RunDirectory, Path]:
-    """Return the run that the request names, the last one where it names none, and the folder in which it was sought.
+    """Return the run that the request names, by default the last one, and the folder that was searched.
 
-    Of the words only run= and output_root= are read: the others can be judged only by that run's task.
+    Only run= and output_root= are read: other settings can be checked only for that run's task.
 
-    say  receives which newer runs `last` skipped
+    say  called with the newer runs that `last` skipped
     """
     words = tuple(word for word in request.overrides if word.partition("=")[0] in ("run", "output_root"))
     settings = compose(Request(words, None, request.config_dir)).settings
@@ -51,19 +51,19 @@ def find_run(request: Request, say: Callable[[str], None]) -> tuple[RunDirectory
 
 
 def say_skipped(found: RunDirectory, say: Callable[[str], None]) -> None:
-    """Report newer runs that `last` skipped, because they have no update."""
+    """Report newer runs that `last` skipped because they have no update."""
     if found.skipped:
         runs = "newer runs" if len(found.skipped) > 1 else "a newer run"
         say(f"last run: {found.name}; skipped {runs} without an update: {shortened(found.skipped)}")
 
 
 def origin_of(directory: RunDirectory, root: Path, given: Request) -> Origin:
-    """Return what the run was made with.
+    """Return the settings that started a run.
 
-    root   in which runs are trusted to be ours
-    given  where it names a task's file, what the run says of it does not count
-    Raises DataError where neither run.json nor what lies beside it tells, SecurityRefusal where a run that may come
-    from elsewhere says which code is to be run.
+    root   folder whose runs are trusted
+    given  if it names a task file, that of the run is ignored
+    Raises DataError if neither run.json nor the files beside it have them, SecurityRefusal if an untrusted run
+    specifies which code to execute.
     """
     origin = _read(directory)
     if given.task_file is None and origin.task_file is not None:
@@ -89,9 +89,12 @@ def _read(directory: RunDirectory) -> Origin:
 
 
 def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> None:
-    """Raise SecurityRefusal where a run that may come from elsewhere says which Python file is to be run."""
+    """Raise SecurityRefusal if an untrusted run specifies a Python file to execute."""
     inside, folder = root.resolve(), directory.path.resolve().parent
-    ways = (task_file.resolve(), Path(os.path.normpath(task_file.absolute())))  # a link leads out of what was unpacked
+    ways = (
+        task_file.resolve(),
+        Path(os.path.normpath(task_file.absolute())),
+    )  # a link may lead out of an unpacked folder
     if inside in (folder, folder.parent if is_sweep(folder) else None) and not any(
         way.is_relative_to(place) for way in ways for place in (inside, root.absolute())
     ):
@@ -104,7 +107,7 @@ def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> Non
 
 
 def _words_in(file: Path) -> Any:
-    """Return the list in overrides.yaml, a word of JSON in each line; None where it cannot be read."""
+    """Return the list in overrides.yaml, one JSON string per line; None if it cannot be read."""
     try:
         lines = read(file, at_most=1 << 20).decode().split("\n")
         return [json.loads(line.removeprefix("- ")) for line in lines if line not in ("", "[]")] if any(lines) else None
@@ -121,7 +124,7 @@ def _are_paths(found: Iterable[object]) -> TypeGuard[list[str | None]]:
 
 
 def _is_typed(value: object) -> bool:
-    """Tell whether it is a text that a command line can hold."""
+    """Return whether the value is a string that a command line can hold."""
     try:
         return isinstance(value, str) and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:

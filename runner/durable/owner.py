@@ -14,11 +14,11 @@ from runner.durable import files
 
 @dataclass(frozen=True)
 class Owner:
-    """A run, as its checkpoints name it.
+    """The identity of a run, for matching its checkpoints.
 
-    names    that it has had; empty: not known, and any name will do
-    uid      of the run; None: not known, as in runs of earlier versions or where run.json is damaged
-    adopted  uids of other runs whose checkpoints the user has accepted in this one
+    names    past and present names; empty: unknown, any name matches
+    uid      identifier of the run; None: unknown, as in runs of earlier versions or with a damaged run.json
+    adopted  uids of other runs whose checkpoints the user has accepted for this one
     """
 
     names: frozenset[str] = frozenset()
@@ -26,18 +26,18 @@ class Owner:
     adopted: frozenset[str] = frozenset()
 
     def has_other_name(self, manifest: Mapping[str, Any]) -> bool:
-        """Tell whether the checkpoint names a run that this one never was."""
+        """Return whether the checkpoint names a run other than this one."""
         name = manifest.get("run_id")
         return bool(self.names) and name is not None and not (isinstance(name, str) and name in self.names)
 
     def has_other_uid(self, manifest: Mapping[str, Any]) -> bool | None:
-        """Tell whether the checkpoint has another uid than this run; None where either has none."""
+        """Return whether the checkpoint has another uid than this run; None if either has none."""
         uid = uid_of(manifest)
         return None if uid is None or self.uid is None else uid != self.uid and uid not in self.adopted
 
 
 def owner_of(record: Mapping[str, Any], name: str) -> Owner:
-    """Return the run whose run.json is `record`, in a folder of this name. Any field may be damaged."""
+    """Return the identity in the run.json `record` of a folder of this name. Any field may be damaged."""
     known = [record.get("name"), *files.listed(record.get("names"))]
     names = frozenset(each for each in known if isinstance(each, str))
     adopted = (each.get("uid") for each in files.listed(record.get("adopted")) if isinstance(each, dict))
@@ -46,7 +46,7 @@ def owner_of(record: Mapping[str, Any], name: str) -> Owner:
 
 
 def uid_of(manifest: Mapping[str, Any]) -> str | None:
-    """Return the uid of the run that has written a checkpoint; None in those of earlier versions."""
+    """Return the uid of the run that wrote a checkpoint; None for earlier versions."""
     uid = manifest.get("run_uid")
     return uid if is_uid(uid) else None
 
@@ -54,15 +54,15 @@ def uid_of(manifest: Mapping[str, Any]) -> str | None:
 def new_uid() -> str:
     """Return 32 hexadecimal digits, 24 of them random and 8 a checksum.
 
-    The checksum is there because run.json has no hash of its own: a flipped bit must not make another run of this one,
-    whose checkpoints would all be refused. An identifier that is damaged counts as one that is not known.
+    The checksum is needed because run.json has no hash: after a bit flip the run would have another identity, and all
+    its checkpoints would be refused. A damaged identifier is treated as unknown.
     """
     digits = secrets.token_hex(_NUM_RANDOM // 2)
     return digits + _checksum(digits)
 
 
 def is_uid(value: object) -> TypeGuard[str]:
-    """Tell whether `new_uid` may have made it."""
+    """Return whether the value is a valid uid."""
     return (
         isinstance(value, str)
         and _UID.fullmatch(value) is not None

@@ -16,14 +16,14 @@ from runner.base.output import write_at_once
 
 
 class StopRequest:
-    """While this context is open, SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask the run to stop instead of ending it.
+    """Turn SIGINT, SIGTERM, SIGHUP and SIGUSR1 into stop requests while this context is open.
 
-    SIGHUP comes when the terminal goes away; under nohup it is ignored, here too. SIGUSR1 is what SLURM is told to send
-    before the time is up. A second SIGINT or SIGTERM leaves at once with 130, which is safe at any moment: nothing
-    under a final name is ever half written. SIGUSR1 does not count as the first, since SLURM follows it with SIGTERM
-    while the run is still saving, nor does SIGHUP, which comes with a SIGTERM where a session is ended. After
-    `begin_end` it takes a third one: the exit code is known, and 130 would hide it.
-    Only the main thread may open it.
+    SIGHUP is sent when the terminal closes; under nohup it is ignored, here too. SIGUSR1 is the signal that SLURM sends
+    before the time limit. A second SIGINT or SIGTERM exits at once with 130, which is safe at any time: no file
+    under a final name is ever incomplete. SIGUSR1 does not count as the first, since SLURM sends SIGTERM after it
+    while the run is still saving, nor does SIGHUP, which accompanies a SIGTERM when a session ends. After
+    `begin_end` a third signal is required: the exit code is known, and 130 would hide it.
+    Can be opened in the main thread only.
     """
 
     def __init__(self) -> None:
@@ -35,16 +35,16 @@ class StopRequest:
 
     @property
     def requested(self) -> str | None:
-        """The name of the first signal, such as "SIGTERM", or None as long as nobody asked."""
+        """Name of the first signal, such as "SIGTERM", or None if there was none."""
         return self._requested
 
     @property
     def requested_at(self) -> float | None:
-        """When the first signal came, by `time.monotonic`."""
+        """Time of the first signal, by `time.monotonic`."""
         return self._requested_at
 
     def begin_end(self) -> None:
-        """Training is over, and what is left takes seconds at most."""
+        """Mark training as complete; what remains takes seconds at most."""
         self._is_ending = True
 
     def __enter__(self) -> StopRequest:
@@ -67,10 +67,10 @@ class StopRequest:
             self._leave()
 
     def _leave(self) -> None:
-        # First the system's own handling: should flushing block on a full pipe, a third signal ends it.
+        # Restore the default handling first: if flushing blocks on a full pipe, a third signal ends the process.
         self._put_back(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # the signal may have come in the middle of a print
+            with suppress(Exception):  # the signal may have interrupted a print
                 stream.flush()
         write_at_once("\nStopped at once, without saving; earlier checkpoints are whole.\n")
         os._exit(Exit.INTERRUPTED)

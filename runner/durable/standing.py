@@ -17,10 +17,10 @@ Word = Literal["finished", "running", "submitted", "preempted", "interrupted", "
 
 @dataclass(frozen=True)
 class Standing:
-    """How a run stands.
+    """State of a run.
 
-    sentence   the same, and what can be done
-    exit_code  of its last process; None while it runs, and where nobody could write it
+    sentence   description for the user, with what can be done
+    exit_code  of its last process; None while it runs, and if it could not be recorded
     """
 
     word: Word
@@ -29,7 +29,7 @@ class Standing:
 
 
 def standing(record: Mapping[str, Any]) -> Standing:
-    """Return how the run of this run.json stands; a process that is gone has not ended by itself."""
+    """Return the state of the run of this run.json; a process that vanished was killed."""
     state, code = str(record.get("state", "unknown")), record.get("exit_code")
     code = code if isinstance(code, int) else None
     if state == "running" and record.get("host") not in (None, socket.gethostname()):
@@ -49,7 +49,7 @@ def standing(record: Mapping[str, Any]) -> Standing:
 
 
 def _going_on(record: Mapping[str, Any]) -> str:
-    """Return what goes on with the run: its name may have been given to it, and not typed."""
+    """Return the command that resumes the run: its name may have been generated."""
     name, words = record.get("name"), record.get("overrides")
     named = name if isinstance(name, str) and is_name(name) else "NAME"
     roots = [word for word in words if str(word).startswith("output_root=")] if isinstance(words, list) else []
@@ -57,17 +57,17 @@ def _going_on(record: Mapping[str, Any]) -> str:
 
 
 def _is_alive(record: Mapping[str, Any]) -> bool:
-    """Tell whether the process that wrote run.json is still there, and no later one has got its number."""
+    """Return whether the process that wrote run.json is alive, and its PID was not reused."""
     import psutil  # type: ignore[import-untyped]
 
     try:
-        if record.get("birth"):  # needs no clock, which may have been set since
+        if record.get("birth"):  # independent of the clock, which may have been set since
             return birth_of(int(record["pid"])) == str(record["birth"])
         started = datetime.fromisoformat(record["started"]).timestamp()
         process = psutil.Process(int(record["pid"]))
         return bool(
             process.create_time() <= started + 1.0 and process.status() != psutil.STATUS_ZOMBIE
-        )  # 1 s: clocks differ
+        )  # tolerance of 1 s between clocks
     except psutil.AccessDenied:
         return True
     except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):

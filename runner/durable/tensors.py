@@ -22,59 +22,59 @@ from runner.base.accelerator import accelerator_of, page_unlock
 
 
 class Room:
-    """Memory on the host for a copy of the state, the same from save to save.
+    """Host memory for copies of the state, reused from save to save.
 
-    Fresh memory is slow: the system clears each page when it is first written to, which takes longer than the copy
-    itself (scripts/measure/save.py). Forked children, as data workers are, do not get it: else each page copied into
-    while they live would be kept for them once more. For a GPU it is page-locked, so that it is copied to at the speed
-    of the bus.
+    Fresh memory is slow: the kernel zeroes each page on its first write, which takes longer than the copy
+    itself (scripts/measure/save.py). It is not inherited by forked children such as data workers: otherwise
+    copy-on-write would duplicate each page written while they live. For a GPU it is page-locked, so that copies run at
+    the speed of the bus.
     """
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []  # bytes
-        self._chunk = self._used = 0  # where the next copy begins
+        self._chunk = self._used = 0  # position of the next copy
         self._maker: threading.Thread | None = None
 
     def prepare(self, nbytes: int, device: torch.device) -> None:
-        """Memory for so many bytes is being taken by a thread, so that not even the first copy waits for the system.
+        """Allocate memory for `nbytes` bytes on a thread, so that even the first copy does not wait for page faults.
 
-        Does nothing for what the system gives at once, and where there is room already.
+        A no-op for sizes that the system provides at once, and if there is enough memory already.
 
-        device  from which will be copied
+        device  source of the copies
         """
         if self._maker is None and not self._chunks and nbytes >= _WORTH_A_THREAD:
             maker = threading.Thread(target=self._make, args=(nbytes, device), name="room", daemon=True)
-            with suppress(RuntimeError):  # the system gives no more threads: the first copy waits for the memory
+            with suppress(RuntimeError):  # no thread available: the first copy waits for the memory
                 maker.start()
                 self._maker = maker
 
     def _make(self, nbytes: int, device: torch.device) -> None:
-        accelerator_of(device).activate()  # a thread begins on device 0, where this would create another context
-        with suppress(MemoryError):  # the copy itself will say so
+        accelerator_of(device).activate()  # a new thread starts on device 0, where this would create another context
+        with suppress(MemoryError):  # the copy itself will raise it
             chunk = _fresh(nbytes, device)
             view = chunk.numpy()
-            for start in range(0, len(view), _HUGE_PAGE):  # numpy lets other threads run meanwhile
+            for start in range(0, len(view), _HUGE_PAGE):  # numpy releases the GIL
                 np.copyto(view[start : start + _HUGE_PAGE], 0)
             self._chunks.append(chunk)
 
     @property
     def nbytes(self) -> int:
-        """The address space that is taken; pages never written to take no memory."""
+        """Allocated address space in bytes; pages that were never written to use no memory."""
         return sum(chunk.numel() for chunk in self._chunks)
 
     def clear(self) -> None:
-        """What was copied into it may be overwritten."""
+        """Mark all copies as free to be overwritten."""
         if self._maker is not None:
             self._maker.join()
         self._chunk = self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of `tensor` on the host, dense and in order, that lives until the room is cleared.
+        """Return a dense, contiguous copy of `tensor` on the host, valid until `clear`.
 
-        Raises MemoryError where the machine has none left.
+        Raises MemoryError if the host is out of memory.
         """
         if tensor.layout != torch.strided:
-            return tensor.detach().to("cpu", copy=True)  # the format does not hold it, which is said by its name
+            return tensor.detach().to("cpu", copy=True)  # unsupported by the format, which is reported with its name
         size = tensor.numel() * tensor.element_size()
         place = self._place(size, tensor.device)
         kept = place.view(tensor.dtype).view(tensor.shape) if size else torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -93,16 +93,16 @@ class Room:
 
 
 def pieces(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """Return what a safetensors file of these CPU tensors consists of, in order; the same bytes as safetensors' `save`.
+    """Return the parts of a safetensors file of these CPU tensors, in order; the same bytes as safetensors' `save`.
 
-    The memory of tensors that are dense and in order is not copied, and must not change until it is written.
+    Contiguous tensors are not copied, and must not change until they are written.
     """
     ordered = sorted(tensors.items(), key=lambda item: (_RANK[_word(item[1])], item[0].encode()))
     header: dict[str, Any] = {}
     data: list[memoryview] = []
     end = 0
     for name, tensor in ordered:
-        # The memory of a conjugated view is not conjugated, and safetensors 0.8 writes it as it is.
+        # The memory of a conjugated view is not conjugated, and safetensors 0.8 writes it unchanged.
         dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
         size = dense.numel() * dense.element_size()
         header[name] = {"dtype": DTYPES[_word(tensor)], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
@@ -115,7 +115,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 
 
 def fault(tensor: Tensor) -> str | None:
-    """Return why the format cannot hold the tensor, None where it can."""
+    """Return why the format cannot store the tensor, None if it can."""
     if str(tensor.layout) != "torch.strided" or _word(tensor) not in DTYPES:
         return f"it is {tensor.layout} and {tensor.dtype}"
     return None
@@ -126,7 +126,7 @@ def _word(tensor: Tensor) -> str:
 
 
 def _fresh(size: int, device: torch.device) -> Tensor:
-    """Return `size` bytes of the host in whole pages that were never used, page-locked for copies from a GPU."""
+    """Return `size` bytes of host memory in fresh pages, page-locked for copies from a GPU."""
     size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -136,12 +136,12 @@ def _fresh(size: int, device: torch.device) -> Tensor:
         if hasattr(mmap, advice):
             try:
                 memory.madvise(getattr(mmap, advice))
-            except OSError:  # a system without huge pages
+            except OSError:  # no huge pages on this system
                 continue
-    chunk = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory`
-    # Not `pin_memory=True`: torch rounds page-locked memory to powers of two, keeps it, and forked children copy it.
+    chunk = torch.frombuffer(memory, dtype=torch.uint8)  # keeps a reference to `memory`
+    # Not `pin_memory=True`: torch rounds page-locked memory to powers of two, caches it, and forked children copy it.
     if accelerator_of(device).page_lock(chunk.data_ptr(), chunk.numel()):
-        # Before the pages are unmapped: memory that is mapped there later would be taken for registered.
+        # Before the pages are unmapped: memory mapped there later would still be registered.
         weakref.finalize(memory, page_unlock, chunk.data_ptr()).atexit = False
     return chunk
 
@@ -165,7 +165,7 @@ DTYPES: Mapping[str, str] = {
     "bool": "BOOL",
 }  # what safetensors both writes and reads back, in the order in which it lays it down: torch's word -> the format's
 _RANK = {word: rank for rank, word in enumerate(DTYPES)}
-_ALIGNMENT = 64  # bytes; a cache line
+_ALIGNMENT = 64  # cache line
 _HUGE_PAGE = 2 << 20
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 2 << 20, 1 << 30
-_WORTH_A_THREAD = 16 << 20  # bytes; the system gives so many in some milliseconds
+_WORTH_A_THREAD = 16 << 20  # the system provides less within milliseconds
