@@ -14,16 +14,16 @@ from runner.base.world import World
 
 
 def start_alike(model: nn.Module) -> None:
-    """Parameters and buffers of every rank are those of rank 0."""
+    """Copy the parameters and buffers of rank 0 to every rank."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
             _take_from_first(tensor)
 
 
 def merge_states(merge: Callable[[State, State], State], state: State, world: World) -> State:
-    """Return the state of the data of all ranks, merged in the order of the ranks, on every rank alike.
+    """Return the merged state of the data of all ranks, in rank order and identical on every rank.
 
-    Raises TaskFault, on every rank, where their states differ in names, shapes or types.
+    Raises TaskFault, on every rank, if their states differ in names, shapes or types.
     """
     kinds = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in state.items()}
     of_ranks = world.gather(kinds)
@@ -34,14 +34,14 @@ def merge_states(merge: Callable[[State, State], State], state: State, world: Wo
         )
     result: State | None = None
     for rank in range(world.world_size):
-        theirs = {name: _of_rank(state[name], rank) for name in sorted(state)}  # each rank has an order of its own
+        theirs = {name: _of_rank(state[name], rank) for name in sorted(state)}  # dict order may differ between ranks
         result = theirs if result is None else merge(result, theirs)
     assert result is not None
     return result
 
 
 def _of_rank(tensor: Tensor, rank: int) -> Tensor:
-    """Return the tensor of a rank. Travels as bytes: not every type can, and not every tensor lies densely."""
+    """Return the tensor of a rank, sent as bytes: not every type can be sent, and not every tensor is dense."""
     received = tensor.detach().clone(memory_format=torch.contiguous_format)
     if received.numel():
         dist.broadcast(received.view(-1).view(torch.uint8), rank)

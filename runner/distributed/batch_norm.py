@@ -22,12 +22,12 @@ from runner.distributed.vain import Counted
 
 
 def synchronized(model: nn.Module, world: World) -> nn.Module:
-    """Every batch norm of the model normalizes over all ranks while it trains; evaluation stays as it is.
+    """Synchronize every batch norm of the model over all ranks during training; evaluation is not affected.
 
-    Changes the norms in place, by their class: names, parameters, buffers and hooks remain. On a GPU it is
-    torch's nn.SyncBatchNorm. To be called before the model is wrapped or compiled. Returns the model.
-    Raises ConfigError, on every rank alike, where another kind of batch norm trains, such as a subclass with a forward
-    pass of its own: it would go on alone. The model is then as it was.
+    Replaces the class of the norms in place: names, parameters, buffers and hooks remain. On a GPU this uses
+    torch's nn.SyncBatchNorm. Call it before the model is wrapped or compiled. Returns the model.
+    Raises ConfigError, on every rank, if another kind of batch norm is trained, such as a subclass with its own forward
+    method, which would not be synchronized. The model is then unchanged.
     Source: Ioffe and Szegedy, Batch Normalization, ICML 2015; the counts after Chan, Golub and LeVeque, Updating
     Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
     """
@@ -59,7 +59,7 @@ def _must_be_known(model: nn.Module) -> None:
 
 
 def _training(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules, with names, that train when the model does: its own `train` may keep some from it."""
+    """Return the modules, with names, that train when the model does: its `train` method may exclude some."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.train()
@@ -70,7 +70,7 @@ def _training(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _OverRanks(Counted, nn.modules.batchnorm._BatchNorm):
-    """A batch norm of any device; mixed into torch's of each dimension, which checks its inputs."""
+    """Synchronized batch norm for any device; a mixin for torch's class of each dimension, which checks its inputs."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         if not self.training:
@@ -85,7 +85,7 @@ class _OverRanks(Counted, nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
-        """Move the running statistics as torch does: the variance without bias, `momentum=None` for the mean of all."""
+        """Update the running statistics as torch does: unbiased variance, cumulative mean for `momentum=None`."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         step: Any = 1.0 / self.num_batches_tracked.double() if self.momentum is None else self.momentum
@@ -107,24 +107,24 @@ class _BatchNorm3d(_OverRanks, nn.BatchNorm3d):
 
 
 class _OnGPU(Counted, nn.SyncBatchNorm):
-    """torch's own, which takes part in a pass in vain with a batch of no samples."""
+    """torch's implementation, extended to join a dummy pass with a batch of no samples."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         if self.counts or not self.training:
             return super().forward(input)
         nothing = input[:0]
         if nothing.dtype in (torch.float16, torch.bfloat16):
-            nothing = nothing.float()  # statistics travel in float32, those of no samples in the format of the input
+            nothing = nothing.float()  # statistics are sent as float32, but those of no samples in the input's format
         joined: Tensor = super().forward(nothing)
         batch_alone = self.running_mean is None
         output = F.batch_norm(
             input, self.running_mean, self.running_var, self.weight, self.bias, batch_alone, 0.0, self.eps
         )
-        return output + joined.sum().to(output.dtype)  # a sum of nothing: the backward pass takes part too
+        return output + joined.sum().to(output.dtype)  # an empty sum, so that the backward pass joins too
 
 
 class _Normalized(torch.autograd.Function):
-    """(x, weight, bias, eps, counts) -> (normalized x, mean (C,), variance (C,), count of values per channel ())."""
+    """(x, weight, bias, eps, counts) -> (normalized x, mean (C,), variance (C,), number of values per channel ())."""
 
     @staticmethod
     def forward(
@@ -145,14 +145,14 @@ class _Normalized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hat, weight, scale, total = ctx.saved_tensors
-        if not ctx.counts:  # not times zero: what was normalized may be infinite
+        if not ctx.counts:  # not a product with zero: normalized values may be infinite
             hat = torch.zeros_like(hat)
         given = gradients[0].to(hat.dtype) if ctx.counts else hat
         dims, shape = _all_but_channels(hat), _per_channel(hat)
         bias_gradient, weight_gradient = given.sum(dims), (given * hat).sum(dims)
         x_gradient = None
         if ctx.needs_input_grad[0]:  # the same on all ranks
-            both = torch.stack([bias_gradient, weight_gradient])  # a copy: those are of this rank alone
+            both = torch.stack([bias_gradient, weight_gradient])  # a copy: the originals are local gradients
             dist.all_reduce(both)
             mean, slope = both / total
             inner = given - mean.view(shape) - hat * slope.view(shape) if ctx.counts else hat
@@ -164,7 +164,7 @@ class _Normalized(torch.autograd.Function):
 
 
 def _of_all_ranks(x: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and variance (C,) over the values of all ranks, and how many there are per channel ()."""
+    """Return mean and variance (C,) over the values of all ranks, and the number of values per channel ()."""
     dims = _all_but_channels(x)
     channels = x.shape[1]
     mine = x.new_zeros(2 * channels + 1)

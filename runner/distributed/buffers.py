@@ -28,10 +28,10 @@ from runner.base.world import World
 
 
 class _Place(NamedTuple):
-    """Where a buffer is registered, and what is known of it.
+    """The position of a buffer in the model and its properties.
 
-    is_statistic  of a norm, which each rank computes over its own micro-batches
-    is_saved      checkpoints hold it
+    is_statistic  running statistic of a norm, which each rank computes over its own micro-batches
+    is_saved      whether checkpoints include it
     """
 
     module: nn.Module
@@ -46,20 +46,20 @@ class _Place(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """A buffer as it was: torch counts how often a tensor is changed in place."""
+    """A recorded buffer: torch increments a version for each in-place change of a tensor."""
 
     tensor: Tensor | None
     version: int
 
 
 class BufferSync:
-    """Synchronizes the buffers of a model that changed on some rank.
+    """Synchronize the buffers of a model that changed on any rank.
 
-    source   rank whose buffers all ranks get, except for the running statistics of norms
-    others   modules whose buffers are left alone: not every rank has them
-    modules  those whose buffers are synchronized
+    source   rank whose buffers are broadcast, except for running statistics of norms
+    others   modules to skip, because not every rank has them
+    modules  modules whose buffers are synchronized
 
-    An update is `begin_update`, forward passes, `flags`, an elementwise sum of them over the ranks, and `apply`.
+    Per update, call `begin_update`, run forward passes, all-reduce `flags` over the ranks, and call `apply`.
     """
 
     def __init__(
@@ -68,40 +68,40 @@ class BufferSync:
         self.model, self.world, self.source, self.others = model, world, source, others
         self._is_first = True
         self._before: list[Tensor | None] = []  # copies, during the first update
-        self._hidden: set[str] = set()  # names of buffers that change without torch's counting it
+        self._hidden: set[str] = set()  # buffers that change without a version increment
         self._track(self._found())
 
     def begin_phase(self) -> None:
-        """A phase begins: it may change other buffers than the one before."""
+        """Start a phase, which may change other buffers than the previous one."""
         self._is_first = True
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Synchronize at the end what changed inside, by a message of its own."""
+        """Synchronize on exit what changed inside, with a separate message."""
         self.begin_update()
         yield
         self.apply(self.world.sum(self.flags()))
 
     def begin_update(self) -> None:
-        """The forward passes of an update begin; before the first one every buffer is copied, to see what changes."""
+        """Start the forward passes of an update; before the first one every buffer is copied, to detect changes."""
         if self._is_first:
             self._look()
             self._before = [_copied(place.tensor) for place in self._places]
 
     def flags(self) -> Tensor:
-        """Return for each buffer whether it changed on this rank, then whether any came, went or grew: 0 or 1."""
+        """Return a change flag (0 or 1) per buffer of this rank, then one for buffers added, removed or resized."""
         if self._is_first:
-            # A write through .data, a kernel of a norm or compiled code is not counted by torch: the bits show it.
+            # A write through .data, by a norm's kernel or by compiled code increments no version: compare bits.
             pairs = zip(self._places, self._before, strict=True)
             self._hidden |= {place.name for place, before in pairs if not _same(place.tensor, before)}
         return torch.tensor([*map(float, self._changed()), float(self._is_rebuilt())])
 
     def apply(self, flags: Tensor) -> None:
-        """Synchronize what changed on some rank; `flags` are added over the ranks.
+        """Synchronize what changed on any rank; `flags` are summed over the ranks.
 
-        Raises TaskFault, on every rank, where ranks have buffers of other names or shapes that checkpoints hold.
+        Raises TaskFault, on every rank, if the buffers in checkpoints differ between ranks in names or shapes.
         """
-        self._is_first, self._before = False, []  # not before: an update that is discarded shows less than a whole one
+        self._is_first, self._before = False, []  # not earlier: a discarded update detects fewer changes
         told = flags.tolist()
         if told[-1]:
             self._rebuild()
@@ -114,9 +114,9 @@ class BufferSync:
             self._look()
 
     def check(self) -> None:
-        """Raise TaskFault, on every rank, where a buffer that a checkpoint holds differs between ranks.
+        """Raise TaskFault, on every rank, if a buffer in checkpoints differs between ranks.
 
-        An evaluation or a save must not repair it: its time would then decide what training computes.
+        An evaluation or a save must not repair it: the result of training would then depend on when it runs.
         """
         places = [place for place in self._places if place.is_saved and _is_plain(place)]
         different = torch.zeros(len(places))
@@ -126,7 +126,7 @@ class BufferSync:
             if not torch.equal(theirs, packed.flat):
                 for place, mine, their in zip(packed.places, packed.split(), packed.split(theirs), strict=True):
                     different[places.index(place)] = float(not torch.equal(mine, their))
-        # What begin_update of a task wrote since the last update is synchronized with the next.
+        # Changes by a task's begin_update since the last update are synchronized with the next one.
         seen = {place.name for place, changed in zip(self._places, self._changed(), strict=True) if not changed}
         different *= torch.tensor([float(place.name in seen) for place in places])
         found = self.world.largest(different).tolist()
@@ -137,7 +137,7 @@ class BufferSync:
                 fix="change a buffer in place, as buffer.copy_(new), not through buffer.data or numpy",
             )
 
-    # ------------------------------------------------------------ what changed on this rank
+    # ------------------------------------------------------------ detecting changes on this rank
 
     def _found(self) -> list[_Place]:
         return [place for place in _places(self.model) if place.module not in self.others]
@@ -159,7 +159,7 @@ class BufferSync:
             place.name in self._hidden or _is_another(place.tensor, seen)
             for place, seen in zip(self._places, self._seen, strict=True)
         ]
-        # torch counts that num_batches_tracked changed, but not that the running statistics beside it did
+        # torch increments the version of num_batches_tracked, but not of the running statistics beside it
         norms = {
             place.module for place, changed in zip(self._places, found, strict=True) if changed and place.is_statistic
         }
@@ -172,7 +172,7 @@ class BufferSync:
         return any(place.tensor is not seen.tensor and not _fits(place.tensor, seen.tensor) for place, seen in pairs)
 
     def _rebuild(self) -> None:
-        """Track what all ranks have in the same shape; a cache that is not saved may be each rank's own."""
+        """Track buffers with the same shape on all ranks; a non-persistent cache may differ between ranks."""
         seen = {place.name: seen for place, seen in zip(self._places, self._seen, strict=True)}
         places = {place.name: place for place in self._found()}
         of_ranks = self.world.gather({name: _kind(place.tensor) for name, place in places.items()})
@@ -191,9 +191,9 @@ class BufferSync:
 
 
 def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) -> None:
-    """Raise TaskFault, on every rank, where the copies of these modules have different buffers that checkpoints hold.
+    """Raise TaskFault, on every rank, if the copies of these modules differ in buffers that checkpoints include.
 
-    Only the copy of the first rank is saved, so that a resumed run would continue with other buffers.
+    Only the copy of the first rank is saved, so a resumed run would continue with other buffers.
     """
     if not copied:
         return
@@ -232,7 +232,7 @@ def _seen(tensor: Tensor | None) -> _Seen:
 
 def _is_another(tensor: Tensor | None, seen: _Seen) -> bool:
     if tensor is not None and tensor.is_inference():
-        return True  # torch does not count what changes it
+        return True  # its changes increment no version
     return tensor is not seen.tensor or (tensor is not None and tensor._version != seen.version)
 
 
@@ -251,7 +251,7 @@ def _is_plain(place: _Place) -> bool:
 
 
 def _copied(tensor: Tensor | None) -> Tensor | None:
-    """Return a copy on the host: the device may have no room for one."""
+    """Return a copy on the host, because device memory may be full."""
     return None if tensor is None or not is_dense(tensor) else tensor.detach().to("cpu", copy=True)
 
 
@@ -261,17 +261,17 @@ def _same(tensor: Tensor | None, before: Tensor | None) -> bool:
     return same_bits(tensor, before)
 
 
-# ---------------------------------------------------------------- the exchange
+# ---------------------------------------------------------------- communication
 
 
 class _Packed(NamedTuple):
-    """Buffers of one device, one after the other in a tensor."""
+    """Buffers of one device, concatenated in a flat tensor."""
 
     places: list[_Place]
     flat: Tensor
 
     def split(self, flat: Tensor | None = None) -> list[Tensor]:
-        """Return the part of each buffer."""
+        """Return the slice of each buffer."""
         flat = self.flat if flat is None else flat
         sizes = []
         for place in self.places:
@@ -281,7 +281,7 @@ class _Packed(NamedTuple):
 
 
 def _packed(places: Sequence[_Place], dtype: torch.dtype = torch.uint8, *, bytewise: bool = False) -> list[_Packed]:
-    """Return the buffers by device, as bytes or as numbers of one type: few messages instead of many."""
+    """Pack the buffers by device, as bytes or in one number format: few messages instead of many."""
     found = []
     devices = dict.fromkeys(place.tensor.device for place in places if place.tensor is not None)
     for device in devices:
@@ -295,11 +295,11 @@ def _packed(places: Sequence[_Place], dtype: torch.dtype = torch.uint8, *, bytew
 
 
 def _average(places: Sequence[_Place], world: World) -> None:
-    """Statistics are the mean over the ranks, counts of batches the largest; added in the widest format."""
+    """All-reduce statistics (mean over the ranks) and batch counts (maximum), in the widest format."""
     floats = [place for place in places if place.tensor is not None and place.tensor.is_floating_point()]
     for packed in _packed(floats, world.widest):
         dist.all_reduce(packed.flat)
-        packed.flat.div_(world.world_size)  # at once: a kernel for each buffer would cost more than the message
+        packed.flat.div_(world.world_size)  # one kernel for all: one per buffer would cost more than the message
         _put(packed, packed.split())
     for packed in _packed([place for place in places if place not in floats], torch.int64):
         dist.all_reduce(packed.flat, dist.ReduceOp.MAX)
@@ -311,7 +311,7 @@ def _broadcast(places: Sequence[_Place], source: int, world: World) -> None:
         dist.broadcast(packed.flat, source)
         if world.rank != source:
             parts = packed.split()
-            # a part may begin anywhere in the message; numbers must begin where their type does
+            # slices may start at any offset, but views of numbers must be aligned
             _put(
                 packed,
                 [part.clone().view(_tensor(place).dtype) for place, part in zip(packed.places, parts, strict=True)],

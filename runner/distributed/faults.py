@@ -10,16 +10,16 @@ from runner.base.world import World
 
 
 def caught(function: Callable[[], Any]) -> Exception | None:
-    """Return what the function raised: it is raised again once the other ranks know."""
+    """Return the exception that the function raised; raise it again once the other ranks know of it."""
     try:
         function()
-    except Exception as error:  # whatever it is, the others must hear of it
+    except Exception as error:  # of any type: the other ranks must be informed
         return error
     return None
 
 
 def raise_of_any(failure: Exception | None, world: World, where: str) -> None:
-    """Raise this rank's failure, or RankLost with that of another one; all ranks must ask."""
+    """Raise this rank's failure, or RankLost with that of another rank; collective."""
     texts = world.gather(None if failure is None else described(failure))
     if failure is not None:
         raise failure
@@ -29,5 +29,5 @@ def raise_of_any(failure: Exception | None, world: World, where: str) -> None:
 
 
 def described(error: Exception) -> str:
-    """Return an error in a line."""
+    """Format an error as one line."""
     return str(error).splitlines()[0] if isinstance(error, AccelRunError) else f"{type(error).__name__}: {error}"

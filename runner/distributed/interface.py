@@ -12,10 +12,10 @@ from runner.base.ranks import Member
 
 
 def choose_interface(member: Member) -> None:
-    """Gloo meets the other ranks where they are, unless `GLOO_SOCKET_IFNAME` was set by hand.
+    """Set gloo's network interface to the one that reaches the other ranks, unless `GLOO_SOCKET_IFNAME` is set.
 
-    On one machine that is the loopback, so that nothing listens for others. On several it is the interface towards
-    rank 0. Many systems give the machine's own name to 127.0.0.1: gloo would listen there, and the others would wait.
+    On a single machine that is the loopback, so that no port is open to others. Otherwise it is the interface towards
+    rank 0. Many systems resolve the host name to 127.0.0.1: gloo would listen there, and the others would wait.
     """
     name = interface_of(member)
     if name:
@@ -23,18 +23,18 @@ def choose_interface(member: Member) -> None:
 
 
 def interface_of(member: Member) -> str:
-    """Return the name of the interface, empty where none can be told from the routes."""
+    """Return the name of the interface, empty if the routes do not determine it."""
     if member.num_local_ranks == member.world_size or member.store.startswith("file:"):
         return _name_of("127.0.0.1")
     host, _, port = member.store.partition("://")[2].rpartition(":")
     address = _towards(host, int(port))
-    if not address or ip_address(address).is_loopback:  # rank 0 asked for its own name
+    if not address or ip_address(address).is_loopback:  # rank 0 resolved its own name
         address = _towards(_ELSEWHERE, int(port))
     return _name_of(address)
 
 
 def _towards(host: str, port: int) -> str:
-    """Return this machine's address on the way to a host; nothing is sent."""
+    """Return this machine's address on the route to a host; sends nothing."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -49,4 +49,4 @@ def _name_of(address: str) -> str:
     return found[0] if found else ""
 
 
-_ELSEWHERE = "192.0.2.1"  # kept for documentation (RFC 5737): on no network, so that the default route leads to it
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): in no network, so it follows the default route

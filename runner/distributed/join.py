@@ -23,22 +23,22 @@ from runner.base.world import World
 from runner.distributed.interface import choose_interface
 from runner.distributed.patience import within
 
-MEETING_S = 120.0  # ranks that were not all there after that, and half a second for each, are not coming
-ABORT_S = 10.0  # for aborting the kernels of a process group
-TIMEOUT_S = 600.0  # a collective that takes longer is taken for a hang
+MEETING_S = 120.0  # s, plus 0.5 s per rank: timeout of the rendezvous
+ABORT_S = 10.0  # s to abort the kernels of a process group
+TIMEOUT_S = 600.0  # s: timeout of collectives
 
 
 @contextmanager
 def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
-    """The world of `member`, whose ranks have found each other; they part at the end.
+    """Initialize the process group of `member` and return its world; destroy the group on exit.
 
-    CPU tensors go through gloo, those of a GPU through NCCL. In an error the group is left, not destroyed.
-    Raises SystemLimit where they cannot meet.
+    CPU tensors use gloo, those of a GPU NCCL. After an error the group is abandoned, not destroyed.
+    Raises SystemLimit if the ranks cannot connect.
     """
-    is_ours = member.store.startswith("file:")  # our own launcher's; others end all when one leaves
+    is_ours = member.store.startswith("file:")  # our launcher's; other launchers end all ranks when one exits
     folder = Path(member.store.removeprefix("file://")).parent if is_ours else None
     world = World(device, member.rank, member.local_rank, member.world_size, member.num_local_ranks, folder)
-    accelerator_of(device).activate()  # what does not name a device must not start the first GPU
+    accelerator_of(device).activate()  # calls that name no device must not initialize the first GPU
     if member.world_size == 1:
         yield world
         return
@@ -46,7 +46,7 @@ def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S
     try:
         if member.store.startswith("file:"):
             _meet(member, device, timeout_s)
-        else:  # a port may be anybody's
+        else:  # the port may belong to another program
             within(_meeting_s(member, timeout_s) + 5.0, lambda: _meet(member, device, timeout_s))
     except (RuntimeError, OSError) as error:
         raise SystemLimit(
@@ -59,12 +59,12 @@ def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S
     except BaseException:
         _leave(is_ours=is_ours)
         raise
-    gc.collect()  # whatever still holds the group must let go of it before it ends
+    gc.collect()  # drop remaining references to the group before it is destroyed
     dist.destroy_process_group()
 
 
 def _leave(*, is_ours: bool) -> None:
-    """Leave the process group in an error, while other ranks may be inside a collective that this one never joins.
+    """Abandon the process group after an error, while other ranks may be inside a collective that this one never joins.
 
     Destroying an NCCL group waits for the kernels of such collectives until their timeout, and the cause would be lost.
     A rank of our own launcher reports and ends by os._exit; the process of torchrun or srun first aborts its kernels.
@@ -76,11 +76,11 @@ def _leave(*, is_ours: bool) -> None:
 
 @contextmanager
 def imagined(rank: int, world_size: int) -> Iterator[World]:
-    """The world of a rank whose others are not there, on the CPU: what is sent is lost, whole numbers received are 1.
+    """Return a world on the CPU without real other ranks: sent data is dropped, received integers are 1.
 
-    For following what a rank makes without content. All ranks are taken to say what this one does.
+    For tracing what a rank computes on fake tensors. All ranks are assumed to agree with this one.
     """
-    import torch.distributed._tools.fake_collectives  # what collectives return for tensors without content
+    import torch.distributed._tools.fake_collectives  # implements collectives for fake tensors
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -93,7 +93,7 @@ def imagined(rank: int, world_size: int) -> Iterator[World]:
 
 
 class _Agreeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Says yes where torch's pipeline asks a rank that is not there whether it knows its shapes."""
+    """Agree if torch's pipeline asks a missing rank whether it knows its shapes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.c10d.recv_.default:
@@ -125,8 +125,8 @@ class _Imagined(World):
 
 
 def _meet(member: Member, device: torch.device, timeout_s: float) -> None:
-    """The process group is there. Raises RuntimeError or OSError."""
-    accelerator_of(device).activate()  # each thread has its own, and NCCL starts here on the current one
+    """Create the process group. Raises RuntimeError or OSError."""
+    accelerator_of(device).activate()  # the current device is per thread, and NCCL initializes on it
     store = _store(member, timedelta(seconds=_meeting_s(member, timeout_s)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -139,12 +139,12 @@ def _meet(member: Member, device: torch.device, timeout_s: float) -> None:
 
 
 def _meeting_s(member: Member, timeout_s: float) -> float:
-    """Return how long ranks wait for each other: NCCL connects them while they meet, which grows with their number."""
+    """Return the timeout of the rendezvous: NCCL connects ranks pairwise, which grows with their number."""
     return min(timeout_s, MEETING_S + 0.5 * member.world_size)
 
 
 def _store(member: Member, timeout: timedelta) -> Store:
-    """Return where the ranks meet: a file for one machine, rank 0's port for several."""
+    """Return the rendezvous store: a file for one machine, rank 0's port for several."""
     kind, _, place = member.store.partition("://")
     if kind == "file":
         return FileStore(place, member.world_size)

@@ -21,13 +21,13 @@ ADAMW_BYTES = 16.0
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs.
+    """Cost of one layer.
 
     name              as in the model, such as blocks.3
     num_trained       number of trained parameters
     constant_bytes    bytes of frozen parameters and buffers
-    activation_bytes  bytes kept for the backward pass of one micro-batch; 0 where it was not measured
-    seconds           forward and backward of one micro-batch; without a measurement in proportion to the parameters
+    activation_bytes  bytes kept for the backward pass of one micro-batch; 0 if not measured
+    seconds           forward and backward of one micro-batch; if not measured, proportional to the parameters
     """
 
     name: str
@@ -37,12 +37,12 @@ class LayerCost:
     seconds: float = 0.0
 
     def state_bytes(self, bytes_per_parameter: float = ADAMW_BYTES) -> int:
-        """Return the bytes that do not depend on the batch: parameters, gradients and optimizer state."""
+        """Return the bytes independent of the batch: parameters, gradients and optimizer state."""
         return math.ceil(self.num_trained * bytes_per_parameter) + self.constant_bytes
 
 
 def weighed(model: nn.Module, layers: Sequence[nn.Module]) -> list[LayerCost]:
-    """Return the costs that can be known without computing: parameters tied to another layer count in both."""
+    """Estimate costs without computing; parameters tied to another layer count in both."""
     costs = []
     for name, layer in zip(layer_names(model, layers), layers, strict=True):
         weights = list(layer.parameters())
@@ -63,12 +63,12 @@ def measured(
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     synchronize: Callable[[], None] = lambda: None,
 ) -> list[LayerCost]:
-    """Return the costs of the layers for these inputs of the first, on the device where all of it lies.
+    """Measure the costs of the layers for these inputs of the first one, on the device that holds all of them.
 
-    Gradients, buffers and random states are left as they were. Seconds are the median of some passes, after one more.
+    Gradients, buffers and random states are restored. Seconds are the median of several passes after a warm-up.
 
-    scale    micro-batch over the batch of `inputs`: by this all that depends on the batch is multiplied
-    repeats  passes that are timed
+    scale    micro-batch over the batch of `inputs`: factor for all costs that depend on the batch
+    repeats  number of timed passes
     """
     costs: list[LayerCost] = []
     value: Any = tuple(inputs)
@@ -92,7 +92,7 @@ def measured(
 
 
 def layer_names(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
-    """Return the name of each layer in the model; of one that is not in it, those of its parts."""
+    """Return the name of each layer in the model; for a layer that is not in it, the names of its parts."""
     known: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if name}
     weights: dict[nn.Parameter, str] = {weight: name for name, weight in model.named_parameters()}
     names = []
@@ -104,15 +104,15 @@ def layer_names(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
 
 
 def parameter_names(model: nn.Module, layer: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Return the layer's parameters under their names in the model."""
+    """Return the layer's parameters by their names in the model."""
     mine = set(layer.parameters())
     return {name: weight for name, weight in model.named_parameters() if weight in mine}
 
 
 @contextmanager
 def noting_kept(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
-    """Give memory -> bytes of what passes inside keep for the backward pass, each memory once, without `lasting`."""
-    known = {tensor.untyped_storage()._cdata for tensor in lasting}  # which tensors without content have too
+    """Record storage -> bytes saved for the backward pass inside the context, each once, without `lasting`."""
+    known = {tensor.untyped_storage()._cdata for tensor in lasting}  # identifies fake tensors as well
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def noting_kept(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
 def kept_by(
     layer: nn.Module, call: Callable[[Any], Any], value: Any, forward: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[int, Any]:
-    """Return the bytes that the layer keeps for its backward pass, each memory once, and its detached output."""
+    """Return the bytes that the layer saves for its backward pass, each storage once, and its detached output."""
     with noting_kept([*layer.parameters(), *layer.buffers()]) as storages, forward():
         output = call(value)
     return sum(storages.values()), map_tensors(lambda tensor: tensor.detach(), output)
@@ -141,7 +141,7 @@ def _seconds(
     forward: Callable[[], AbstractContextManager[Any]],
     synchronize: Callable[[], None],
 ) -> float:
-    """Return the seconds of a pass forward and back; no gradient is left."""
+    """Return the seconds of a forward and backward pass; leaves no gradient."""
     trained: list[Tensor] = [weight for weight in layer.parameters() if weight.requires_grad]
     map_tensors(lambda tensor: trained.append(tensor) if tensor.requires_grad else None, value)
     synchronize()
@@ -157,15 +157,15 @@ def _seconds(
 
 
 def fresh(value: Any) -> Any:
-    """Return the value with tensors that have gradients where that is possible, as what comes from another device."""
-    # clone: layers that work in place must not do so on a leaf
+    """Return a copy whose tensors require gradients if possible, like those received from another device."""
+    # clone: layers that work in place must not modify a leaf
     return map_tensors(
         lambda tensor: tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor, value
     )
 
 
 class _as_it_was:  # noqa: N801 - a context
-    """Buffers of the layers are put back at the end."""
+    """Restore the buffers of the layers on exit."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._kept = {buffer: buffer.clone() for layer in layers for buffer in layer.buffers()}

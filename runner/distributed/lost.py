@@ -10,9 +10,9 @@ from runner.base.words import message_of
 
 
 def is_of_a_lost_rank(error: BaseException) -> bool:
-    """Tell whether all began with the loss of another rank, whatever was made of that on the way out."""
+    """Return whether the root cause is the loss of another rank, however the error was wrapped."""
     seen: list[BaseException] = []
-    while error not in seen:  # `raise error from error` would go round for ever
+    while error not in seen:  # `raise error from error` is a cycle
         seen.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__) or error
     text = message_of(error)
@@ -27,12 +27,12 @@ def is_of_a_lost_rank(error: BaseException) -> bool:
 
 
 def _is_raised_by_torch(error: BaseException) -> bool:
-    """Tell whether it comes from torch.distributed: a data worker, too, may time out or lose its connection."""
+    """Return whether torch.distributed raised it: a data worker may time out or lose its connection, too."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and "/torch/distributed/" in frames[-1].filename
 
 
-# What gloo, NCCL and the stores say of a process at the other end: torch 2.11 and 2.13.
+# Messages of gloo, NCCL and the stores about a lost peer: torch 2.11 and 2.13.
 _PEER_IS_GONE = re.compile(
     r"connection (closed|reset|refused|was)|socket (closed|timeout|is not connected)|broken pipe|timed out|timeout"
     r"|remote process exited|ncclRemoteError|communicator was aborted|recv, got 0 bytes",

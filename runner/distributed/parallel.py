@@ -23,12 +23,12 @@ Copy = Callable[[Tensor], Tensor]
 
 
 def on_the_host(tensor: Tensor) -> Tensor:
-    """Return a copy in fresh host memory."""
+    """Return a copy in new host memory."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def dense_gradient(weight: nn.Parameter, name: str = "") -> Tensor:
-    """Return the gradient of a parameter. Raises TaskFault for a sparse one: norms and sums over ranks are of dense."""
+    """Return the gradient of a parameter. Raises TaskFault if it is sparse: norms and sums over ranks need dense ones."""
     assert weight.grad is not None
     if weight.grad.layout is not torch.strided:
         raise TaskFault(
@@ -40,7 +40,7 @@ def dense_gradient(weight: nn.Parameter, name: str = "") -> Tensor:
 
 
 class Discarded(Exception):
-    """Memory ran out in the passes of some rank: every rank raises this, and none of them applies the update."""
+    """Some rank ran out of memory: every rank raises this, and none applies the update."""
 
 
 def _raised(error: Exception) -> None:
@@ -48,14 +48,14 @@ def _raised(error: Exception) -> None:
 
 
 class Passes(NamedTuple):
-    """What turns a micro-batch into gradients.
+    """The functions that turn a micro-batch into gradients.
 
-    model     what forward passes go through
+    model     the model for forward passes
     loss      (model, batch) -> (loss summed over items, number of items)
-    forward   () -> context of a forward pass: the number format
-    backward  (loss sum) -> None: adds its gradients, scaled into range
-    scale     (loss sum) -> what `backward` starts from, for strategies that go backward themselves
-    failed    takes note of what a pass raised, and frees what it held; raises it where the update cannot be discarded
+    forward   () -> context of a forward pass, which sets the number format
+    backward  (loss sum) -> None: accumulates its gradients, scaled into range
+    scale     (loss sum) -> the scaled loss, for strategies that call backward themselves
+    failed    records an error and frees its memory; raises it if the update cannot be discarded
     """
 
     model: nn.Module
@@ -67,23 +67,23 @@ class Passes(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Loss and items of the micro-batches of an update, of one rank or of all; tensors stay on the device."""
+    """Loss and items of an update's micro-batches, of one rank or summed over ranks; tensors stay on the device."""
 
     loss_sum: Tensor
     items: Tensor | int | float
     bad: tuple[tuple[int, str], ...] = ()
-    failed: bool = False  # this rank's passes: there is nothing to be added
+    failed: bool = False  # passes of this rank failed: its sums do not count
 
 
 class Parallel:
-    """Verbs of a strategy; this base class is that of a single process.
+    """Interface of a strategy; this base class implements a single process.
 
-    in_step       every rank must make the same number of passes in each update, for there are collectives inside them
-    splits_batch  each rank gets its share of an update; False: every rank reads all of it
-    places_model  `wrap` moves to the device what this rank keeps; the whole model may be too large for it
+    in_step       every rank must run the same number of micro-batches per update, because they contain collectives
+    splits_batch  each rank gets its share of an update; False: every rank reads the whole update
+    places_model  `wrap` moves this rank's part to the device; the whole model may not fit
 
-    An update whose passes failed on some rank is discarded by all of them, unless they are in step: who fails inside a
-    collective leaves the others waiting in it, and the ranks must be started again.
+    If micro-batches fail on some rank, all ranks discard the update, unless they are in step: a failure inside a
+    collective leaves the other ranks blocked in it, and the ranks must be restarted.
     """
 
     in_step = False
@@ -97,42 +97,42 @@ class Parallel:
     # ------------------------------------------------------------ the model
 
     def expect(self, example: Callable[[], Sequence[Tensor]], samples: int, num_microbatches: int) -> None:
-        """Be told, before `wrap`, what passes will be like.
+        """Receive the expected inputs before `wrap`.
 
-        example           returns the arguments of one call of the model; raises NotImplementedError where none is known
-        samples           of a micro-batch
-        num_microbatches  of an update, on one rank
+        example           returns the arguments of one call of the model; raises NotImplementedError if unknown
+        samples           per micro-batch
+        num_microbatches  per update, on one rank
         """
 
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
     ) -> nn.Module:
-        """Return the model through which forward passes go; it starts from the same weights on every rank.
+        """Return the model to call in forward passes; it starts from the same weights on every rank.
 
-        layers  returns modules whose composition is the model, in order; raises where the task does not tell
+        layers  returns modules whose composition is the model, in order; raises if the task does not define them
         blocks  the repeated blocks of the model
         """
         return model
 
     def described(self) -> list[str]:
-        """Return lines for the start report on what is where, once the model is wrapped."""
+        """Return lines about the placement for the start report, once the model is wrapped."""
         return []
 
     def owned(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Return those of the parameters that this rank updates."""
+        """Return the parameters that this rank updates."""
         return dict(named)
 
     # ------------------------------------------------------------ an update
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
-        """A phase that trains these parameters begins."""
+        """Start a phase that trains these parameters."""
 
     def end(self) -> None:
-        """The phase is over."""
+        """End the phase."""
 
     def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
-        """Add the gradients of all micro-batches of an update of this rank; return their sums."""
-        loss_sum = self.world.zeros()  # wider than the loss, which may be of bfloat16
+        """Accumulate the gradients of all micro-batches of this rank's update; return their sums."""
+        loss_sum = self.world.zeros()  # wider than the loss, which may be bfloat16
         items: Tensor | int | float = 0
         bad: tuple[tuple[int, str], ...] = ()
         last = False
@@ -151,65 +151,65 @@ class Parallel:
         return Sums(loss_sum, items, bad)
 
     def reduce(self, sums: Sums) -> Sums:
-        """Make the gradients those of all ranks; return the sums over all ranks.
+        """All-reduce the gradients; return the sums over all ranks.
 
-        Raises Discarded, on every rank alike, where the passes of some rank failed.
+        Raises Discarded, on every rank, if micro-batches of some rank failed.
         """
         return sums
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return the gradients that are there, as the plain tensors that this rank holds of them."""
+        """Return the existing gradients as the plain tensors that this rank holds."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def norm(self, local: Tensor) -> Tensor:
-        """Return the norm of all gradients from that of the ones that `gradients` returned."""
+        """Return the norm of all gradients, given the norm of those that `gradients` returned."""
         return local
 
     def overflow(self, found: Tensor) -> Tensor:
-        """Return whether a gradient of any rank overflowed, from whether one of this rank did; 0 or 1."""
+        """Return whether a gradient overflowed on any rank, given this rank's flag; 0 or 1."""
         return found
 
     def idle(self) -> Mapping[str, float]:
-        """Return how idle devices were in the last update, by the name of a metric; all ranks must ask."""
+        """Return the idle fractions of devices in the last update, by metric name; collective."""
         return {}
 
     # ------------------------------------------------------------ between updates
 
     def update_of_buffers(self) -> AbstractContextManager[None]:
-        """Return a context around an update without gradients, after which ranks have the same buffers again.
+        """Return a context for an update without gradients, after which buffers are synchronized.
 
         `reduce` does the same at the end of an update with gradients.
         """
         return nullcontext()
 
     def check_buffers(self) -> None:
-        """Raise TaskFault, on every rank, where ranks have different buffers; updates leave them equal."""
+        """Raise TaskFault, on every rank, if buffers differ between ranks; updates keep them equal."""
 
     def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
-        """Return copies of the whole tensors in host memory, on rank 0; the others help and return nothing.
+        """Return copies of the full tensors in host memory, on rank 0; other ranks participate and return nothing.
 
-        copy  makes a copy on the host
+        copy  copies a tensor to the host
         """
         return {name: copy(tensor) for name, tensor in tensors.items()}
 
     def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-        """Put whole tensors into the model; names, shapes and dtypes were checked."""
+        """Load full tensors into the model; names, shapes and dtypes were checked."""
         model.load_state_dict(saved, strict=True)
 
     def merged(self, merge: Callable[[State, State], State], state: State) -> State:
-        """Return the statistics of the data of all ranks; `merge` makes one state of two."""
+        """Return the merged statistics of the data of all ranks; `merge` combines two states."""
         return state
 
     def editable(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which every rank may write into parameters and buffers, all of them the same."""
+        """Return a context in which every rank may write, identically, to parameters and buffers."""
         return nullcontext()
 
     # ------------------------------------------------------------ evaluation
 
     def gathered(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which any method of the model can be called, without gradients, out of step."""
+        """Return a context in which each rank can call any method of the model independently, without gradients."""
         return nullcontext()
 
     def dealt(self, keys: Sequence[Any]) -> list[Any]:
-        """Return the batches of an evaluation that this rank makes."""
+        """Return the batches of an evaluation that this rank computes."""
         return list(keys)

@@ -15,7 +15,7 @@ from runner.base.world import World
 
 
 class Failed(NamedTuple):
-    """What goes on instead of a value that could not be made."""
+    """Sent instead of a value that could not be computed."""
 
     text: str
 
@@ -30,7 +30,7 @@ def send(value: Any, rank: int, device: torch.device) -> None:
 
 
 def receive(rank: int, device: torch.device) -> Any:
-    """Return the value that a rank sends, its tensors on `device`."""
+    """Receive a value from a rank, with its tensors on `device`."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, rank)
     head = torch.empty(int(size), dtype=torch.uint8)
@@ -42,7 +42,7 @@ def receive(rank: int, device: torch.device) -> Any:
 
 
 def broadcast(value: Any, source: int, world: World) -> Any:
-    """Return the value of rank `source` on all ranks; what the others give does not matter."""
+    """Return the value of rank `source` on all ranks; values of other ranks are ignored."""
     head, tensors = _packed(value if world.rank == source else None)
     size = torch.tensor([len(head)])
     dist.broadcast(size, source)
@@ -59,12 +59,12 @@ def broadcast(value: Any, source: int, world: World) -> Any:
 
 
 def check(value: Any) -> None:
-    """Raise TaskFault where a value cannot travel."""
+    """Raise TaskFault if a value cannot be sent."""
     _packed(value)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a format in torch, such as float32."""
+    """Return torch's name of a dtype, such as float32."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -115,5 +115,5 @@ def _unpacked(structure: list[Any], tensors: list[Tensor]) -> Any:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor: not all formats can be sent."""
+    """Return the memory of a contiguous tensor as bytes, because not all dtypes can be sent."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -10,10 +10,10 @@ Made = TypeVar("Made")
 
 
 def within(limit_s: float, call: Callable[[], Made]) -> Made:
-    """Return what `call` returns, or raise what it raises. Raises TimeoutError once `limit_s` seconds are over.
+    """Call a function and return its result, or raise TimeoutError after `limit_s` seconds.
 
-    The call is made by a thread of its own, which is left behind where it does not return: torch's store waits for ever
-    for an answer from a port at which somebody else listens.
+    The call runs in a separate thread, which is abandoned if it does not return: torch's store waits forever
+    for a reply from a port at which another program listens.
     """
     made: list[Made] = []
     raised: list[BaseException] = []
@@ -24,7 +24,7 @@ def within(limit_s: float, call: Callable[[], Made]) -> Made:
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=make, daemon=True)  # not waited for at exit
+    thread = threading.Thread(target=make, daemon=True)  # not joined at exit
     thread.start()
     thread.join(limit_s)
     if raised:

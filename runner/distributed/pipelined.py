@@ -64,16 +64,16 @@ from runner.distributed.stages import (
 
 
 class Pipelined(Parallel):
-    """Layers in contiguous stages, one for each rank, or several with schedule="interleaved".
+    """Contiguous stages of layers, one per rank, or several with schedule="interleaved".
 
-    schedule             1f1b: a backward pass as soon as there is one to make; gpipe: all forward passes first, which
-                         keeps the activations of all micro-batches; interleaved: 1f1b with several stages on a rank
-    num_microbatches     of an update, for what is kept at once; None: as `expect` is told, else many
-    split                layers of each stage; None: by `balance`
-    balance              memory: the shares of the devices' memory are even; time: the slowest stage is fast
-    chunks               stages of each rank with schedule="interleaved"
-    memory_bytes         what each rank's device may hold; None: what it has
-    bytes_per_parameter  of a trained parameter: itself, gradient and optimizer state
+    schedule             1f1b: backward passes as early as possible; gpipe: all forward passes first, which
+                         keeps the activations of all micro-batches; interleaved: 1f1b with several stages per rank
+    num_microbatches     per update, to estimate activation memory; None: as passed to `expect`, else many
+    split                number of layers of each stage; None: by `balance`
+    balance              memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
+    chunks               stages per rank with schedule="interleaved"
+    memory_bytes         memory limit per rank's device; None: all of it
+    bytes_per_parameter  per trained parameter: value, gradient and optimizer state
     """
 
     in_step = True
@@ -112,18 +112,18 @@ class Pipelined(Parallel):
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The stages of this rank."""
+        """Stages of this rank."""
         return self._stages
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of all ranks; stage s is on rank s modulo the world's size."""
+        """Number of stages over all ranks; stage s is on rank s modulo the world size."""
         return self.world.world_size * self.chunks
 
     # ------------------------------------------------------------ the model
 
     def expect(self, example: Example, samples: int, num_microbatches: int) -> None:
-        """Measure layers by this example; without it they are weighed by their parameters alone."""
+        """Use this example to measure layers; without one, costs are estimated from parameters alone."""
         self._example = example
         many = self.wanted.num_microbatches or num_microbatches
         self.wanted = replace(self.wanted, samples=samples, num_microbatches=many)
@@ -131,9 +131,9 @@ class Pipelined(Parallel):
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
     ) -> nn.Module:
-        """Keep this rank's layers and free the others, in the model itself, whose call is then that of all ranks.
+        """Keep this rank's layers and free the others, in the model itself; a call then runs the pipeline of all ranks.
 
-        The model may lie on the CPU: only what this rank keeps is moved to its device. All ranks raise the same error.
+        The model may be on the CPU: only this rank's layers are moved to its device. All ranks raise the same error.
         """
         found = self._layers_of(model, layers)
         if not self.world.is_imagined:
@@ -148,18 +148,18 @@ class Pipelined(Parallel):
         self._copied = modules_of_several(self.world, model, found, self.placement.split)
         of_layers = {module for layer in found for module in layer.modules()}
         free(model, kept, self._mine, of_layers)
-        # What the loss changes beside the layers, it changes on the rank that computes it.
+        # Modules outside of the layers that the loss changes are changed on the rank that computes it.
         last = (self.num_stages - 1) % self.world.world_size
         self._buffers = BufferSync(model, self.world, last, others=of_layers)
         for stage in self._stages:
             tensors = (*stage.parameters(), *stage.buffers())
-            if any(tensor.device != self.world.device for tensor in tensors):  # weights without content cannot be moved
+            if any(tensor.device != self.world.device for tensor in tensors):  # fake tensors cannot be moved
                 stage.to(self.world.device)
         model.forward = self._answered
         return model
 
     def foresee(self, shapes: Sequence[Shapes]) -> int:
-        """Take it as known what goes into each stage; return the bytes that this rank receives for a micro-batch."""
+        """Set the input shapes of each stage in advance; return the bytes that this rank receives per micro-batch."""
         self._foreseen = shapes
         inputs = [stage.number for stage in self._stages if stage.number]
         gradients = [stage.number + 1 for stage in self._stages if not stage.is_last]
@@ -169,7 +169,7 @@ class Pipelined(Parallel):
         return str(self.placement).splitlines()
 
     def owned(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters; one that is always 0 where it has none, for optimizers want at least one."""
+        """Return this rank's parameters, or a constant zero if it has none, because optimizers require at least one."""
         mine = {name: weight for name, weight in named.items() if weight in self._mine}
         self._placeholder = None
         if mine or not named:
@@ -192,7 +192,7 @@ class Pipelined(Parallel):
     def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
         self._buffers.begin_update()
         micros, bad, failure = self._read(batches)
-        noise.start_pass(None)  # passes overlap: each step says whose samples it computes
+        noise.start_pass(None)  # passes overlap: each step sets its own samples
         self.watch.lap("data")
         seed = int(torch.randint(2**62, ()))
         inputs: list[Call] = []
@@ -211,7 +211,7 @@ class Pipelined(Parallel):
                 first += size
         if self._placeholder is not None:
             (self._placeholder * 0).sum().backward()  # type: ignore[no-untyped-call]
-        return Sums(tally.loss_sum, tally.items, bad if self.world.is_first else ())  # all have read the same
+        return Sums(tally.loss_sum, tally.items, bad if self.world.is_first else ())  # all ranks read the same batches
 
     def reduce(self, sums: Sums) -> Sums:
         for tie in self._tied:
@@ -224,12 +224,12 @@ class Pipelined(Parallel):
         return Sums(loss_sum, items, sums.bad)
 
     def norm(self, local: Tensor) -> Tensor:
-        """Return the norm over all stages; a parameter that two stages share counts once."""
+        """Return the norm over all stages; a parameter shared by two stages counts once."""
         square = local.to(self.world.widest).square()
         again = [tie.weight.grad for tie in self._tied if not tie.counts_here and tie.weight.grad is not None]
         if again:
             twice = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(again)).to(square.dtype)).square()
-            # infinite gradients stay infinite instead of becoming NaN
+            # infinite gradients remain infinite instead of becoming NaN
             square = torch.where(torch.isfinite(square), (square - twice).clamp(min=0), square)
         return self.world.sum(square).sqrt().to(local.dtype)
 
@@ -243,7 +243,7 @@ class Pipelined(Parallel):
         check_copies(self._buffers.model, self._copied, self.world)
 
     def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
-        """Gather by name; of one that several ranks have, the first one's."""
+        """Gather tensors by name; for a shared one, that of the first rank."""
         mine = {
             name: tensor
             for name, tensor in tensors.items()
@@ -262,14 +262,14 @@ class Pipelined(Parallel):
         return {name: result[name] for name in order if name in result}
 
     def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-        """Put what is this rank's into the model."""
+        """Load this rank's tensors into the model."""
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 if not tensor.is_meta:
                     tensor.copy_(saved[name])
 
     def merged(self, merge: Callable[[State, State], State], state: State) -> State:
-        """Return rank 0's: all ranks see all data, but only rank 0 has what was gathered before it was resumed."""
+        """Return rank 0's state: all ranks see all data, but only rank 0 has the state from before a resume."""
         result = {name: tensor.contiguous().clone() for name, tensor in state.items()}
         for tensor in result.values():
             dist.broadcast(tensor, 0)
@@ -284,9 +284,9 @@ class Pipelined(Parallel):
     # ------------------------------------------------------------ how well it runs
 
     def bubble(self) -> partition.Bubble | None:
-        """Return how idle the devices were in the newest update that the stopwatch knows; all ranks must ask.
+        """Return the idle fractions of the devices in the last timed update; collective.
 
-        None before the first update, or where no step was made.
+        None before the first update, or if it had no steps.
         """
         last = self.watch.last
         mine = [last.seconds.get(part, 0.0) for part in _BUSY] if last and self._num_steps else None
@@ -300,7 +300,7 @@ class Pipelined(Parallel):
         spent = max(sum(parts) for parts in of_ranks)
         forward = self._by_stage([row[0] / number for row in of_ranks])
         backward = self._by_stage([row[1] / number for row in of_ranks])
-        simulated = ideal = 0.0  # seconds, of steps one after the other
+        simulated = ideal = 0.0  # seconds, summed over steps
         for count in self._num_steps:
             seconds = math.fsum([*forward, *backward]) * count / self.world.world_size
             ideal += seconds / (1 - partition.ideal_bubble(self.world.world_size, count, self.chunks))
@@ -313,13 +313,13 @@ class Pipelined(Parallel):
         return {} if found is None else {f"pipeline/{name}": value for name, value in found._asdict().items()}
 
     def _by_stage(self, seconds: Sequence[float]) -> list[float]:
-        """Return the seconds of each stage; the stages of a rank are taken for equal."""
+        """Return the seconds of each stage; stages of a rank are assumed equal."""
         return [seconds[stage % self.world.world_size] / self.chunks for stage in range(self.num_stages)]
 
     # ------------------------------------------------------------ choosing the split
 
     def _layers_of(self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]]) -> list[nn.Module]:
-        """Return the layers; raises on all ranks what is wrong with them on some rank."""
+        """Return the layers; raises the same error on all ranks if they are invalid on any rank."""
         found: list[nn.Module] = []
         failure = caught(lambda: found.extend(layers()))
         if isinstance(failure, NotImplementedError):
@@ -336,7 +336,7 @@ class Pipelined(Parallel):
     def _read(
         self, batches: Iterator[MicroBatch]
     ) -> tuple[list[MicroBatch], tuple[tuple[int, str], ...], Exception | None]:
-        """Return all micro-batches of the update, samples that were left out, and why it could not be read."""
+        """Return all micro-batches of the update, skipped samples, and the error if reading failed."""
         micros: list[MicroBatch] = []
         bad: list[tuple[int, str]] = []
 
@@ -353,7 +353,7 @@ class Pipelined(Parallel):
         return micros, tuple(bad), failure
 
     def _called_with(self, passes: Passes, micros: Sequence[MicroBatch], seed: int) -> Iterator[Call]:
-        """Yield what the loss calls the model with."""
+        """Yield the arguments with which the loss calls the model."""
 
         def called(*inputs: Any, **named: Any) -> Any:
             raise Called(Call(inputs, named))
@@ -370,7 +370,7 @@ class Pipelined(Parallel):
                 raise not_called()
 
     def _agree(self, failure: Exception | None, count: int, seed: int, inputs: Sequence[Call]) -> _Keys:
-        """Return what rank 0 says of the micro-batches; raises on all ranks where one of them has failed."""
+        """Return rank 0's description of the micro-batches; raises on all ranks if one of them failed."""
         first = self._has(0)
         word = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
         failed, most, least, seed = self.world.largest(word).tolist()
@@ -384,14 +384,14 @@ class Pipelined(Parallel):
         return _Keys(seed, keys.tolist())
 
     def _sizes(self, count: int) -> list[int]:
-        """Return how many micro-batches of one shape make a step: all, or those that go in rounds, and the rest."""
+        """Return the numbers of equally shaped micro-batches per step: all, or full rounds and the remainder."""
         world_size = self.world.world_size
         if self.schedule != "interleaved" or count % max(1, count // world_size) == 0:
             return [count]
         return [count // world_size * world_size, count % world_size]
 
     def _run(self, work: Work, key: int, count: int) -> None:
-        """Run the passes of micro-batches of one shape."""
+        """Run the micro-batches of one shape."""
         if key not in self._shapes:
             self._shapes[key] = [*self._foreseen] or self._probed(work)
         if (count, key) not in self._steps:
@@ -409,7 +409,7 @@ class Pipelined(Parallel):
         except Exception:
             for stage in self._stages:
                 if stage.failure is not None:
-                    raise stage.failure from None  # torch raises another one of it, with all shapes
+                    raise stage.failure from None  # torch wraps it in an error with all shapes
             raise
         finally:
             for stage in self._stages:
@@ -431,7 +431,7 @@ class Pipelined(Parallel):
         ]
 
         def loss(output: Tensor, _: Any) -> Tensor:
-            return output  # the last stage has computed it
+            return output  # computed by the last stage
 
         if self.schedule == "interleaved":
             return ScheduleInterleaved1F1B(stages, count, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
@@ -445,9 +445,9 @@ class Pipelined(Parallel):
         return shapes[number + 1].received()
 
     def _probed(self, work: Work) -> list[Shapes]:
-        """Return what goes into each stage for such micro-batches, by passing one through without gradients.
+        """Infer the input shapes of each stage by running one micro-batch without gradients.
 
-        It shows what is wrong with layers and loss while no rank waits for another one.
+        Errors in layers and loss are found here, while no rank waits for another one.
         """
         modules = {module for stage in self._stages for module in stage.modules()} | {*self._buffers.modules}
         call = work.inputs[0] if work.inputs else Call((), {})
@@ -469,7 +469,7 @@ class Pipelined(Parallel):
     # ------------------------------------------------------------ one pass through all stages
 
     def _evaluated(self, *inputs: Any, **named: Any) -> Any:
-        """Return the model's output on all ranks, which must all call it."""
+        """Return the model's output on all ranks; collective."""
         if torch.is_grad_enabled():
             raise TaskFault(
                 "a model in a pipeline can be called with gradients by a loss only, once for each batch",
@@ -493,9 +493,9 @@ class Pipelined(Parallel):
     def _through(
         self, call: Call, forward: Callable[[], AbstractContextManager[Any]], finish: Callable[[Any], None]
     ) -> _Outcome:
-        """Pass one call through all stages, from rank to rank; `finish` is given the output on the last one.
+        """Run one call through all stages, from rank to rank; `finish` receives the output on the last one.
 
-        A failure goes the same way, so that nobody waits; the rank where it happened has it, the next ones its text.
+        A failure is forwarded the same way, so that no rank blocks; its rank has the exception, later ones its text.
         """
         failure: Exception | None = None
         shapes: dict[int, Any] = {}
@@ -517,7 +517,7 @@ class Pipelined(Parallel):
                         finish(value)
                     else:
                         check_between(value, stage.number)
-                except Exception as error:  # the others must hear of it, whatever it is
+                except Exception as error:  # of any type: the other ranks must be informed
                     failure = error
             if not stage.is_last:
                 sent = value if failure is None else parcel.Failed(described(failure))
@@ -525,12 +525,12 @@ class Pipelined(Parallel):
         return _Outcome(failure, shapes)
 
     def _answered(self, *inputs: Any, **named: Any) -> Any:
-        """Answer a call of the model, as it is to be answered at the moment."""
+        """Handle a call of the model by the current handler."""
         return self._forward(*inputs, **named)
 
     @contextmanager
     def _answering(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Within it, calls of the model are answered by `forward`."""
+        """Handle calls of the model by `forward` inside the context."""
         before, self._forward = self._forward, forward
         try:
             yield
@@ -540,18 +540,18 @@ class Pipelined(Parallel):
 
 PLACEHOLDER = "pipeline.nothing"
 _BUSY = ("forward", "backward", "wait")
-KEPT_STEPS = 8  # schedules, each with room for what it receives: of as many shapes and numbers of micro-batches
+KEPT_STEPS = 8  # cached schedules, with receive buffers: one per shape and number of micro-batches
 
 
 class _Keys(NamedTuple):
-    """Seed of an update, and for each micro-batch a number that tells its shapes."""
+    """Seed of an update, and a hash of the shapes of each micro-batch."""
 
     seed: int
     keys: list[int]
 
 
 class _Outcome(NamedTuple):
-    """How a pass went on this rank, and what its stages were given."""
+    """Result of a pass on this rank, with the inputs of its stages."""
 
     failure: Exception | None
     shapes: Mapping[int, Any]

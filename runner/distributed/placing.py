@@ -24,9 +24,9 @@ Example = Callable[[], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """How layers are to be placed; see Pipelined.
+    """Constraints for placing layers; see Pipelined.
 
-    samples  of a micro-batch, by which what an example costs is multiplied; None: as many as the example has
+    samples  per micro-batch, to scale costs measured on the example; None: as many as in the example
     """
 
     schedule: partition.Schedule = "1f1b"
@@ -41,9 +41,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which layers are in which stage; stage s is on rank s modulo the number of ranks.
+    """Assignment of layers to stages; stage s is on rank s modulo the number of ranks.
 
-    devices  those of the stages
+    devices  device of each stage
     """
 
     split: partition.Split
@@ -64,9 +64,9 @@ class Placement:
 def placed(
     world: World, model: nn.Module, layers: Sequence[nn.Module], wanted: Wanted, example: Example | None
 ) -> Placement:
-    """Return the placement by what the layers cost on rank 0 and what the ranks' devices hold, on all ranks alike.
+    """Return the placement, from layer costs on rank 0 and device memory of all ranks; the same on all ranks.
 
-    Raises ConfigError on all ranks where there is none.
+    Raises ConfigError on all ranks if there is none.
     """
     costs: list[LayerCost] = []
     raise_of_any(caught(lambda: costs.extend(_costs(world, model, layers, wanted, example))), world, WHERE)
@@ -80,7 +80,7 @@ def placed(
     costs = [LayerCost(**cost) for cost in of_ranks[0]["costs"]]
     devices = [
         partition.Device(
-            of_rank["memory"] // wanted.chunks,  # the stages of a rank share its device evenly
+            of_rank["memory"] // wanted.chunks,  # the stages of a rank share its device equally
             _speed(of_ranks[0]["seconds"], of_rank["seconds"]),
             f"rank {rank} ({of_rank['device']})",
         )
@@ -92,7 +92,7 @@ def placed(
 def placement(
     costs: Sequence[LayerCost], devices: Sequence[partition.Device], wanted: Wanted, world_size: int
 ) -> Placement:
-    """Return the placement of layers with these costs on the devices of all stages. Raises ConfigError for none."""
+    """Return the placement of layers with these costs on the devices of all stages. Raises ConfigError if none fits."""
     given: dict[str, Any] = {
         "costs": [cost.seconds for cost in costs],
         "memory_bytes": [cost.state_bytes(wanted.bytes_per_parameter) for cost in costs],
@@ -111,14 +111,14 @@ def placement(
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter of several stages; the first rank that has it counts it in the norm."""
+    """A parameter shared by several stages; its first rank counts it in the norm."""
 
     weight: nn.Parameter
     group: Any
     counts_here: bool
 
     def add(self) -> None:
-        """Make its gradient the sum over those that have it, so that their updates stay equal."""
+        """All-reduce its gradient over its ranks, so that their updates stay equal."""
         if self.weight.requires_grad:
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)
@@ -126,7 +126,7 @@ class Tie:
 
 
 def ties_of(world: World, model: nn.Module, layers: Sequence[nn.Module], split: partition.Split) -> list[Tie]:
-    """Return the parameters of this rank that another one has too; groups are made by all ranks alike."""
+    """Return the parameters of this rank that other ranks share; collective, because it creates groups."""
     holders: dict[str, set[int]] = {}
     weights = dict(model.named_parameters())
     for number, stage in enumerate(split.ranges):
@@ -147,7 +147,7 @@ def ties_of(world: World, model: nn.Module, layers: Sequence[nn.Module], split: 
 def modules_of_several(
     world: World, model: nn.Module, layers: Sequence[nn.Module], split: partition.Split
 ) -> list[nn.Module]:
-    """Return the modules that are in layers of several ranks, in the order of the model."""
+    """Return the modules that belong to layers of several ranks, in model order."""
     holders: dict[nn.Module, set[int]] = {}
     for number, stage in enumerate(split.ranges):
         for layer in stage:
@@ -157,7 +157,7 @@ def modules_of_several(
 
 
 def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Raise where the layers do not hold the model's parameters, or where the model is compiled as a whole."""
+    """Raise if the layers do not cover the model's parameters, or if the model is compiled as a whole."""
     inner = {weight for layer in layers for weight in layer.parameters()}
     lost = [name for name, weight in model.named_parameters() if weight not in inner]
     foreign = inner - set(model.parameters())
@@ -174,7 +174,7 @@ def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 def free(model: nn.Module, kept: set[nn.Module], mine: set[nn.Parameter], of_layers: set[nn.Module]) -> None:
-    """Leave in the model only the shapes of parameters and buffers that belong to layers of other ranks."""
+    """Replace parameters and buffers of other ranks' layers by meta tensors."""
     ghosts: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
@@ -193,7 +193,7 @@ WHERE = "parallelism=pipeline"
 def _costs(
     world: World, model: nn.Module, layers: Sequence[nn.Module], wanted: Wanted, example: Example | None
 ) -> list[LayerCost]:
-    """Measure the layers where that is possible, else weigh their parameters."""
+    """Measure the layers if possible, else estimate costs from their parameters."""
     place = next(iter(model.parameters())).device
     if example is None or place != world.device or len(layers) < world.world_size * wanted.chunks:
         return weighed(model, layers)
@@ -218,6 +218,6 @@ def _memory_bytes(world: World, wanted: Wanted) -> int:
 
 
 def _speed(first: float, seconds: float) -> float:
-    """Return the speed beside rank 0's; a tenth more or less is taken for noise."""
+    """Return the speed relative to rank 0; differences up to 10 % are treated as noise."""
     speed = first / seconds if seconds > 0 and first > 0 else 1.0
     return 1.0 if 1 / 1.1 < speed < 1.1 else speed

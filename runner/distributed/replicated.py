@@ -25,12 +25,12 @@ from runner.distributed.buffers import BufferSync
 from runner.distributed.parallel import Copy, Discarded, Parallel, Passes, Sums, dense_gradient, on_the_host
 from runner.distributed.vain import pass_in_vain
 
-BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's: large enough for the bandwidth, small enough to start early
+BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
 FIRST_BUCKET_BYTES = 1 << 20
 
 
 class Replicated(Parallel):
-    """Data parallel: one copy of the model on each rank."""
+    """Data parallelism with a copy of the model on each rank."""
 
     def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES, in_step: bool = False) -> None:
         super().__init__(world)
@@ -79,8 +79,8 @@ class Replicated(Parallel):
                 with passes.forward():
                     loss, count = passes.loss(passes.model, batch)
                 watch.lap("forward")
-                # Gradients leave for the other ranks while the rest is computed, unless passes have collectives too:
-                # those of a rank in vain would come in another order.
+                # Overlap the all-reduce with the backward pass, unless passes contain collectives, too:
+                # in dummy passes, the order would differ between ranks.
                 self._reducer.is_last = last and not self.in_step
                 passes.backward(loss)
                 watch.lap("backward")
@@ -90,7 +90,7 @@ class Replicated(Parallel):
                 pass_in_vain(passes, batch, self._reducer.parameters)
                 watch.lap("wait")
             else:
-                with passes.forward():  # keeps what an overflow on another rank must undo here too
+                with passes.forward():  # keeps what must be undone after an overflow on another rank
                     pass
         return Sums(loss_sum, items, bad)
 
@@ -124,7 +124,7 @@ class Replicated(Parallel):
 
 
 class _Bucket:
-    """Gradients that travel together in one tensor; `views` are the places of the parameters in it."""
+    """Gradients that are all-reduced in one flat tensor; `views` are the slices of the parameters."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -133,7 +133,7 @@ class _Bucket:
         self.views: list[Tensor] = []
         start = 0
         for weight in parameters:
-            # as the parameter lies in memory: kernels of optimizers want gradients of the same layout
+            # with the parameter's layout: optimizer kernels require gradients of the same layout
             self.views.append(
                 self.flat[start : start + weight.numel()].as_strided(weight.shape, _strides(weight), start)
             )
@@ -142,7 +142,7 @@ class _Bucket:
         self.work: Any = None
 
     def launch(self) -> None:
-        """Copy the gradients in, zeros for those that are missing, and start the sum over the ranks."""
+        """Copy the gradients, zeros for missing ones, and start the all-reduce."""
         there = [index for index, weight in enumerate(self.parameters) if weight.grad is not None]
         if len(there) < len(self.parameters):
             self.flat.zero_()
@@ -153,7 +153,7 @@ class _Bucket:
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def finish(self) -> None:
-        """The sums are there, in the place of the gradients."""
+        """Wait for the all-reduce and set the gradients to the sums."""
         self.work.wait()
         self.work = None
         self.ready.clear()
@@ -162,9 +162,9 @@ class _Bucket:
 
 
 class Reducer:
-    """Adds the gradients of all ranks, bucket by bucket, from the last layer to the first.
+    """All-reduce gradients in buckets, from the last layer to the first.
 
-    is_last  the backward pass under way is the last one of the update: buckets leave as soon as they are full
+    is_last  the last backward pass of the update: buckets are launched as soon as they are full
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, bucket_bytes: int) -> None:
@@ -172,7 +172,7 @@ class Reducer:
         self.world = world
         self.buckets = [_Bucket(group) for group in _grouped(self.parameters, bucket_bytes)]
         self.is_last = False
-        self._next = 0  # bucket to be launched next; the order is the same on all ranks
+        self._next = 0  # next bucket to launch; the order is the same on all ranks
         self._hooks = [
             weight.register_post_accumulate_grad_hook(self._ready_in(bucket))  # type: ignore[no-untyped-call]
             for bucket in self.buckets
@@ -180,22 +180,22 @@ class Reducer:
         ]
 
     def close(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def finish(self, sums: Tensor, flags: Tensor, *, failed: bool = False) -> tuple[Tensor, int, Tensor]:
-        """All gradients are those of all ranks, None where no rank had one.
+        """Finish the all-reduce of all gradients; None if no rank had one.
 
-        flags  of anything, on the host
+        flags  arbitrary, on the host
 
-        Returns `sums` added over the ranks, how many of them have `failed` (nobody's gradients count then), and `flags`
-        added over the ranks.
+        Returns `sums` added over the ranks, the number of ranks that `failed` (then no gradients are valid), and
+        `flags` added over the ranks.
         """
         absent = torch.tensor([float(weight.grad is None) for weight in self.parameters])
         absent = torch.cat([absent, torch.tensor([float(failed)]), flags])
-        while self._next < len(self.buckets):  # first, as on ranks whose buckets have left already
+        while self._next < len(self.buckets):  # first, as on ranks whose buckets were launched earlier
             self._launch()
         on_host = sums.device.type == "cpu"
         numbers = torch.cat([sums, absent.to(sums.dtype)]) if on_host else sums
@@ -205,7 +205,7 @@ class Reducer:
             bucket.finish()
         work.wait()
         if other is not None:
-            other.wait()  # a word among the hosts: the device is not waited for
+            other.wait()  # gloo, on the host: no device synchronization
         told = numbers[len(sums) :] if on_host else absent
         num_absent, rest = torch.split(told, [len(self.parameters), 1 + len(flags)])
         for index in (num_absent == self.world.world_size).nonzero().flatten().tolist():
@@ -242,7 +242,7 @@ def _too_late(weight: Tensor) -> TaskFault:
 
 
 def _grouped(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters from the last to the first, in groups of one dtype and of about `bucket_bytes`."""
+    """Yield the parameters from last to first, in groups of one dtype and about `bucket_bytes`."""
     limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
     group: list[nn.Parameter] = []
     size = 0
@@ -257,6 +257,6 @@ def _grouped(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[
 
 
 def _strides(weight: Tensor) -> tuple[int, ...]:
-    """Return the strides of a dense tensor; those of row-major order for one that is not dense."""
+    """Return the strides of a dense tensor; row-major strides for others."""
     dense = torch.empty_like(weight, memory_format=torch.preserve_format, device="meta")
     return tuple(dense.stride())

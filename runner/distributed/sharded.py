@@ -34,13 +34,13 @@ Travel = Literal["float32", "bfloat16", "float16"]
 
 
 class Sharded(Parallel):
-    """Data parallel with everything sharded evenly: the smallest device bounds the part of all.
+    """Data parallelism with even shards of all state: the smallest device limits the size for all.
 
-    reshard_after_forward  True: the blocks are gathered again for the backward pass; False: they stay, which costs the
+    reshard_after_forward  True: gather the blocks again for the backward pass; False: keep them, which needs the
                            memory of the whole model and saves a third of the communication
-    communicate            format in which the parameters travel and compute; gradients are added in float32 (in the
-                           parameters' own format where that is wider). A half format is for a precision of that format:
-                           the activations between blocks have it too. Outputs of the model are float32
+    communicate            format in which parameters are gathered and computed; gradients are summed in float32 (in the
+                           parameters' format if wider). A 16-bit format requires a precision of that format:
+                           it is also that of activations between blocks. Outputs of the model are float32
     """
 
     in_step = True
@@ -52,7 +52,7 @@ class Sharded(Parallel):
         self._root: FSDPModule | None = None
         self._buffers: BufferSync
         self._whole: dict[nn.Parameter, _Scalar] = {}
-        self._used: dict[nn.Parameter, bool] = {}  # whether a pass that counts gave it a gradient in this update
+        self._used: dict[nn.Parameter, bool] = {}  # whether a counted pass gave it a gradient in this update
         self._counts = True
         self._is_gathered = False
         self._trained: list[nn.Parameter] = []
@@ -63,9 +63,9 @@ class Sharded(Parallel):
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
     ) -> nn.Module:
-        """Shard the model in place; its class becomes one that gathers and frees parameters around `forward`.
+        """Shard the model in place; its new class gathers and frees parameters around `forward`.
 
-        Raises ConfigError or TaskFault with everything in the model that cannot be sharded.
+        Raises ConfigError or TaskFault with all parts of the model that cannot be sharded.
         """
         units = [block for block in dict.fromkeys(blocks) if block is not model]
         _check(model, units, self.communicate)
@@ -74,16 +74,16 @@ class Sharded(Parallel):
         scalars = {weight for weight in model.parameters() if weight.dim() == 0}
         for module in units:
             self._shard(module, mesh, scalars, self.reshard_after_forward, {})
-        # what the root itself holds is needed first and last, and stays between the two passes
+        # the root's own parameters are used first and last, and stay gathered between the two passes
         half = {} if self.communicate == "float32" else {"output_dtype": torch.float32}
         self._shard(model, mesh, scalars, False, half)
         assert isinstance(model, FSDPModule)
         for part in _parts(model):
             part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            part.set_force_sum_reduction_for_comms(True)  # gloo supports no other
             if hasattr(part, "set_reduce_scatter_unused_params"):  # older torch: all ranks must use the same
                 part.set_reduce_scatter_unused_params(True)
-        # now, while all that will ever be trained is trainable: formats are derived from trainable parameters only
+        # Now, while all parameters to be trained require gradients: fully_shard derives formats from these only.
         model._get_fsdp_state()._lazy_init()
         self._root = model
         self._watch_gradients(model)
@@ -99,11 +99,11 @@ class Sharded(Parallel):
         if self.communicate != "float32":
             half = getattr(torch, self.communicate)
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, **more)
-        module.register_forward_hook(_own_memory)  # before torch's own, which marks what comes out
+        module.register_forward_hook(_own_memory)  # before torch's own, which marks the outputs
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
 
     def _watch_gradients(self, model: nn.Module) -> None:
-        """Gradients of passes in vain are zero, and those of others are noted."""
+        """Zero the gradients of dummy passes, and record which parameters have gradients in the others."""
         for part in _parts(model):
             assert isinstance(part, nn.Module)
             sharded = dict(part.named_parameters())
@@ -114,7 +114,7 @@ class Sharded(Parallel):
             part.reshard()
 
     def _keep_scalars_whole(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Parameters without a dimension, which cannot be cut, are on every rank; optimizers see DTensors."""
+        """Replicate scalar parameters, which cannot be sharded, on every rank; optimizers see DTensors."""
         tied: dict[nn.Parameter, _Scalar] = {}
         for module in model.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
@@ -131,7 +131,7 @@ class Sharded(Parallel):
             model.register_forward_pre_hook(lambda *_: self._show_scalars(inside=True))
 
     def _free_without_backward(self, model: nn.Module, *_: Any) -> None:
-        """Where no backward pass frees the parameters, the forward pass does."""
+        """Free parameters in the forward pass where no backward pass does."""
         if not torch.is_grad_enabled() and not self._is_gathered:
             self._show_scalars(inside=False)
             for part in _parts(model):
@@ -149,7 +149,7 @@ class Sharded(Parallel):
             if self._counts:
                 self._used[weight] = True
                 return None
-            return torch.zeros_like(gradient)  # whatever it is, infinite ones too
+            return torch.zeros_like(gradient)  # not a product: the gradient may be infinite
 
         return note
 
@@ -191,12 +191,12 @@ class Sharded(Parallel):
         return Sums(loss_sum, items, bad)
 
     def reduce(self, sums: Sums) -> Sums:
-        """Parameters that no rank used have no gradient, as in one process; the others have that of all ranks."""
+        """Set gradients to None for parameters that no rank used, as in one process; all-reduce the rest."""
         assert isinstance(sums.items, Tensor)
         used = torch.tensor([float(self._used.get(weight, False)) for weight in self._trained])
         num_trained = len(used)
         used = torch.cat([used, self._buffers.flags()])
-        told = dist.all_reduce(used, async_op=True)  # a word among the hosts: the device is not waited for
+        told = dist.all_reduce(used, async_op=True)  # gloo, on the host: no device synchronization
         for weight in self._trained:
             if weight in self._whole:
                 self._whole[weight].reduce()
@@ -216,7 +216,7 @@ class Sharded(Parallel):
         return [_local(weight.grad) for weight in found]
 
     def norm(self, local: Tensor) -> Tensor:
-        """Return the norm over all shards; what every rank has whole counts once."""
+        """Return the norm over all shards; replicated parameters count once."""
         square = local.to(self.world.widest).square()
         if not self.world.is_first:
             for gradient in self._whole_gradients:
@@ -235,7 +235,7 @@ class Sharded(Parallel):
         self._buffers.check()
 
     def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
-        """Gather one tensor after the other: the device needs room for the largest only."""
+        """Gather one tensor at a time: the device needs memory for the largest one only."""
         kept: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -244,7 +244,7 @@ class Sharded(Parallel):
         return kept
 
     def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-        """Every rank has the whole tensors at hand and takes its part of them."""
+        """Load this rank's shards of the full tensors."""
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 if isinstance(tensor, DTensor):
@@ -260,9 +260,9 @@ class Sharded(Parallel):
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Every rank has all parameters inside, and makes as many passes without gradients as it likes.
+        """Gather all parameters on every rank inside the context; each may run any number of passes without gradients.
 
-        Any method of the model can be called, not `forward` alone. Each device needs room for the whole parameters.
+        Any method of the model can be called, not only `forward`. Each device needs memory for all parameters.
         """
         self._is_gathered = True
         self._show_scalars(inside=True)
@@ -280,7 +280,7 @@ class Sharded(Parallel):
 
     @contextmanager
     def editable(self, model: nn.Module) -> Iterator[None]:
-        """Every rank has all parameters inside; what it writes into them is kept."""
+        """Gather all parameters on every rank inside the context; changes are kept."""
         kept = model.state_dict().keys()
         with self.gathered(model):
             yield
@@ -289,17 +289,17 @@ class Sharded(Parallel):
         self.load(model, edited)
 
     def dealt(self, keys: Sequence[Micro]) -> list[Micro]:
-        """Every rank makes the same number of batches; those that are missing are read in vain."""
+        """Give every rank the same number of batches, filled up with dummy ones."""
         mine = list(keys[self.world.rank :: self.world.world_size])
         wanted = -(-len(keys) // self.world.world_size)
         return mine if len(mine) == wanted else [*mine, keys[-1]._replace(counts=False)]
 
 
 class _Scalar:
-    """A parameter that every rank has whole.
+    """A replicated scalar parameter.
 
-    outside  what optimizers and checkpoints see: a DTensor, for they do not take DTensors and plain tensors together
-    inside   what passes see: a plain tensor in the same memory
+    outside  for optimizers and checkpoints: a DTensor, because they do not mix DTensors and plain tensors
+    inside   for passes: a plain tensor in the same memory
     """
 
     def __init__(self, weight: nn.Parameter, mesh: DeviceMesh) -> None:
@@ -316,7 +316,7 @@ class _Scalar:
         self._show(self.outside)
 
     def reduce(self) -> None:
-        """Its gradient is the sum over all ranks."""
+        """All-reduce its gradient."""
         gradient = torch.zeros_like(self.inside) if self.inside.grad is None else self.inside.grad
         dist.all_reduce(gradient)
         self.outside.grad = self._replicated(gradient)
@@ -337,9 +337,9 @@ def _parts(root: nn.Module) -> list[FSDPModule]:
 
 
 def _complete(root: nn.Module) -> None:
-    """Gradients that travel together have one format: where some were added up in float32, the missing ones are too.
+    """Give gradients of one communication group the same dtype: if some were accumulated in float32, all are.
 
-    torch takes zeros of the half format for parameters that were not used, and then refuses the mixture (2.13).
+    torch creates zeros of the 16-bit format for unused parameters, and then rejects mixed dtypes (2.13).
     """
     for part in _parts(root):
         for group in part._get_fsdp_state()._fsdp_param_groups:
@@ -351,13 +351,13 @@ def _complete(root: nn.Module) -> None:
 
 
 def _local(gradient: Tensor | None) -> Tensor:
-    """Return the memory of this rank's part; what is done to it in place is done to the gradient."""
+    """Return this rank's shard; in-place changes apply to the gradient."""
     assert gradient is not None
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Views are copied: an operation in place on one, such as `x += y`, would lose the mark for the backward pass."""
+    """Copy views: an in-place operation on one, such as `x += y`, would lose the hook of the backward pass."""
     return map_tensors(lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output)
 
 
@@ -375,7 +375,7 @@ def _explained(passes: Passes, batch: Any) -> Sum:
 
 
 def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> None:
-    """Raise ConfigError with everything in the model that cannot be sharded."""
+    """Raise ConfigError with all parts of the model that cannot be sharded."""
     problems = []
     named = dict(model.named_parameters())
     strided = [name for name, weight in named.items() if not weight.is_contiguous()]
@@ -422,7 +422,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
 
 
 def _groups(model: nn.Module, units: Sequence[nn.Module]) -> dict[str, list[str]]:
-    """Return the names of the parameters that travel together, by block; the rest under "the rest of the model"."""
+    """Return the names of parameters that are communicated together, by block; the rest as "the rest of the model"."""
     block_of = _blocks(model, units)
     groups: dict[str, list[str]] = {}
     for name in dict(model.named_parameters()):
@@ -431,7 +431,7 @@ def _groups(model: nn.Module, units: Sequence[nn.Module]) -> dict[str, list[str]
 
 
 def _shared(model: nn.Module, units: Sequence[nn.Module]) -> list[str]:
-    """Return the names of parameters that more than one group holds."""
+    """Return the names of parameters that belong to more than one group."""
     block_of = _blocks(model, units)
     holders: dict[int, set[str]] = {}
     names: dict[int, str] = {}
@@ -443,7 +443,7 @@ def _shared(model: nn.Module, units: Sequence[nn.Module]) -> list[str]:
 
 
 def _blocks(model: nn.Module, units: Sequence[nn.Module]) -> Callable[[str], str]:
-    """Return what tells the innermost block that a parameter's name is in, or "the rest of the model"."""
+    """Return a function from a parameter's name to its innermost block, or "the rest of the model"."""
     paths = {id(module): path for path, module in model.named_modules()}
     blocks = sorted((paths[id(unit)] for unit in units), key=len, reverse=True)
 

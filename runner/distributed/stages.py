@@ -23,14 +23,14 @@ from runner.distributed.parallel import Passes
 
 
 class Call(NamedTuple):
-    """What a model is called with."""
+    """Arguments of a call of the model."""
 
     inputs: tuple[Any, ...]
     named: Mapping[str, Any]
 
 
 class Called(BaseException):
-    """The loss has called the model; not an Exception, so that no task takes it for its own."""
+    """Raised when the loss calls the model; no Exception, so that tasks do not catch it."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Tally:
 
 
 class Work(NamedTuple):
-    """Micro-batches of one step, with what the model is called with on the rank that has the first stage."""
+    """Micro-batches of one step, with the model's arguments on the rank of the first stage."""
 
     passes: Passes
     micros: Sequence[MicroBatch]
@@ -56,25 +56,25 @@ class Work(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """What a stage is given: one tensor, or a tuple; for the first one the number of the micro-batch."""
+    """Inputs of a stage: one tensor or a tuple; for the first stage the index of the micro-batch."""
 
     is_tuple: bool
     tensors: tuple[tuple[tuple[int, ...], str], ...]
 
     @classmethod
     def described(cls, value: Any) -> list[Any]:
-        """Return the value's shapes and formats, JSON-able."""
+        """Return the value's shapes and dtypes, JSON-serializable."""
         tensors = value if isinstance(value, tuple) else (value,)
         return [isinstance(value, tuple), [[list(tensor.shape), parcel.name_of(tensor.dtype)] for tensor in tensors]]
 
     @classmethod
     def of(cls, described: list[Any]) -> Shapes:
-        """Return what `described` told."""
+        """Restore the output of `described`."""
         is_tuple, tensors = described
         return cls(is_tuple, tuple((tuple(shape), dtype) for shape, dtype in tensors))
 
     def received(self) -> tuple[Tensor, ...]:
-        """Return such tensors without memory."""
+        """Return meta tensors of these shapes."""
         if not self.tensors:
             return (torch.empty(1, dtype=torch.int64, device="meta"),)
         return tuple(
@@ -84,7 +84,7 @@ class Shapes(NamedTuple):
 
 
 class Stage(nn.Module):
-    """Layers of one stage, as torch's schedules call them."""
+    """The layers of one stage, with the interface of torch's schedules."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Stage(nn.Module):
         self.world, self.watch = world, watch
         self.failure: Exception | None = None
         inner = set(model.modules())
-        self._of_model = [model]  # in a list: its modules are not this one's
+        self._of_model = [model]  # in a list, so that it is not registered as a submodule
         self._helpers = [layer for layer in layers if layer not in inner]
         self._works_in_place = any(getattr(module, "inplace", False) for module in self.layers.modules())
         self._work: Work
@@ -115,11 +115,11 @@ class Stage(nn.Module):
         shapes: Sequence[Shapes],
         answering: Callable[[Callable[..., Any]], AbstractContextManager[None]],
     ) -> None:
-        """The next calls are the micro-batches of this work, in order."""
+        """Set the micro-batches of the next calls, in order."""
         self._work, self._shapes, self._answering, self._next, self.failure = work, shapes, answering, 0, None
 
     def end(self) -> None:
-        """Let go of the work."""
+        """Release the micro-batches."""
         del self._work
 
     def forward(self, *received: Tensor) -> Any:
@@ -130,7 +130,7 @@ class Stage(nn.Module):
             noise.switch_pass(work.micros[number].samples)
             value: Any = received if self._shapes[self.number].is_tuple else received[0]
             if self._works_in_place and self.number:
-                value = map_tensors(lambda tensor: tensor.clone(), value)  # a leaf cannot be changed in place
+                value = map_tensors(lambda tensor: tensor.clone(), value)  # a leaf cannot be modified in place
             call = work.inputs[number] if self.number == 0 else None
             with work.passes.forward():
                 output = self.compute(call, value)
@@ -138,11 +138,11 @@ class Stage(nn.Module):
                 return self._loss(output, work, number)
             return tuple(_sendable(tensor) for tensor in (output if isinstance(output, tuple) else (output,)))
         except Exception as error:
-            self.failure = error  # torch raises another one, with the shapes
+            self.failure = error  # torch wraps it in an error with the shapes
             raise
 
     def compute(self, call: Call | None, value: Any) -> Any:
-        """Return what the layers make of the model's inputs, or of what the stage before sent."""
+        """Apply the layers to the model's inputs, or to the output of the previous stage."""
         for helper in self._helpers:
             helper.training = self._of_model[0].training
         for number, layer in enumerate(self.layers):
@@ -154,7 +154,7 @@ class Stage(nn.Module):
         return value
 
     def _loss(self, output: Any, work: Work, number: int) -> Tensor:
-        seed_everything(seed_of(work.seed + number))  # draws what it drew when the inputs were asked for
+        seed_everything(seed_of(work.seed + number))  # repeat the draws from when the inputs were requested
         noise.switch_pass(work.micros[number].samples)
         once = Once(output)
         with self._answering(once), work.passes.forward():
@@ -165,7 +165,7 @@ class Stage(nn.Module):
 
 
 class TimedStage(PipelineStage):
-    """A stage whose passes are timed; what lies between them is waiting."""
+    """A stage that times its passes; time between them is idle."""
 
     def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
         stage: Any = self.submod
@@ -183,7 +183,7 @@ class TimedStage(PipelineStage):
 
 
 class Once:
-    """A model's call that returns what was computed elsewhere, a single time."""
+    """A call of the model that returns a result computed elsewhere, once only."""
 
     def __init__(self, output: Any) -> None:
         self.output = [output]
@@ -199,19 +199,19 @@ class Once:
 
 
 def seed_of(number: int, stage: int = 0) -> int:
-    """Return the seed of a micro-batch: for what its loss draws (stage 0), or for what a stage draws."""
+    """Return the seed of a micro-batch, for draws in its loss (stage 0) or in a stage."""
     return (number + stage * 0x9E3779B97F4A7C15) % 2**63
 
 
 def key_of(call: Call) -> int:
-    """Return a number that tells the shapes and formats of a call, the same in every process."""
+    """Return a hash of the shapes and dtypes of a call, the same in every process."""
     found: list[str] = []
     map_tensors(lambda tensor: found.append(f"{tuple(tensor.shape)} {tensor.dtype}"), [call.inputs, call.named])
     return int.from_bytes(hashlib.blake2b("; ".join(found).encode(), digest_size=7).digest(), "big")
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """Return a tensor that can be sent, and that takes a gradient even where all before it is frozen."""
+    """Return a tensor that can be sent and that accepts a gradient, even if all layers before it are frozen."""
     tensor = tensor.contiguous()
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 

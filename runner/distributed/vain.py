@@ -18,14 +18,14 @@ from runner.distributed.parallel import Passes
 
 
 class Counted(nn.Module):
-    """A module with collectives in its passes, which asks whether the pass counts."""
+    """A module with collectives in its passes, which can query whether the pass counts."""
 
     counts = True
 
 
 @contextmanager
 def unnoticed(model: nn.Module) -> Iterator[None]:
-    """Passes inside leave the buffers of the model as they were; norms of all ranks learn from the others only."""
+    """Leave the model's buffers unchanged by passes inside; synchronized norms use the other ranks' statistics only."""
     modules = list(model.modules())
     norms = [module for module in modules if isinstance(module, Counted)]
     for norm in norms:
@@ -39,9 +39,9 @@ def unnoticed(model: nn.Module) -> Iterator[None]:
 
 
 def pass_in_vain(passes: Passes, batch: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """One pass forward and back took place, with all its collectives; gradients and buffers are as before.
+    """Run a dummy forward and backward pass with all its collectives; gradients and buffers are unchanged.
 
-    For models whose parameters are plain tensors: gradients are computed and dropped, so infinite ones do no harm.
+    For models with plain tensor parameters: gradients are computed and dropped, so infinite ones do no harm.
     """
     with unnoticed(passes.model):
         with passes.forward():

@@ -723,7 +723,7 @@ def _none_valid(directory: Path, passed_over: list[tuple[str, tuple[str, ...]]],
 _NUM_DIGITS = 10
 _NUM_VALID = 2  # minimum number to keep
 _MOMENT_S = 0.1  # s for a disk or a limit to recover
-_NUM_LOOKS = 10  # attempts to read a checkpoint that changes during verification
+_NUM_LOOKS = 10  # attempts while another process saves and removes checkpoints
 _NUM_FAILURES = 3  # consecutive failures after which saving stops
 PAUSES_S = (0.5, 1.0)  # s before the second and the third attempt of a save
 _MANIFEST_BYTES = 16 << 20  # a manifest has about 200 bytes per file

@@ -367,7 +367,7 @@ def last_written(path: Path) -> float:
 
 
 def _has_update(path: Path) -> bool:
-    """Return whether the run in `path` has completed an update; before the first metrics row only events.jsonl has it."""
+    """Return whether the run in `path` has completed an update: before the first metrics row, see events.jsonl."""
     if files.read_last_row(path / "metrics.jsonl"):
         return True
     try:

@@ -91,10 +91,8 @@ def _read(directory: RunDirectory) -> Origin:
 def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> None:
     """Raise SecurityRefusal if an untrusted run specifies a Python file to execute."""
     inside, folder = root.resolve(), directory.path.resolve().parent
-    ways = (
-        task_file.resolve(),
-        Path(os.path.normpath(task_file.absolute())),
-    )  # a link may lead out of an unpacked folder
+    # A link may lead out of an unpacked folder.
+    ways = (task_file.resolve(), Path(os.path.normpath(task_file.absolute())))
     if inside in (folder, folder.parent if is_sweep(folder) else None) and not any(
         way.is_relative_to(place) for way in ways for place in (inside, root.absolute())
     ):
