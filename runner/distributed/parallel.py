@@ -28,7 +28,7 @@ def on_the_host(tensor: Tensor) -> Tensor:
 
 
 def dense_gradient(weight: nn.Parameter, name: str = "") -> Tensor:
-    """Return the gradient of a parameter. Raises TaskFault if it is sparse: norms and sums over ranks need dense ones."""
+    """Return the gradient of a parameter. Raises TaskFault if it is sparse: norms and sums need dense ones."""
     assert weight.grad is not None
     if weight.grad.layout is not torch.strided:
         raise TaskFault(
