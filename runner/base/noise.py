@@ -1,9 +1,9 @@
-"""Random draws for the samples of a batch: a function of (seed, epoch, sample index), not of how an update is cut.
+"""Per-sample random draws: a function of (seed, epoch, sample index), independent of how an update is split.
 
-A generator gives the next number to whoever asks next, so its draws depend on micro-batches, ranks and retries. Here a
-number is the hash of what it is for: which sample, which draw of the forward pass, which element. Keys, one for each
-sample, hash seed, epoch, index and the names of calls. What differs between batches or between layers that share their
-code is in these tensors and in no Python number, because torch.compile would compile again for each value of a number.
+A generator returns its next number to any caller, so its draws depend on micro-batches, ranks and retries. Here a
+number is a hash of what it is for: the sample, the draw within the forward pass, the element. Keys, one per
+sample, hash seed, epoch, index and the names of calls. Values that differ between batches or between layers that share
+code are in these tensors and never Python numbers, because torch.compile would recompile for each value of a number.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 
 from runner.base.batch import Samples
 
-EVALUATION = -1  # in place of an epoch: draws of an evaluation are always the same, and not those of training
+EVALUATION = -1  # used as the epoch in evaluations: always the same draws, separate from training
 
 
 class SampleNoise:
-    """Draws for samples: each returns a tensor (*rows, *shape), whose part for a row depends on that row's key alone.
+    """Draws for samples: each method returns a tensor (*rows, *shape), where each row depends on its key only.
 
-    Every draw has a number, from 0, so two draws of the same shape differ. An element depends on its position, not on
-    the shape around it: draws for padded sequences agree where both have an element.
-    Integers, booleans and uniform numbers are the same bits on every device; normal ones agree up to rounding.
+    Draws are numbered from 0, so two draws of the same shape differ. An element depends on its position, not on
+    the surrounding shape: draws for padded sequences agree where both have an element.
+    Integers, booleans and uniform numbers are bitwise equal on every device; normal ones agree up to rounding.
 
-    keys     (*rows) int64; usually one for each sample of the batch
-    samples  what `every` chooses from
+    keys     (*rows) int64; usually one per sample of the batch
+    samples  the samples from which `every` selects
     """
 
     def __init__(self, keys: Tensor, samples: _Places | None = None) -> None:
@@ -40,13 +40,13 @@ class SampleNoise:
         self._next = 0
 
     def uniform(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return numbers from [0, 1), as fine as torch.rand's; float64 by 53 bits, float32 by the first 24 of them."""
+        """Return uniform numbers in [0, 1), as fine as torch.rand's: float64 has 53 bits, float32 the first 24."""
         dtype = dtype or torch.get_default_dtype()
         num_bits = _UNIFORM_BITS[dtype]
         return _high(self._bits(shape), num_bits).to(dtype).mul_(2.0**-num_bits)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return numbers from N(0, 1), up to 6.7 in size; computed in float64 where the device has it, then rounded.
+        """Return numbers from N(0, 1), up to 6.7 in size; computed in float64 if available, then rounded.
 
         Source: Box and Muller, A Note on the Generation of Random Normal Deviates, 1958, with 32 bits for each of two
         uniform numbers.
@@ -54,12 +54,12 @@ class SampleNoise:
         dtype = dtype or torch.get_default_dtype()
         wide = torch.float32 if self.keys.device.type == "mps" else torch.float64
         bits = self._bits(shape)
-        share = _high(bits, 32).add_(1).to(wide).mul_(2.0**-32)  # above 0, whose logarithm is infinite
+        share = _high(bits, 32).add_(1).to(wide).mul_(2.0**-32)  # above 0, where the logarithm is infinite
         angle = bits.bitwise_and_(_mask(32)).to(wide).mul_(2 * math.pi * 2.0**-32)
         return share.log_().mul_(-2).sqrt_().mul_(angle.cos_()).to(dtype)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """Return whole numbers from low to high - 1, int64. The deviation from even is below (high - low) / 2**63."""
+        """Return integers from low to high - 1, int64. The deviation from uniform is below (high - low) / 2**63."""
         if high <= low:
             raise ValueError(f"integers(low, high) needs low < high, but is given {low} and {high}")
         return _high(self._bits(shape), 63).remainder_(high - low).add_(low)
@@ -72,50 +72,51 @@ class SampleNoise:
         return self.uniform(*shape, dtype=torch.float32) < p
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
-        """Return x (*rows, ...) with elements zeroed with probability p, the others divided by 1 - p; for training.
+        """Return x (*rows, ...) with elements zeroed with probability p, the others divided by 1 - p; in training.
 
-        Call it only in training: `x = noise.dropout(x, 0.1) if self.training else x`.
+        Usage: `x = noise.dropout(x, 0.1) if self.training else x`.
         """
         if p == 0:
             return x
         dropped = self.bernoulli(p, *x.shape[self.keys.dim() :])
-        # Scaled before it is masked: 1 / (1 - p) rounded to bfloat16 would be off by up to 0.4 %.
+        # Scale before masking: 1 / (1 - p) rounded to bfloat16 would be off by up to 0.4 %.
         return torch.where(dropped, 0.0, x * (1 / (1 - p) if p < 1 else 0.0))
 
     def rows(self, samples: Tensor, number: int | Tensor = 0) -> SampleNoise:
-        """Return draws for parts of samples, with a key for each element of `samples`.
+        """Return draws for parts of samples, with one key per element of `samples`.
 
-        For batches whose rows are not samples: several records of a sample, several sequences in a row.
+        For batches whose rows are not samples: several records per sample, several sequences in a row.
 
-        samples  int64, of any shape: which sample of the batch each part belongs to, by its place in the batch
-        number   which part of that sample it is; an int, or int64 that broadcasts against `samples`
+        samples  int64, any shape: the sample of each part, as its position in the batch
+        number   index of the part within its sample; an int, or int64 that broadcasts against `samples`
         """
         part = _signed((number + 1) * _GOLDEN % 2**64) if isinstance(number, int) else (number + 1) * _signed(_GOLDEN)
         return SampleNoise(_mixed(self.keys[samples] + part))
 
     def named(self, name: str | int) -> SampleNoise:
-        """Return other draws for the same rows, numbered from 0 again, the same for the same name.
+        """Return separate draws for the same rows, numbered from 0, and determined by the name.
 
-        For parts of a model: what one part draws does not depend on how often others drew.
+        For parts of a model: the draws of one part do not depend on the number of draws of others.
         """
         return SampleNoise(_mixed(self.keys + _signed(_salt(0, str(name)))), self._samples)
 
     def every(self, n: int) -> Tensor:
-        """Return which samples of the batch are an n-th of their epoch: int64, by their place in the batch.
+        """Return a fraction 1/n of the epoch's samples: int64 positions in the batch.
 
-        Those whose place in the order of the epoch is a multiple of n. Their number in a batch is a constant up to one.
+        Selects samples whose position in the order of the epoch is a multiple of n. Their number per batch varies by
+        one.
         """
         places = () if self._samples is None else self._samples.places
         chosen = [row for row, place in enumerate(places) if place % n == 0]
         return _on_device(torch.tensor(chosen, dtype=torch.int64, device="cpu"), self.keys.device)
 
     def _bits(self, shape: tuple[int, ...]) -> Tensor:
-        """Return 64 random bits for each element, (*rows, *shape) int64."""
+        """Return 64 random bits per element, (*rows, *shape) int64."""
         number, self._next = _numbered(self._next)
         device, keys = self.keys.device, self.keys
         element = torch.zeros((1,) * len(shape), dtype=torch.int64, device=device)
         for axis, size in enumerate(shape):
-            # A factor for each axis, not a running number: it would depend on the sizes of the axes behind.
+            # A factor per axis, not a flat index, which would depend on the sizes of later axes.
             along = torch.arange(size, device=device) * _signed(_GOLDEN ** (2 * axis + 1) % 2**64)
             element = element + along.view(-1, *(1,) * (len(shape) - 1 - axis))
         element = _mixed(element + _signed(_salt(0, number)))
@@ -125,36 +126,36 @@ class SampleNoise:
 def per_sample_noise(batch: Any, name: str = "") -> SampleNoise:
     """Return the random draws for the samples of this batch; call it in `loss`, `evaluate` or in the model.
 
-    Inside of a run they depend on seed, epoch and sample index, and on the number of this call in the forward pass.
-    They do not depend on micro-batches, accumulation, ranks, shares, retries, recomputed activations, or on whether the
-    run was resumed. In an evaluation they depend on seed and index. A row belongs to a sample, in the order in which
-    `collate` was given them; where rows are other things, see `SampleNoise.rows`.
+    Inside a run they depend on seed, epoch and sample index, and on the number of this call in the forward pass.
+    They do not depend on micro-batches, accumulation, ranks, shares, retries, recomputed activations, or resuming.
+    In an evaluation they depend on seed and index. Each row belongs to a sample, in the order in which
+    `collate` received them; for other kinds of rows, see `SampleNoise.rows`.
 
-    Outside of a run, and in `predict`, the rows of the first tensor are taken for samples, and keys come from torch's
-    global generator on the CPU: torch.manual_seed repeats them, and each call draws others.
+    Outside a run, and in `predict`, the rows of the first tensor are used as samples, with keys from torch's
+    global CPU generator: torch.manual_seed makes them reproducible, and each call draws different numbers.
 
     batch  the batch, or any tensor on its device
-    name   calls are numbered by name. Inside of the model: the name of the layer, because a pipeline may run layers in
-           different processes, whose calls cannot be counted together
+    name   calls are numbered per name. In a model, pass the name of the layer, because a pipeline may run layers in
+           different processes, which cannot count calls together
     """
     return _made(batch, name)
 
 
 def start_pass(samples: Samples | None) -> None:
-    """Draws are for these samples from now on, None: for no known ones. The pass before is over, backward included."""
+    """Start a pass over these samples, None: unknown ones. The previous pass, including backward, must be complete."""
     _numbers.clear()
     switch_pass(samples)
 
 
 def switch_pass(samples: Samples | None) -> None:
-    """As `start_pass`, but backward passes of earlier ones are yet to come, as in a pipeline."""
+    """Like `start_pass`, but earlier passes may still have to run backward, as in a pipeline."""
     global _current
     _current = None if samples is None else _Pass(samples)
 
 
 @contextmanager
 def no_pass() -> Iterator[None]:
-    """Draws within are for no known samples; afterwards for those of before."""
+    """Use unknown samples inside the context; restore the previous pass on exit."""
     global _current
     before, _current = _current, None
     try:
@@ -164,9 +165,9 @@ def no_pass() -> Iterator[None]:
 
 
 def keep_out_of_graphs() -> None:
-    """Let torch.compile call `per_sample_noise` instead of tracing it: its keys come from lists of numbers.
+    """Exclude `per_sample_noise` from torch.compile graphs: its keys come from lists of numbers.
 
-    A graph is interrupted there; the draws themselves are traced. Called where a model is compiled, because loading
+    This breaks the graph; the draws themselves are traced. Called only where a model is compiled, because importing
     the compiler takes seconds.
     """
     global _made
@@ -175,9 +176,9 @@ def keep_out_of_graphs() -> None:
 
 
 class _Places:
-    """The place of each sample in the order of its epoch.
+    """The position of each sample in the order of its epoch.
 
-    An object, because torch.compile guards a range by its ends and would compile again for the next micro-batch.
+    A class, because torch.compile guards a range by its ends and would recompile for the next micro-batch.
     """
 
     def __init__(self, places: Sequence[int]) -> None:
@@ -193,7 +194,7 @@ class _Pass:
         self._keys: dict[tuple[torch.device, int], Tensor] = {}
 
     def keys(self, device: torch.device, salt: int) -> Tensor:
-        """Return a key for each sample, (B,) int64; computed on the host, so that the device is not waited for."""
+        """Return a key per sample, (B,) int64; computed on the host to avoid a device synchronization."""
         if (device, salt) not in self._keys:
             self._keys[device, salt] = _on_device(_mixed(self._numbers + _signed(salt)), device)
         return self._keys[device, salt]
@@ -218,11 +219,11 @@ def _draws_of(batch: Any, name: str) -> SampleNoise:
 
 
 def _call(now: _Pass, name: str) -> tuple[_Pass, int]:
-    """Return the pass that this call belongs to, and the number of the call."""
+    """Return the pass of this call, and its number."""
     number = now.calls.get(name, 0)
     tag = _tag()
     known: tuple[_Pass, int] | None = _numbers.get(tag)
-    if known is not None:  # computed again for a backward pass
+    if known is not None:  # recomputation in a backward pass
         return known
     now.calls[name] = number + 1
     _remember(tag, (now, number))
@@ -230,8 +231,8 @@ def _call(now: _Pass, name: str) -> tuple[_Pass, int]:
 
 
 def _numbered(following: int) -> tuple[int, int]:
-    """Return the number of a draw, and that of the one after it, where `following` would be next."""
-    if torch.compiler.is_compiling():  # a graph computes activations again by itself
+    """Return the number of a draw and that of the next one, if `following` would be next."""
+    if torch.compiler.is_compiling():  # compiled graphs handle recomputation themselves
         return following, following + 1
     tag = _tag()
     known = _numbers.get(tag)
@@ -241,16 +242,16 @@ def _numbered(following: int) -> tuple[int, int]:
     return following, following + 1
 
 
-# Activation checkpointing calls a part of the model again, in any order, and nothing tells that part which call it
-# repeats. But it puts torch's generator of the CPU back to where it was at the first call. So each draw takes a number
-# from that generator as its tag: a tag that was seen before is a repeated draw, and has the number of the first one.
+# Activation checkpointing repeats calls of parts of the model, in any order, without telling which call is
+# repeated. But it restores torch's CPU generator to its state at the first call. So each draw takes a number
+# from that generator as its tag: a tag that was seen before marks a repeated draw, with the number of the first.
 _numbers: OrderedDict[int | None, Any] = OrderedDict()
-_MOST_TAGS = 1 << 16  # outside of a run nothing tells when a pass is over
+_MOST_TAGS = 1 << 16  # outside a run, the end of a pass is unknown
 
 
 def _tag() -> int | None:
     drawn = torch.randint(2**62, (), device="cpu")
-    return int(drawn) if type(drawn) is Tensor else None  # a tensor without content, where memory is predicted
+    return int(drawn) if type(drawn) is Tensor else None  # a fake tensor, when memory is predicted
 
 
 def _remember(tag: int | None, value: Any) -> None:
@@ -261,9 +262,9 @@ def _remember(tag: int | None, value: Any) -> None:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Return 64-bit numbers of which each bit depends on all bits of x; int64 stands for 64 bits without a sign.
+    """Mix 64-bit numbers so that each output bit depends on all input bits; int64 represents unsigned 64 bits.
 
-    In the memory of x: new memory for each step would take longer than the arithmetic.
+    Operates in place: allocating memory for each step would take longer than the arithmetic.
     Source: Steele et al., Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; constants are variant 13 of
     Stafford, Better Bit Mixing, 2011.
     """
@@ -273,7 +274,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _high(x: Tensor, num_bits: int) -> Tensor:
-    """Return the highest bits as a number that is not negative; torch's shift repeats the sign."""
+    """Return the highest bits as a nonnegative number; torch's shift is arithmetic."""
     return (x >> (64 - num_bits)).bitwise_and_(_mask(num_bits))
 
 
@@ -287,7 +288,7 @@ def _signed(x: int) -> int:
 
 
 def _salt(salt: int, what: str | int) -> int:
-    """Return another salt for each name and number: `_mixed` for Python's integers, which torch.compile can follow."""
+    """Derive a salt from a name or number: `_mixed` for Python integers, which torch.compile can trace."""
     for part in (what,) if isinstance(what, int) else (-len(what) - 1, *map(ord, what)):
         x = (salt + (part + 1) * _GOLDEN) % 2**64
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -297,7 +298,7 @@ def _salt(salt: int, what: str | int) -> int:
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy from page-locked memory: from other memory the host would wait for the device."""
+    """Copy through page-locked memory: a copy from pageable memory would synchronize."""
     if device.type == "cuda" and type(tensor) is Tensor:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -316,7 +317,7 @@ def _first_tensor(batch: Any) -> Tensor:
 
 
 _GOLDEN = 0x9E3779B97F4A7C15  # odd; 2**64 divided by the golden ratio
-_KIND = 0x6E6F6973  # apart from the order of the samples, and from what data sets draw
+_KIND = 0x6E6F6973  # separate from the order of the samples and the draws of data sets
 _UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _current: _Pass | None = None
 _made = _draws_of

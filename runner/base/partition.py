@@ -1,6 +1,6 @@
-"""Which layers go on which device: contiguous stages, by memory or by time; and how long a pipeline of them takes.
+"""Split layers into contiguous pipeline stages by memory or time, and simulate the pipeline schedule.
 
-Arithmetic without torch: it answers for machines that are not here.
+Pure arithmetic without torch, so that it also works for machines that are not present.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Schedule = Literal["1f1b", "gpipe", "interleaved"]
 
 
 class DeviceLike(Protocol):
-    """What a device can do: bytes that it holds, and how fast it is beside the one on which costs were measured."""
+    """Properties of a device: memory in bytes, and speed relative to the one on which costs were measured."""
 
     @property
     def memory_bytes(self) -> int: ...
@@ -28,7 +28,7 @@ class DeviceLike(Protocol):
 
 @dataclass(frozen=True)
 class Device:
-    """A device of a split; `speed` 2.0 needs half the seconds."""
+    """A device of a split; `speed` 2.0 takes half the time."""
 
     memory_bytes: int
     speed: float = 1.0
@@ -36,11 +36,11 @@ class Device:
 
 
 class Bubble(NamedTuple):
-    """Shares of an update's time in which devices stood idle.
+    """Fractions of an update during which devices were idle (pipeline bubble).
 
-    measured   by clocks, waiting for messages included
-    ideal      of stages of equal speed: (S - 1) / (v M + S - 1)
-    simulated  of stages that take the seconds measured, without the way between them
+    measured   by clocks, including waiting for messages
+    ideal      for stages of equal speed: (S - 1) / (v M + S - 1)
+    simulated  for the measured seconds of the stages, without communication
     """
 
     measured: float
@@ -52,10 +52,10 @@ class Bubble(NamedTuple):
 class Split:
     """Contiguous layers for each stage, in order.
 
-    sizes         layers of each stage, at least 1
-    used_bytes    bytes of each stage on its device
-    memory_bytes  bytes that the device of each stage holds
-    seconds       seconds of a micro-batch in each stage, on its device
+    sizes         number of layers of each stage, at least 1
+    used_bytes    bytes used by each stage on its device
+    memory_bytes  memory of each stage's device
+    seconds       seconds per micro-batch of each stage, on its device
     """
 
     sizes: tuple[int, ...]
@@ -65,7 +65,7 @@ class Split:
 
     @property
     def ranges(self) -> tuple[range, ...]:
-        """Return the numbers of the layers of each stage."""
+        """Return the layer indices of each stage."""
         stops = [sum(self.sizes[: stage + 1]) for stage in range(len(self.sizes))]
         return tuple(range(stop - size, stop) for stop, size in zip(stops, self.sizes, strict=True))
 
@@ -82,15 +82,15 @@ def split(
     activation_bytes: Sequence[int] | None = None,
     in_flight: Sequence[int] | None = None,
 ) -> Split | Problem:
-    """Return the best split of the layers over the devices in their order, or why there is none.
+    """Return the optimal split of the layers over the devices in order, or why there is none.
 
-    memory: the largest used share of a device's memory is as small as can be, then the shares as even as can be.
-    time: the slowest stage is as fast as can be, then the memory as above. No device holds more than it can.
+    memory: minimize the largest used fraction of a device's memory, then balance the fractions.
+    time: minimize the time of the slowest stage, then as for memory. No device exceeds its memory.
 
-    costs             seconds of each layer for a micro-batch on a device of speed 1
-    memory_bytes      bytes of each layer that do not depend on the batch: parameters, gradients, optimizer state
-    activation_bytes  bytes that each layer keeps for the backward pass of one micro-batch
-    in_flight         micro-batches that each stage keeps at once
+    costs             seconds per micro-batch of each layer on a device of speed 1
+    memory_bytes      bytes of each layer independent of the batch: parameters, gradients, optimizer state
+    activation_bytes  bytes that each layer saves for the backward pass of one micro-batch
+    in_flight         micro-batches that each stage keeps simultaneously
     """
     layers = _Layers(costs, memory_bytes, devices, activation_bytes, in_flight)
     problem = _impossible(layers)
@@ -127,7 +127,7 @@ def given(
     in_flight: Sequence[int] | None = None,
     where: str = "parallelism.split",
 ) -> Split | Problem:
-    """Return the split of these sizes, whatever memory it needs, or what is wrong with the sizes."""
+    """Return the split with these sizes, regardless of memory, or what is wrong with the sizes."""
     layers = _Layers(costs, memory_bytes, devices, activation_bytes, in_flight)
     text = f"[{','.join(map(str, sizes))}]"
     if len(sizes) != len(devices):
@@ -141,7 +141,7 @@ def given(
 def in_flight_of(
     schedule: Schedule, num_devices: int, num_microbatches: int | None, chunks: int = 1
 ) -> tuple[int, ...]:
-    """Return how many micro-batches each stage keeps at once at most; where their number is not known, as with many."""
+    """Return the maximum number of micro-batches in flight per stage; the limit for many if their number is unknown."""
     many = num_microbatches or 4 * num_devices
     most = [0] * (num_devices * chunks)
     for row in orders(schedule, num_devices, many, chunks):
@@ -155,9 +155,9 @@ def in_flight_of(
 def table(
     split: Split, names: Sequence[str], places: Sequence[str], layer_bytes: Sequence[int], costs: Sequence[float]
 ) -> str:
-    """Return the split layer by layer: name, place, MiB, share of the time of all; and a sum for each stage.
+    """Format the split by layer: name, place, MiB, fraction of the total time; with a sum per stage.
 
-    names, layer_bytes, costs  of each layer; `places` of each stage, such as "rank 0 (cuda:0, 11.0 GiB)"
+    names, layer_bytes, costs  per layer; `places` per stage, such as "rank 0 (cuda:0, 11.0 GiB)"
     """
     width = max(5, *(len(name) for name in names))
     where = max(6, *(len(place) for place in places))
@@ -182,17 +182,17 @@ def table(
 
 
 def mebibytes(size: int) -> str:
-    """Return a size in MiB, as text."""
+    """Format a size in MiB."""
     return f"{size / 2**20:,.1f} MiB" if size >= 2**20 or not size else f"{size / 2**20:.3f} MiB"
 
 
-# ---------------------------------------------------------------- how long it takes
+# ---------------------------------------------------------------- simulation
 
 
 def ideal_bubble(num_stages: int, num_microbatches: int, chunks: int = 1) -> float:
-    """Return the share of the time that stages of equal speed stand idle: (S - 1) / (v M + S - 1) for S devices.
+    """Return the idle fraction for stages of equal speed: (S - 1) / (v M + S - 1) for S devices.
 
-    chunks  v: stages of each device. The same for GPipe and 1F1B, which differ in memory.
+    chunks  v: stages per device. The same for GPipe and 1F1B, which differ in memory.
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 2.2.
     """
     return (num_stages - 1) / (chunks * num_microbatches + num_stages - 1)
@@ -201,7 +201,7 @@ def ideal_bubble(num_stages: int, num_microbatches: int, chunks: int = 1) -> flo
 def orders(
     schedule: Schedule, num_devices: int, num_microbatches: int, chunks: int = 1
 ) -> list[list[tuple[str, int, int]]]:
-    """Return what each device does, in order: ("F" or "B", stage, micro-batch). Stage s is on device s mod devices."""
+    """Return each device's operations: ("F" or "B", stage, micro-batch). Stage s is on device s mod devices."""
     if schedule == "interleaved" and chunks > 1:
         return [_interleaved(device, num_devices, num_microbatches, chunks) for device in range(num_devices)]
     rows: list[list[tuple[str, int, int]]] = []
@@ -219,9 +219,9 @@ def orders(
 def timeline(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int, chunks: int = 1
 ) -> list[list[tuple[str, int, int, float, float]]]:
-    """Return for each device what it does when: ("F" or "B", stage, micro-batch, second it begins, second it ends).
+    """Return the schedule of each device: ("F" or "B", stage, micro-batch, start in seconds, end in seconds).
 
-    The stages take `forward` and `backward` seconds for a micro-batch; nothing is taken for the way between devices.
+    The stages take `forward` and `backward` seconds per micro-batch; communication takes no time.
     There are len(forward) / chunks devices.
     """
     num_stages = len(forward)
@@ -247,7 +247,7 @@ def timeline(
 def simulated_seconds(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int, chunks: int = 1
 ) -> float:
-    """Return the seconds of an update by `timeline`."""
+    """Return the seconds of an update according to `timeline`."""
     rows = timeline(schedule, forward, backward, num_microbatches, chunks)
     return max((row[-1][-1] for row in rows if row), default=0.0)
 
@@ -255,7 +255,7 @@ def simulated_seconds(
 def simulated_bubble(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int, chunks: int = 1
 ) -> float:
-    """Return the share of the time that the devices stand idle, for stages of these seconds."""
+    """Return the idle fraction of the devices for stages of these seconds."""
     seconds = simulated_seconds(schedule, forward, backward, num_microbatches, chunks)
     busy = num_microbatches * (math.fsum(forward) + math.fsum(backward))
     return 1.0 - busy / (len(forward) // chunks * seconds) if seconds else 0.0
@@ -268,7 +268,7 @@ def _needed(kind: str, stage: int, number: int, num_stages: int) -> tuple[str, i
 
 
 def _interleaved(device: int, num_devices: int, num_microbatches: int, chunks: int) -> list[tuple[str, int, int]]:
-    """Return the order of Narayanan et al., section 2.2, with rounds of as many micro-batches as divide them evenly."""
+    """Return the order of Narayanan et al., section 2.2, with rounds that divide the micro-batches evenly."""
     rounds = max(1, num_microbatches // num_devices)
     of_round = num_microbatches // rounds
     total = chunks * num_microbatches
@@ -286,11 +286,11 @@ def _interleaved(device: int, num_devices: int, num_microbatches: int, chunks: i
     return row + [work("B", step) for step in range(total - ahead, total)]
 
 
-# ---------------------------------------------------------------- the best split
+# ---------------------------------------------------------------- optimization
 
 
 class _Layers:
-    """Sums over contiguous layers: bytes exactly, seconds rounded once, so that equal parts are equal."""
+    """Sums over contiguous layers: bytes exactly, seconds rounded once, so that equal parts compare equal."""
 
     def __init__(
         self,
@@ -330,9 +330,9 @@ def _best(
     joined: Callable[[float, float], float],
     allowed: Callable[[int, int, int], bool],
 ) -> list[int] | None:
-    """Return the stops of the stages whose joined cost is the least, by dynamic programming; None where none can be.
+    """Return the stage boundaries with the lowest combined cost, by dynamic programming; None if infeasible.
 
-    Of equal ones the later stages have more layers.
+    Ties give more layers to later stages.
     """
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # for each stage: stop -> (cost up to it, start)
     for stage in range(num_stages):
@@ -365,7 +365,7 @@ def _no_worse(cost: Measure, limit: float, allowed: Callable[[int, int, int], bo
 
 
 def described(stops: Sequence[int], layers: _Layers) -> Split:
-    """Return the split with its figures."""
+    """Return the split with its costs."""
     parts = list(_parts(stops))
     return Split(
         tuple(stop - start for _, start, stop in parts),
@@ -386,7 +386,7 @@ def _impossible(layers: _Layers) -> Problem | None:
 
 
 def _does_not_fit(layers: _Layers) -> Problem:
-    """Return how much is missing: a layer that fits nowhere, or the sum."""
+    """Return how much memory is missing: a layer that fits on no device, or the sum."""
     devices = [device.memory_bytes for device in layers.devices]
     least = [
         (min(layers.used(stage, layer, layer + 1) for stage in range(len(devices))), layer)

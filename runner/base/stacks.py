@@ -1,4 +1,4 @@
-"""Where every thread of a process is, as it is written by faulthandler: also of one that hangs in C."""
+"""Stack traces of all threads of a process, written by faulthandler, also if it hangs in C code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pathlib import Path
 from runner.base.places import PACKAGE, shipped
 
 ASK = signal.SIGUSR2
-ANSWER_S = 2.0  # a process that has not answered then does not
+ANSWER_S = 2.0  # s to wait for the answer of a process
 STOPPED = "is stopped (SIGSTOP)"
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A call under way."""
+    """A frame of a stack."""
 
     file: str
     line: int
@@ -38,13 +38,13 @@ class Frame:
 
 
 def own() -> str:
-    """Return the stacks of all threads of this process; takes no disk."""
+    """Return the stacks of all threads of this process; needs no disk space."""
     try:
         with os.fdopen(os.memfd_create("stacks", os.MFD_CLOEXEC), "rb") as file:
             faulthandler.dump_traceback(file.fileno(), all_threads=True)
             file.seek(0)
             return file.read().decode(errors="replace")
-    except OSError:  # no memory, no descriptor
+    except OSError:  # no memory or descriptor left
         return _as_python_sees_them()
 
 
@@ -58,16 +58,16 @@ def _as_python_sees_them() -> str:
 
 
 def answer_in(folder: Path) -> None:
-    """Whoever calls it writes its stacks to a file in `folder` whenever it is asked, to the end of its life."""
+    """Make this process write its stacks to a file in `folder` on request."""
     path = folder / f"{_STEM}{os.getpid()}"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(ASK, descriptor, all_threads=True)
 
 
 def asked(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
-    """Return the stacks of those of the processes (number -> state) that answer in `folder`, by their numbers.
+    """Return the stacks of the processes (PID -> state) that answer in `folder`, by PID.
 
-    One that is stopped, or does not answer, has a word that says so in the place of its stacks.
+    A process that is stopped, or does not answer, has a note instead.
     """
     found: dict[int, str] = {}
     waiting: dict[int, Path] = {}
@@ -78,7 +78,7 @@ def asked(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
         if state in "Tt":
             found[pid] = STOPPED if state == "T" else "is stopped by a debugger"
         else:
-            path.write_bytes(b"")  # it appends
+            path.write_bytes(b"")  # faulthandler appends
             with suppress(ProcessLookupError):
                 os.kill(pid, ASK)
                 waiting[pid] = path
@@ -88,7 +88,7 @@ def asked(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
         time.sleep(0.05)
         for pid, path in list(waiting.items()):
             text = path.read_text(errors="replace")
-            if text and text == before.get(pid):  # all of it is there
+            if text and text == before.get(pid):  # unchanged, so complete
                 found[pid] = text
                 del waiting[pid]
             before[pid] = text
@@ -96,13 +96,13 @@ def asked(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
 
 
 def main_thread(text: str) -> list[Frame]:
-    """Return the calls of the main thread, the innermost first: the last thread that faulthandler writes."""
+    """Return the frames of the main thread, innermost first: the last thread that faulthandler writes."""
     last = re.split(r"^(?:Current thread|Thread) 0x.*$", text, flags=re.MULTILINE)[-1]
     return [Frame(file, int(line), function) for file, line, function in _FRAME.findall(last)]
 
 
 def frames_here(thread: int) -> list[Frame]:
-    """Return the calls of a thread of this process, the innermost first."""
+    """Return the frames of a thread of this process, innermost first."""
     found, frame = [], sys._current_frames().get(thread)
     while frame is not None:
         found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
@@ -111,27 +111,27 @@ def frames_here(thread: int) -> list[Frame]:
 
 
 def waits_for_ranks(call: Frame) -> bool:
-    """Tell whether the innermost call waits for other ranks, or for a device, where collectives are waited for."""
+    """Return whether the innermost call waits for other ranks, or for a device, which is where collectives block."""
     return call.function == "synchronize" or call.file in _FOR_DEVICES or is_collective(call)
 
 
 def is_collective(call: Frame) -> bool:
-    """Tell whether the innermost call is that of a collective."""
+    """Return whether the innermost call is a collective."""
     return "/torch/distributed/" in call.file or call.file.startswith(_OF_RANKS)
 
 
 def is_debugger(file: str) -> bool:
-    """Tell whether a call in this file is that of a debugger."""
+    """Return whether the file belongs to a debugger."""
     return Path(file).name in _DEBUGGERS or "/pydevd" in file or "/debugpy/" in file or "/IPython/" in file
 
 
 def own_call(frames: list[Frame]) -> Frame | None:
-    """Return the innermost call in code that is neither ours nor of a library: the user's."""
+    """Return the innermost frame in the user's code, outside of ours and libraries."""
     return next((frame for frame in frames if _is_the_users(frame.file)), None)
 
 
 def in_brief(frames: list[Frame], count: int = 3) -> list[str]:
-    """Return the innermost calls, and the user's own, each in a line."""
+    """Format the innermost frames, and the user's own, one per line."""
     shown = frames[:count]
     mine = own_call(frames)
     if mine is not None and mine not in shown:
@@ -140,7 +140,7 @@ def in_brief(frames: list[Frame], count: int = 3) -> list[str]:
 
 
 def together(named: Mapping[str, str]) -> str:
-    """Return the stacks of several processes as one text."""
+    """Join the stacks of several processes as one text."""
     return "\n\n".join(f"==== {name}\n{text.strip()}" for name, text in named.items()) + "\n"
 
 

@@ -1,8 +1,8 @@
-"""Where the time of a phase goes, part by part, without waiting for the device.
+"""Measure the time of each part of a phase without synchronizing with the device.
 
-A moment belongs to the part whose lap ends next, so the parts add up to the time that has passed. On a CPU the host's
-clock tells. On a GPU the parts are marked on the device's own timeline and read when they are over, an update or two
-later: nobody waits, and what the host does while the device is busy costs nothing.
+Time is attributed to the part whose lap ends next, so the parts sum to the elapsed time. On a CPU the host's
+clock is used. On a GPU the parts are marked by events on the device's stream and read when complete, an update or
+two later: nothing blocks, and host work that overlaps with the device costs nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # the names of the parts are known before torch is loaded
+if TYPE_CHECKING:  # part names are needed before torch is loaded
     import torch
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "wait")
@@ -33,14 +33,14 @@ Bookmark = Callable[[], Seconds]
 
 
 class Lap(NamedTuple):
-    """The seconds of each part since the update before; a part that there was not is missing."""
+    """Seconds of each part since the previous update; parts that did not occur are missing."""
 
     update: int
     seconds: Seconds
 
 
 class Stopwatch:
-    """Adds up the seconds of each part: `lap` at the end of each part, `stop` at the end of each update.
+    """Accumulate the seconds of each part: call `lap` at the end of each part, `stop` at the end of each update.
 
     each  called with the lap of every update, in order, once it is known
     """
@@ -50,23 +50,23 @@ class Stopwatch:
         self.begin()
 
     def begin(self) -> None:
-        """A phase begins: nothing is known of it yet."""
+        """Start a phase with empty totals."""
         self._spent: defaultdict[str, float] = defaultdict(float)
-        self._stopped: Seconds = {}  # what was spent when the last update ended,
-        self._before: Seconds = {}  # and when the one before did
+        self._stopped: Seconds = {}  # totals at the end of the last update,
+        self._before: Seconds = {}  # and of the one before
         self._update = 0
         self._between = "hooks"
         self._since = time.perf_counter()
 
     def lap(self, part: str) -> None:
-        """What was done since the last call belongs to `part`."""
+        """Attribute the time since the last call to `part`."""
         now = time.perf_counter()
         self._spent[part] += now - self._since
         self._since = now
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """What is done inside, between updates, belongs to `part`, unless something in it has a part of its own."""
+        """Attribute the time inside, between updates, to `part`, except for nested parts."""
         self.lap(self._between)
         outer, self._between = self._between, part
         try:
@@ -76,37 +76,37 @@ class Stopwatch:
             self._between = outer
 
     def stop(self, update: int) -> None:
-        """Update number `update` is over; its last part has ended."""
+        """End update number `update` and its last part."""
         self._update, self._before, self._stopped = update, self._stopped, dict(self._spent)
         if self.each is not None:
             self.each(Lap(update, _less(self._stopped, self._before)))
 
     @property
     def last(self) -> Lap | None:
-        """The newest update that is known, with what lay before it; None before the first."""
+        """Return the newest completed update, with the time before it; None before the first."""
         return Lap(self._update, _less(self._stopped, self._before)) if self._stopped else None
 
     def bookmark(self) -> Bookmark:
-        """Return what tells the seconds of the phase until the last update ended, once the device has come so far."""
+        """Return a function for the totals at the end of the last update, valid once the device has reached it."""
         spent = self._stopped
         return lambda: spent
 
     def spent(self) -> Seconds:
-        """Return the seconds of the phase by part, as far as they are known."""
+        """Return the totals per part, as far as they are known."""
         return dict(self._spent)
 
     def finish(self) -> Seconds:
-        """Return the seconds of the phase by part, all of them: the device is waited for."""
+        """Return the final totals per part; synchronizes with the device."""
         self.lap(self._between)
         return self.spent()
 
 
 @dataclass
 class _Group:
-    """The marks of an update and of what lay before it; the first one is the last of the group before.
+    """Events of an update and of the time before it; the first one is the last of the previous group.
 
-    is_rest  it is what followed the last update
-    spent    seconds of the phase until its end, once that is known
+    is_rest  whether it follows the last update
+    spent    totals at its end, once known
     """
 
     update: int
@@ -116,13 +116,13 @@ class _Group:
 
 
 class DeviceStopwatch(Stopwatch):
-    """The same by marks on the stream of a GPU; what is known lags behind by as much as the device does."""
+    """Stopwatch that records events on a GPU stream; results lag behind by as much as the device does."""
 
     def __init__(self, device: torch.device, each: Callable[[Lap], object] | None = None) -> None:
         from torch import Event
 
         self._new_mark = partial(Event, device, enable_timing=True)
-        self._free: list[torch.Event] = []  # marks that are over: to make a new one takes longer
+        self._free: list[torch.Event] = []  # for reuse: creating events takes longer
         super().__init__(each)
 
     def begin(self) -> None:
@@ -174,7 +174,7 @@ class DeviceStopwatch(Stopwatch):
             self._read()
 
     def _read(self) -> None:
-        """Take in the oldest update; the device has come to its end."""
+        """Add the oldest update, which the device has completed."""
         group = self._under_way.popleft()
         seconds: defaultdict[str, float] = defaultdict(float)
         for (_, before), (part, after) in pairwise(group.marks):
@@ -194,12 +194,12 @@ class DeviceStopwatch(Stopwatch):
 
 
 def stopwatch(device: torch.device, each: Callable[[Lap], object] | None = None) -> Stopwatch:
-    """Return the one that tells the time of this device."""
+    """Return the stopwatch for this device."""
     return DeviceStopwatch(device, each) if device.type == "cuda" else Stopwatch(each)
 
 
 def between(since: Seconds, until: Seconds) -> dict[str, float]:
-    """Return the seconds of each part from one bookmark to a later one; a part without any is missing."""
+    """Return the seconds per part between two bookmarks; parts without time are missing."""
     return _less(until, since)
 
 

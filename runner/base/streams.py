@@ -1,9 +1,9 @@
-"""What the global random generators give while a sample is read: a function of seed, split, epoch and index.
+"""Seed the global random generators for each sample that is read, from seed, split, epoch and index.
 
-torch's, NumPy's and Python's global generators belong to a process. A data set that draws from them, as every transform
-of torchvision does, would draw other numbers in another worker, rank or resumed run, and in the process that trains it
-would take numbers from the model's dropout. So code of a data set runs inside of `SampleStreams.read`: the generators
-are seeded for each sample, and are back where they were afterwards.
+torch's, NumPy's and Python's global generators belong to a process. A data set that draws from them, as the transforms
+of torchvision do, would draw different numbers in another worker, rank or resumed run, and in the training process
+would consume numbers of the model's dropout. So code of a data set runs inside `SampleStreams.read`: generators
+are seeded for each sample and restored afterwards.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ class GlobalGenerator(Protocol):
     """A random generator that belongs to the process."""
 
     def mark(self) -> Any:
-        """Return its state; equal marks are equal states."""
+        """Return its state; equal marks mean equal states."""
 
     def put_back(self, mark: Any) -> None:
-        """Put it back to where it was when it gave this mark."""
+        """Restore the state of a mark."""
 
     def seed(self, key: bytes) -> None:
-        """Begin the sequence of a key of 8 bytes."""
+        """Seed with a key of 8 bytes."""
 
 
 class SampleStreams:
-    """Gives the global generators of this process to the code of a data set, and puts them back.
+    """Provide the global generators of this process to code of a data set, and restore them.
 
-    Whether a data set draws is seen, not assumed. All generators are seeded for the first samples; from then on, only
-    those from which it drew. The others are compared before and after each batch: where one has moved, that batch is
-    read again with it seeded. So a data set that does not draw pays for one comparison a batch.
+    Use of generators is detected, not assumed. All are seeded for the first samples; later, only
+    those that were used. The others are compared before and after each batch: if one has changed, that batch is
+    read again with it seeded. A data set that does not draw thus costs one comparison per batch.
 
-    Not for two threads at once: while one reads, no other may draw.
+    Not thread-safe: while one thread reads, no other may draw.
     """
 
     def __init__(self, split: str = "") -> None:
         self.split = split
         self._left = _SAMPLES_TO_LEARN_FROM
-        self._is_learning = False  # all generators are seeded for this batch, to see which are used
-        self._drawn: list[int] = []  # places of generators from which the data set drew
-        self._seeded: Sequence[int] = ()  # places of those that are seeded for the samples of this batch
-        self._generators: Sequence[GlobalGenerator] = ()  # of this batch: its code may make another GPU the current one
-        self._marks: list[Any] = []  # while learning: of all generators, after they were seeded last
+        self._is_learning = False  # all generators are seeded for this batch, to detect which are used
+        self._drawn: list[int] = []  # indices of generators that the data set used
+        self._seeded: Sequence[int] = ()  # indices of those seeded for the samples of this batch
+        self._generators: Sequence[GlobalGenerator] = ()  # of this batch: its code may change the current GPU
+        self._marks: list[Any] = []  # while learning: states of all generators after seeding
 
     @property
     def draws(self) -> bool:
-        """True once the data set was seen to draw from a global generator."""
+        """True once the data set has used a global generator."""
         return bool(self._drawn)
 
     @property
     def is_seeding(self) -> bool:
-        """True inside of `read` where `begin` has to be called."""
+        """True inside `read` if `begin` has to be called."""
         return bool(self._seeded)
 
     def read(self, reading: Callable[[Key], Read], key: Key) -> Read:
-        """Return reading(key), which calls `begin` before each sample. It is perhaps called twice."""
+        """Return reading(key), which calls `begin` before each sample. May call it twice."""
         generators = self._generators = global_generators()
         before = _marks(generators)
         self._is_learning = self._left > 0
@@ -78,14 +78,14 @@ class SampleStreams:
             try:
                 found = reading(key)
             except BaseException as error:
-                if self._put_back(before) and isinstance(error, Exception):  # it may be due to what was drawn
+                if self._put_back(before) and isinstance(error, Exception):  # the error may depend on what was drawn
                     continue
                 raise
             if not self._put_back(before):
                 return found
 
     def begin(self, what: str, seed: int, epoch: int, indices: Sequence[int]) -> None:
-        """Seed the generators for `what` is done next with these samples; called by what `read` is given."""
+        """Seed the generators for the operation `what` on these samples; called by the function passed to `read`."""
         if not self._seeded:
             return
         generators = self._generators
@@ -98,7 +98,7 @@ class SampleStreams:
             self._marks = _marks(generators)
 
     def number(self, *what: object) -> int:
-        """Return a number of 63 bits that follows from `what`."""
+        """Return a 63-bit number derived from `what`."""
         return int.from_bytes(_seeds(0, self.split, *what)[:8], "little") >> 1
 
     def _learn(self, generators: Sequence[GlobalGenerator]) -> None:
@@ -107,7 +107,7 @@ class SampleStreams:
                 self._drawn.append(place)
 
     def _put_back(self, before: list[Any]) -> bool:
-        """Return whether a generator has moved that was not seeded."""
+        """Restore the generators; return whether one that was not seeded has changed."""
         generators, has_missed = self._generators, False
         if not self._seeded and _marks(generators) == before:
             return False
@@ -123,12 +123,12 @@ class SampleStreams:
         return has_missed
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker that is spawned learns by itself: it has other generators."""
+        """Omit the learned state: a spawned worker has other generators."""
         return {**self.__dict__, "_drawn": [], "_left": _SAMPLES_TO_LEARN_FROM, "_generators": ()}
 
 
 class NoStreams(SampleStreams):
-    """For samples that are kept, and read without any code of the task: nothing can draw."""
+    """For cached samples, read without any code of the task: nothing can draw."""
 
     def read(self, reading: Callable[[Key], Read], key: Key) -> Read:
         return reading(key)
@@ -136,7 +136,7 @@ class NoStreams(SampleStreams):
 
 @contextmanager
 def drawing_apart(seed: int, *what: object) -> Iterator[None]:
-    """The global generators give what follows from seed and `what`; afterwards they are where they were."""
+    """Derive the global generators from seed and `what` inside the context; restore them on exit."""
     generators = global_generators()
     before = _marks(generators)
     seeds = _seeds(seed, *what)
@@ -150,7 +150,7 @@ def drawing_apart(seed: int, *what: object) -> Iterator[None]:
 
 
 def global_generators() -> Sequence[GlobalGenerator]:
-    """Return the global generators of this process: torch's, NumPy's, Python's, and that of the GPU in use, if any."""
+    """Return the global generators of this process: torch's, NumPy's, Python's, and the current GPU's, if any."""
     if cuda_is_initialized():  # not in forked workers: no CUDA there
         return _with_gpu(current_device().index)
     return _OF_HOST
@@ -162,7 +162,7 @@ def _with_gpu(device: int) -> Sequence[GlobalGenerator]:
 
 
 class TorchGenerator:
-    """One of torch's. Its `manual_seed` takes 1 us, torch.manual_seed 100 us: that asks for every kind of device."""
+    """A torch generator. Its `manual_seed` takes 1 us, torch.manual_seed 100 us, since it covers all device types."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -180,10 +180,10 @@ class TorchGenerator:
 
 
 class NumpyGenerator:
-    """NumPy's. Its `get_state` takes 27 us, so its state is read from where it lies, as C code does it.
+    """NumPy's generator. Its `get_state` takes 27 us, so the state is read directly from memory.
 
-    That place does not hold the second number of a pair of normal ones, which is drawn with the first: while there is
-    one, the whole state is asked for.
+    That memory lacks the second number of a pair of normal draws, computed with the first: while there is
+    one, the full state is used.
     """
 
     def __init__(self) -> None:
@@ -210,10 +210,10 @@ class NumpyGenerator:
 
 
 class PythonGenerator:
-    """Python's. Its `getstate` takes 6 us, and comparing two of them as long; reading the memory takes 0.4 us.
+    """Python's generator. Its `getstate` takes 6 us, and comparing two as long; reading the memory takes 0.4 us.
 
-    CPython keeps the state behind the head of the object: index, then 624 words. Where that is not so, `getstate` is
-    asked after all.
+    CPython stores the state behind the object header: index, then 624 words. If the layout differs, `getstate` is
+    used.
     """
 
     def __init__(self) -> None:
@@ -237,13 +237,13 @@ class PythonGenerator:
 
 
 def _as_state(words: bytes, gauss_next: float | None) -> tuple[int, tuple[int, ...], float | None]:
-    """Return what random.setstate takes."""
+    """Return an argument for random.setstate."""
     index, *state = struct.unpack(f"{_WORDS}I", words)
     return 3, (*state, index), gauss_next
 
 
 def _marks(generators: Sequence[GlobalGenerator]) -> list[Any]:
-    """Return a mark of each; called twice for each batch, so the first three are no loop."""
+    """Return a mark of each; called twice per batch, so the first three are unrolled."""
     of_torch, of_numpy, of_python = generators[:3]
     found = [of_torch.mark(), of_numpy.mark(), of_python.mark()]
     if len(generators) > len(found):
@@ -252,10 +252,10 @@ def _marks(generators: Sequence[GlobalGenerator]) -> list[Any]:
 
 
 def _seeds(seed: int, *what: object) -> bytes:
-    """Return 8 bytes for each generator, which nothing but a key of the same words gives."""
+    """Derive 8 bytes for each generator, unique to the key."""
     return hashlib.blake2b(repr((seed, *what)).encode(), digest_size=8 * (len(_OF_HOST) + 1)).digest()
 
 
-_WORDS = 625  # of a Mersenne twister: its state and the place in it
+_WORDS = 625  # of a Mersenne Twister: state and position
 _SAMPLES_TO_LEARN_FROM = 64
 _OF_HOST = (TorchGenerator(torch.default_generator), NumpyGenerator(), PythonGenerator())

@@ -18,7 +18,7 @@ from runner.base.errors import SystemLimit
 from runner.base.parent import die_with_parent
 
 Answer = TypeVar("Answer")
-PATIENCE_S = 3.0  # a user who waits longer is told why
+PATIENCE_S = 3.0  # s after which the user is told the reason for the wait
 
 
 def in_subprocess(
@@ -27,9 +27,9 @@ def in_subprocess(
     long: Callable[[], object] | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Answer:
-    """Return what the function returns in a forked process.
+    """Run a function in a forked process and return its result.
 
-    No ProcessPoolExecutor: it needs two threads, and waits forever where the system gives only one.
+    No ProcessPoolExecutor: it needs two threads, and hangs if the system permits only one.
 
     long  called once if the answer takes longer than `patience_s` seconds
     Raises what the function raises, BrokenProcessPool if the process dies, SystemLimit if it cannot be started, and
@@ -64,20 +64,20 @@ def in_subprocess(
 
 
 class _InProcess(Exception):
-    """The traceback of the process in which an error was raised."""
+    """The traceback of an error in the subprocess."""
 
 
 def _answer(line: Connection, parent: int, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to both, and one answer is enough
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to both processes; the parent handles it
     try:
         line.send((True, function(*given), ""))
     except BaseException as error:
         told = "".join(traceback.format_exception(error))
         try:
             line.send((False, error, told))
-        except Exception:  # it cannot be sent as it is
+        except Exception:  # it cannot be pickled
             line.send((False, RuntimeError(f"{type(error).__name__}: {error}"), told))
     output.finish()
     with suppress(EOFError, OSError):
-        line.recv()  # until this is killed: tensors are handed over by a thread of this process
+        line.recv()  # until this is killed: a thread of this process serves the tensors

@@ -1,4 +1,4 @@
-"""What a sweep or a search goes through: words with several values, in Hydra's grammar, and every slip in them."""
+"""Parse sweeps and search spaces: overrides with several values, in Hydra's grammar, with all their errors."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from runner.base.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override  # noqa: TID251 - a name for what `parse` returns
 
-MAX_TRIALS = 1000  # each is composed and checked before the first one starts, and has a folder of its own
+MAX_TRIALS = 1000  # each is composed and checked before the first one starts, and has a folder
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What a search may choose for a key: one of `values`, words as they are typed, or a number from low to high.
+    """The search space of a key: one of `values`, as typed, or a number from low to high.
 
-    step      numbers are low, low + step, ...; 0: any between
-    is_log    as many below the geometric mean as above
-    is_whole  whole numbers only
+    step      numbers are low, low + step, ...; 0: continuous
+    is_log    log-uniform: as many below the geometric mean as above
+    is_whole  integers only
     """
 
     key: str
@@ -47,11 +47,11 @@ class Axis:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Return the words that must all be right for every choice to be: each value, or both ends."""
+        """Return the overrides to validate the space: each value, or both ends."""
         return self.values or tuple(self.word(number) for number in (self.low, self.high))
 
     def word(self, value: float | str) -> str:
-        """Return the setting with this value; a number between two has as many digits as anybody wants to read."""
+        """Return the override with this value; continuous numbers are rounded for readability."""
         text = value if isinstance(value, str) else f"{value:.0f}" if self.is_whole else f"{value:.6g}"
         return f"{self.key}={text}"
 
@@ -65,7 +65,7 @@ class Axis:
 def expand_sweep(request: Request) -> list[Request]:
     """Return one request per combination of the comma lists, ranges, choices and globs among the overrides.
 
-    Raises ConfigError where a list has no values, no end or too many, or a key is given twice.
+    Raises ConfigError if a list has no values, no end or too many, or a key is given twice.
     """
     parsed, problems = parse(request, sweeps=True)
     problems += _misplaced(parsed)
@@ -81,9 +81,9 @@ def expand_sweep(request: Request) -> list[Request]:
 
 
 def read_space(request: Request) -> tuple[Request, tuple[Axis, ...]]:
-    """Return what all trials of a search have in common, and what it may choose; `log(a,b)` is tag(log,interval(a,b)).
+    """Return the fixed part of a search and its space; `log(a,b)` is tag(log,interval(a,b)).
 
-    Raises ConfigError with every problem, also where an end of a range is no value of its key.
+    Raises ConfigError with all problems, including range ends that are invalid for their key.
     """
     words = tuple(_LOG.sub(r"tag(log,interval(\1))", word) for word in request.overrides)
     parsed, problems = parse(replace(request, overrides=words), sweeps=True)
@@ -104,9 +104,9 @@ def read_space(request: Request) -> tuple[Request, tuple[Axis, ...]]:
 
 
 def composed(requests: Sequence[Request]) -> list[Configuration]:
-    """Return the configurations. Raises ConfigError with the problems of all, each said once."""
+    """Compose the configurations. Raises ConfigError with the problems of all, without duplicates."""
     configurations = []
-    problems: dict[tuple[str, str], Problem] = {}  # an unknown key is unknown whatever its value
+    problems: dict[tuple[str, str], Problem] = {}  # an unknown key is unknown for any value
     with files_unchanged():
         for request in requests:
             try:
@@ -120,7 +120,7 @@ def composed(requests: Sequence[Request]) -> list[Configuration]:
 
 
 def _misplaced(parsed: Sequence[Override]) -> list[Problem]:
-    """Return what is wrong with which keys have several values."""
+    """Return problems of keys that cannot have several values."""
     problems = []
     count = Counter(override.key_or_group for override in parsed)
     for override in parsed:
@@ -139,7 +139,7 @@ def _misplaced(parsed: Sequence[Override]) -> list[Problem]:
 
 
 def _listed(override: Override, request: Request, problems: list[Problem]) -> list[str]:
-    """Return the words that the override stands for, one of them where it is no sweep; none after a problem."""
+    """Expand an override to a list, with one item if it is no sweep; empty after a problem."""
     if not override.is_sweep_override():
         return [_text(override)]
     key, word = override.get_key_element(), _text(override)
@@ -163,7 +163,7 @@ def _listed(override: Override, request: Request, problems: list[Problem]) -> li
 
 
 def _axis(override: Override, fixed: Request, problems: list[Problem]) -> Axis | None:
-    """Return what may be chosen for the key; None after a problem."""
+    """Return the search space of the key; None after a problem."""
     key, word = override.get_key_element(), _text(override)
     value: Any = override.value()
     kind = _kind(override)
@@ -189,7 +189,7 @@ def _axis(override: Override, fixed: Request, problems: list[Problem]) -> Axis |
 
 
 def _takes_fractions(override: Override, low: float, high: float, fixed: Request) -> bool:
-    """Tell whether the key takes numbers that are not whole; one that takes none of the kind is found out later."""
+    """Return whether the key accepts fractions; a key without numeric type is reported later."""
     if not (low.is_integer() and high.is_integer()):
         return True
     try:
@@ -200,7 +200,7 @@ def _takes_fractions(override: Override, low: float, high: float, fixed: Request
 
 
 def _check_ends(fixed: Request, axes: Sequence[Axis]) -> None:
-    """Raise ConfigError where a value that may be chosen, the others being their first, is wrong."""
+    """Raise ConfigError if a value of the space is invalid, with the others at their first."""
     first = [axis.ends[0] for axis in axes]
     tries = [first]
     for number, axis in enumerate(axes):
@@ -213,7 +213,7 @@ def _with(request: Request, words: Sequence[str]) -> Request:
 
 
 def _wrong_range(value: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a range, and what to do; None where it is right."""
+    """Return what is wrong with a range, and how to fix it; None if it is valid."""
     if value.start is None or value.stop is None or not value.step or not math.isfinite(value.stop - value.start):
         return "has no end" + (": its step is 0" if value.step == 0 else ""), "use range(1,5), or range(1,9,2)"
     count = math.ceil((value.stop - value.start) / value.step)
@@ -226,7 +226,7 @@ def _wrong_range(value: Any) -> tuple[str, str] | None:
 
 
 def _wrong_list(values: Sequence[Any]) -> tuple[str, str] | None:
-    """Return what is wrong with a list of values, and what to do; None where it is right."""
+    """Return what is wrong with a list of values, and how to fix it; None if it is valid."""
     if any(hasattr(value, "tags") for value in values):
         return "has a range among its values", "list all of them: key=1,2,3,8"
     texts = list(map(str, values))

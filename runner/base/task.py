@@ -1,6 +1,6 @@
-"""The task contract: a model, its data, its loss as a sum with a count, and what it predicts.
+"""The task contract: model, data, loss as a sum and a count, and predictions.
 
-A task never sees devices, ranks, autocast, loss scaling, accumulation or trackers.
+A task never deals with devices, ranks, autocast, loss scaling, accumulation or trackers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Sum = tuple[Tensor, "Tensor | int | float"]  # (sum over items, number of items)
 class Dataset(Protocol):
     """A map from sample index to sample.
 
-    May also have `__getitems__(indices: list[int])`, which returns either a list of samples (they are collated) or
-    the batch itself, any other type, such as a tuple or dict of tensors (faster: no sample is made on its own).
-    May also have `set_epoch(epoch: int)`, called before samples of that epoch are read: random augmentation should
-    draw from `sample_rng(seed, epoch, index)` so that a sample is the same whichever worker reads it.
+    Optionally defines `__getitems__(indices: list[int])`, which returns either a list of samples (to be collated) or
+    the batch itself, of any other type, such as a tuple or dict of tensors (faster: no separate samples are created).
+    Optionally defines `set_epoch(epoch: int)`, called before samples of that epoch are read: random augmentation should
+    draw from `sample_rng(seed, epoch, index)`, so that a sample is the same in every worker.
     """
 
     def __len__(self) -> int: ...
@@ -33,11 +33,11 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What the runner tells a task when it is built.
+    """Arguments for building a task.
 
-    seed       seed of the run; weights are drawn from torch's global generator, seeded with it already
+    seed       seed of the run; torch's global generator, which initializes the weights, is already seeded with it
     data_path  the user's `data.path`, or None for the task's own data
-    cache      folder for prepared data that outlives a run; safe to delete
+    cache      folder for prepared data that persists between runs; safe to delete
     """
 
     seed: int
@@ -47,10 +47,10 @@ class Context:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a phase of training stands before its next update.
+    """Progress of a training phase before its next update.
 
-    update  updates made in this phase; `total` of them make it whole
-    epoch   passes over the training data so far, with a fraction
+    update  completed updates of this phase, out of `total`
+    epoch   passes over the training data so far, as a fraction
     """
 
     phase: str
@@ -60,7 +60,7 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """Return the share of the phase that is done, from 0 to below 1."""
+        """Return the completed fraction of the phase, from 0 to below 1."""
         return self.update / max(1, self.total)
 
 
@@ -71,10 +71,10 @@ Content = str | bytes | np.ndarray[Any, Any]
 class Prediction:
     """One result of inference: `files` maps a file name to text, bytes, or an array (written as .npy).
 
-    text   what to show on the screen, may be empty
-    items  how many items (tokens, samples) were made, for the throughput; 0: a picture or a table of what was made
-           before, which counts as no prediction
-    plots  pictures for plots/ of the run directory: file name, such as maps.png, to its bytes (see runner.base.picture)
+    text   text to print, may be empty
+    items  number of generated items (tokens, samples), for the throughput; 0: a plot or table of earlier
+           results, which does not count as a prediction
+    plots  plots for plots/ of the run directory: file name, such as maps.png -> its bytes (see runner.base.picture)
     """
 
     files: Mapping[str, Content]
@@ -87,43 +87,43 @@ State = dict[str, Tensor]
 
 
 class Fit:
-    """Statistics of the training data, without gradients: what a phase of kind "fit" does.
+    """Statistics of the training data, without gradients: the work of a phase of kind "fit".
 
-    The state is a dict of tensors on the model's device, of a size that does not depend on the data, so it streams and
-    is saved in the middle. `merge` makes one state of two; in whatever parts the data is read, the result is the same
-    but for rounding. So add what is exact when it is added: float64 sums, counts, Welford's moments.
+    The state is a dict of tensors on the model's device whose size does not depend on the data, so it can be streamed
+    and saved at any time. `merge` combines two states; the result must not depend on how the data is divided, except
+    for rounding. Accumulate values that are additive: float64 sums, counts, Welford's moments.
     """
 
     def start(self) -> State:
-        """Return the state of no data at all, on the CPU; the runner moves it to the model's device."""
+        """Return the state of no data, on the CPU; the runner moves it to the model's device."""
         raise NotImplementedError(f"{type(self).__name__} must define start() -> dict of tensors")
 
     def add(self, model: nn.Module, state: State, batch: Any) -> tuple[State, int]:
-        """Return the state with this batch, and how many items (see Task.item) the batch had."""
+        """Return the state with this batch added, and the number of items (see Task.item) in the batch."""
         raise NotImplementedError(f"{type(self).__name__} must define add(model, state, batch) -> (state, items)")
 
     def merge(self, one: State, other: State) -> State:
-        """Return the state of the data of both."""
+        """Return the state of the combined data."""
         raise NotImplementedError(f"{type(self).__name__} must define merge(one, other) -> state")
 
     def finish(self, model: nn.Module, state: State) -> Mapping[str, float]:
-        """Put what was found into the model, once all data was read; return figures to show, may be empty."""
+        """Store the result in the model, once all data was read; return metrics to display, may be empty."""
         raise NotImplementedError(f"{type(self).__name__} must define finish(model, state)")
 
 
 class Task:
-    """Subclass this; set `model`; write `loss` and `dataset`. The rest has working defaults.
+    """Base class of tasks: set `model`, and define `loss` and `dataset`. Everything else has defaults.
 
-    item              name of what the loss averages over, e.g. "token"
-    items_per_sample  expected number of items in a sample; keeps gradients in range, results do not depend on it
-    phase             phase that is running, or whose checkpoint predicts; dataset, evaluate, baselines and the two
+    item              name of the unit that the loss averages over, e.g. "token"
+    items_per_sample  expected number of items per sample; scales gradients into range without changing results
+    phase             current phase, or the one whose checkpoint predicts; dataset, evaluate, baselines and the two
                       above may depend on it
-    losses            phase name -> loss function, for tasks of several phases; "train" is `loss` by default
+    losses            phase name -> loss function, for tasks with several phases; "train" is `loss` by default
     fits              phase name -> Fit, for phases of kind "fit"
-    loss_is_additive  False: the loss of a batch is not the sum over its samples, as in a contrastive loss; such a loss
-                      depends on how an update is cut into micro-batches, and is not checked to be a sum
+    loss_is_additive  False: the loss of a batch is not the sum over its samples, as in a contrastive loss; it then
+                      depends on the split into micro-batches, and is not checked to be a sum
 
-    A task of several phases says which ones in PHASES, a literal mapping in its file: see docs/phases.md.
+    A task with several phases declares them in PHASES, a literal mapping in its file: see docs/phases.md.
     """
 
     model: nn.Module
@@ -133,7 +133,7 @@ class Task:
     loss_is_additive: bool = True
 
     def loss(self, model: nn.Module, batch: Any) -> Sum:
-        """Return the loss summed over the items of this batch, and how many items there were."""
+        """Return the loss summed over the items of this batch, and the number of items."""
         raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch) -> (loss_sum, num_items)")
 
     def dataset(self, split: str) -> Dataset:
@@ -142,47 +142,47 @@ class Task:
 
     @property
     def losses(self) -> Mapping[str, Callable[[nn.Module, Any], Sum]]:
-        """Phase name -> (model, batch) -> (loss summed over items, items). A phase that is not here has `loss`."""
+        """Phase name -> (model, batch) -> (loss summed over items, items). Phases without an entry use `loss`."""
         return {}
 
     @property
     def fits(self) -> Mapping[str, Fit]:
-        """Phase name -> statistics to gather, for each phase of kind "fit"."""
+        """Phase name -> statistics to collect, for each phase of kind "fit"."""
         return {}
 
     @property
     def packages(self) -> Mapping[str, Mapping[str, str]]:
-        """Phase name, or "infer" -> packages that it imports only on the way -> extra of accel-run that installs each.
+        """Phase name, or "infer" -> packages that it imports lazily -> extra of accel-run that installs each.
 
-        They are looked for before the first update, so that a run does not train for hours and then stop for a package.
+        They are checked before the first update, so that a run does not fail after hours of training.
         The extra is "" for a package that is installed by its own name.
         """
         return {}
 
     def begin_phase(self, phase: str) -> None:
-        """Be told which phase begins, before its data, loss and metrics are asked for; the base sets `phase`."""
+        """Called when a phase starts, before its data, loss and metrics are requested; the base class sets `phase`."""
         self.phase = phase
 
     def begin_update(self, progress: Progress) -> None:
-        """Be told where training stands before each update: the place for temperatures and curricula.
+        """Called with the training progress before each update, e.g. to set temperatures and curricula.
 
-        What is set here must follow from `progress` alone, so that a resumed run goes on as if it had not stopped.
+        Values set here must depend on `progress` only, so that a resumed run continues identically.
         """
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Sum]:
-        """Return metrics of one batch as sums and counts; added over batches and ranks, divided once."""
+        """Return metrics of one batch as sums and counts; added over batches and ranks, then divided once."""
         return {"loss": self.loss(model, batch)}
 
     def summarize(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Turn the divided metrics into those shown, e.g. add bits per byte beside the loss."""
+        """Derive the displayed metrics from the divided ones, e.g. bits per byte from the loss."""
         return metrics
 
     def baselines(self) -> Mapping[str, float]:
-        """Return metric name -> value of a trivial model, shown beside the metric of that name."""
+        """Return metric name -> value of a trivial model, displayed next to the metric of that name."""
         return {}
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Make a batch of a list of samples."""
+        """Collate samples into a batch."""
         return torch.utils.data.default_collate(list(samples))
 
     def blocks(self) -> Sequence[nn.Module]:
@@ -190,10 +190,10 @@ class Task:
         return [layer for child in self.model.children() if isinstance(child, nn.ModuleList) for layer in child]
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return modules whose composition, each called with the one before's output, equals the model; for pipelines.
+        """Return modules whose sequential composition equals the model; for pipelines.
 
-        They share the model's parameters, and hold all of them. The first takes what the model is called with; between
-        them go floating-point tensors or tuples of such.
+        They share and cover the model's parameters. The first receives the arguments of the model; floating-point
+        tensors or tuples of such are passed between them.
         """
         if isinstance(self.model, nn.Sequential):
             return list(self.model)
@@ -202,24 +202,24 @@ class Task:
         )
 
     def example(self) -> tuple[Tensor, ...]:
-        """Return the arguments of one call of the model, a batch of two samples on the CPU: `export` traces them."""
+        """Return example arguments of the model, a batch of two samples on the CPU; `export` traces them."""
         raise NotImplementedError(f"{type(self).__name__} defines no example()")
 
     def predict(self, model: nn.Module, generator: torch.Generator, /, **options: Any) -> Iterator[Prediction]:
         """Yield predictions with the trained model, in eval mode and without gradients.
 
-        Write it as `def predict(self, model, generator, *, samples: int = 3, ...)`: what follows `*` are the keys
-        under `inference` in the configuration, with these types and defaults.
+        Define it as `def predict(self, model, generator, *, samples: int = 3, ...)`: parameters after `*` are the keys
+        of `inference` in the configuration, with these types and defaults.
 
-        generator  seeded; lives on the model's device; the only source of randomness
+        generator  seeded, on the model's device; the only source of randomness
         """
         raise NotImplementedError(f"{type(self).__name__} must define predict(...) to be used with `inference`")
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Return the random generator of one sample in one epoch: the same for any worker, rank or share.
+    """Return the random generator of a sample in an epoch: the same for any worker, rank or share.
 
-    The streams of two keys differ, and none is that of the order of an epoch.
+    The streams of different keys are independent, and differ from that of the order of an epoch.
     """
     # Two words for each number: SeedSequence takes more than one for a number from 2**32 on, and what they are read as
     # would depend on the numbers beside it.
@@ -227,4 +227,4 @@ def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(_OF_SAMPLES, *words))))
 
 
-_OF_SAMPLES = 0x73616D70  # apart from other streams of the same seed
+_OF_SAMPLES = 0x73616D70  # separate from other streams of the same seed

@@ -1,4 +1,4 @@
-"""TensorFloat-32: the one place that touches torch's switches for float32 products."""
+"""TensorFloat-32: the only module that sets torch's flags for float32 matrix products."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Level = Literal["highest", "high", "medium"]
 
 @contextmanager
 def float32_matmul(level: Level, cudnn: bool) -> Iterator[None]:
-    """Compute float32 products at this level inside the block, and as before after it.
+    """Set the precision of float32 matrix products inside the context, and restore it on exit.
 
-    level  highest: float32; high: TF32, 10 bits of mantissa; medium: bfloat16 where torch has such kernels
-    cudnn  whether cuDNN's convolutions and recurrent layers may use TF32 (torch's own default is yes)
-    Raises TaskFault when somebody has set torch's newer `fp32_precision` switches already.
+    level  highest: float32; high: TF32 with 10 bits of mantissa; medium: bfloat16 if torch has such kernels
+    cudnn  whether cuDNN's convolutions and recurrent layers may use TF32 (torch's default: yes)
+    Raises TaskFault if torch's newer `fp32_precision` flags have been set.
     """
     before = _read()
     _write(level, cudnn)

@@ -1,6 +1,6 @@
-"""Types of settings: what a value in a YAML file or on the command line may be.
+"""Types of settings: the values allowed in YAML files and on the command line.
 
-An axis function's annotations after `*` are its schema, so these are the words they are written with.
+An axis function's annotations after `*` are its schema, and use the types defined here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Range:
-    """The values a number may take, and how to say so."""
+    """The range of a number, with its description."""
 
     words: str
     low: float = float("-inf")
@@ -44,7 +44,7 @@ class Range:
     high_allowed: bool = True
 
     def holds(self, value: float) -> bool:
-        """Tell whether `value` is inside."""
+        """Return whether `value` is within the range."""
         above = value >= self.low if self.low_allowed else value > self.low
         below = value <= self.high if self.high_allowed else value < self.high
         return above and below
@@ -52,13 +52,13 @@ class Range:
 
 @dataclass(frozen=True)
 class Matches:
-    """The texts a value may be, and how to say so."""
+    """A pattern for strings, with its description."""
 
     words: str
     pattern: str
 
     def holds(self, value: str) -> bool:
-        """Tell whether all of `value` matches."""
+        """Return whether the whole of `value` matches."""
         return re.fullmatch(self.pattern, value) is not None
 
 
@@ -74,10 +74,10 @@ PositiveInt = Annotated[int, Range("a whole number of at least 1", low=1)]
 MOST_THREADS = 1024  # systems refuse some thousands, and torch then crashes
 Threads = Annotated[int, Range(f"a whole number from 1 to {MOST_THREADS}", low=1, high=MOST_THREADS)]
 DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N or mps", r"auto|cpu|cuda(:\d+)?|mps")]
-# s3://bucket/x is a valid name of a local folder, `s3:`, which nobody means: files are read and written locally only.
+# s3://bucket/x is a valid local path, in folder `s3:`, but never intended: files are read and written locally only.
 URL = r"[A-Za-z][A-Za-z0-9+.-]*://"
 LOCAL_PATH = "a local path in one line without control characters; URLs such as s3:// are not supported"
-# A place reaches scripts line by line, and terminals: nothing that ends a line, steers or cannot be seen is part of it.
+# Paths are passed to scripts line by line, and to terminals: no newlines, control or invisible characters.
 Place = Annotated[
     str,
     Matches(LOCAL_PATH, rf"(?!{URL})[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*"),

@@ -1,4 +1,4 @@
-"""Exceptions, lists and sizes in words: safe to print, short enough for a screen, and able to leave their process."""
+"""Format exceptions, lists and sizes as text that is safe to print, short, and picklable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.base.secret import redacted
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of code that was on the way."""
+    """A line of a traceback."""
 
     file: str
     line: int
@@ -26,15 +26,15 @@ class Frame:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception as it can be told in another process.
+    """A picklable description of an exception.
 
-    kind     name of its class
-    bases    names of the classes it is of
-    message  what it says; a word in brackets where it cannot say anything
+    kind     class name
+    bases    names of its base classes
+    message  its message; a placeholder in brackets if it has none
     frames   from the outermost to the line that raised
-    cause    what it was raised from, or while
-    is_from  it was raised from its cause, which is what the program meant to tell
-    parts    of an exception group
+    cause    its cause or context
+    is_from  whether it was raised explicitly `from` its cause
+    parts    exceptions of an exception group
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Raised:
 
 
 class RaisedElsewhere(Exception):
-    """An exception of another process, handed over as words: its class may not be known here."""
+    """An exception of another process, described as text: its class may not exist here."""
 
     def __init__(self, raised: Raised) -> None:
         super().__init__(str(raised))
@@ -61,7 +61,7 @@ class RaisedElsewhere(Exception):
 
 
 def raised(error: BaseException, depth: int = 8) -> Raised:
-    """Return the exception in words, with at most `depth` causes."""
+    """Describe an exception, with at most `depth` causes."""
     if isinstance(error, RaisedElsewhere):
         return error.raised
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -81,21 +81,21 @@ def raised(error: BaseException, depth: int = 8) -> Raised:
 
 
 def message_of(error: BaseException) -> str:
-    """Return what the exception says, printable and at most a screen long, also where its __str__ raises."""
+    """Return the exception's message, printable and at most a screen long, even if its __str__ raises."""
     try:
         text = str(error)
     except Exception as second:
         return f"(its __str__ raises {type(second).__name__})"
-    return on_a_screen(redacted(text))  # before it is cut: a part of a secret would not be known as one
+    return on_a_screen(redacted(text))  # redact before shortening: part of a secret would not be recognized
 
 
 def words_of(error: BaseException) -> str:
-    """Return the kind of the exception and the first line of what it says."""
+    """Return the class of the exception and the first line of its message."""
     return f"{type(error).__name__}: {first_line(message_of(error))}".removesuffix(": ")
 
 
 def first_line(text: str) -> str:
-    """Return the first line that is not empty, or an empty text."""
+    """Return the first non-empty line, or an empty string."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
@@ -110,7 +110,7 @@ def on_a_screen(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text without what would move the cursor, color the terminal or hide what comes after it."""
+    """Return the text without terminal escapes, colors and characters that hide others."""
     plain = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
     return "".join(char if char == "\n" or char.isprintable() else _escaped(char) for char in plain)
 
@@ -118,11 +118,11 @@ def printable(text: str) -> str:
 def aligned(
     rows: Sequence[Sequence[str]], sides: str = "", gives_way: Sequence[str] = (), columns: int = 0
 ) -> list[str]:
-    """Return rows of cells, the head first, as the lines of a table.
+    """Format rows of cells, header first, as the lines of a table.
 
-    sides      of each column: < or >; all < where none are named
-    gives_way  columns by their names, that which is left out first where there are not enough columns on the screen
-    columns    of the screen; 0: as many as it takes
+    sides      alignment of each column: < or >; default: all <
+    gives_way  names of columns in the order in which they are dropped on a narrow screen
+    columns    screen width; 0: unlimited
     """
     widths = {at: max(len(row[at]) for row in rows) for at in range(len(rows[0]))}
     left_out: list[str] = []
@@ -137,28 +137,28 @@ def aligned(
 
 
 def columns_of(stream: IO[str] | None = None) -> int:
-    """Return the columns of the stream, standard output where none is named; 0 where it is no terminal."""
+    """Return the width of the stream, by default standard output; 0 if it is no terminal."""
     stream = sys.stdout if stream is None else stream
     try:
-        # no stream at all: it was closed by who started us
+        # no stream: the parent process closed it
         return os.get_terminal_size(stream.fileno()).columns if stream is not None and stream.isatty() else 0
     except (OSError, ValueError):
         return 0
 
 
 def for_terminal(text: str, stream: IO[str] | None = None) -> str:
-    """Return the text with its lines broken between words where the stream is a terminal too narrow for them.
+    """Wrap the lines of the text at word boundaries if the stream is a terminal too narrow for them.
 
-    stream  standard output where none is named
+    stream  default: standard output
     """
     columns = columns_of(stream)
     return wrapped(text, columns) if columns else text
 
 
 def help_page(text: str, stream: IO[str] | None = None) -> str:
-    """Return a help text broken for the width of the terminal, or for $COLUMNS where the stream is none.
+    """Wrap a help text for the width of the terminal, or for $COLUMNS if the stream is none.
 
-    stream  standard output where none is named
+    stream  default: standard output
     """
     wanted = os.environ.get("COLUMNS", "")
     columns = columns_of(stream) or (int(wanted) if wanted.isdecimal() else 0)
@@ -166,12 +166,12 @@ def help_page(text: str, stream: IO[str] | None = None) -> str:
 
 
 def reflowed(text: str, columns: int) -> str:
-    """Return the text with the lines of a paragraph, or of a table's cell, joined and broken again at so many columns.
+    """Rewrap the lines of each paragraph and table cell to this width.
 
-    A paragraph is what stands at the left edge, line below line; the last cell of a row goes on below where it begins.
+    A paragraph consists of consecutive lines at the left margin; the last cell of a row continues at its column.
     """
     joined: list[str] = []
-    cell = 0  # column at which the last cell of the row begins
+    cell = 0  # column of the last cell of the row
     for line in text.split("\n"):
         indent = len(line) - len(line.lstrip())
         before = joined[-1] if joined else ""
@@ -185,10 +185,10 @@ def reflowed(text: str, columns: int) -> str:
 
 
 def wrapped(text: str, columns: int) -> str:
-    """Return the text in lines of at most so many columns; only a word or a command that is longer stays whole.
+    """Wrap the text to lines of this width; only longer words and commands are not broken.
 
-    What goes on stands below the last cell of a table, where that leaves it half of the line, else indented by two.
-    A command is to be pasted: a terminal copies what it breaks itself as one line.
+    Continuation lines are aligned with the last cell of a table, if that leaves half of the line, else indented by two.
+    Commands are meant to be pasted: a terminal copies lines that it wraps itself as one.
     """
     return "\n".join(part for line in text.split("\n") for part in _parts(line, columns))
 
@@ -208,25 +208,25 @@ def _parts(line: str, columns: int, hanging: int = 2) -> list[str]:
 
 
 def shortened(items: Sequence[object], shown: int = 4, separator: str = ", ") -> str:
-    """Return the first of the items, and how many more there are."""
+    """Return the first items, and the number of the others."""
     more = f" and {len(items) - shown} more" if len(items) > shown else ""
     return separator.join(map(str, items[:shown])) + more
 
 
 def is_number(value: object) -> bool:
-    """Tell whether what was read can be shown as a number; an integer of 400 digits cannot, and True is none."""
+    """Return whether the value can be formatted as a number; not an integer of 400 digits, nor True."""
     return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
 def rate(items_per_s: float) -> str:
-    """Return items per second without an exponent, with three digits or more."""
+    """Format items per second without an exponent, with at least three digits."""
     return f"{items_per_s:,.0f}" if items_per_s >= 100 else f"{items_per_s:.3g}"
 
 
 def sized(size: float) -> str:
-    """Return bytes with three digits or more, in the largest unit of which they are at least a tenth.
+    """Format bytes with at least three digits, in the largest unit of which they are at least a tenth.
 
-    Every size that is shown is made here, so that the same memory reads the same everywhere: 64 KiB, never 6.4e-05 GiB.
+    All displayed sizes use this function, so that equal sizes look equal: 64 KiB, never 6.4e-05 GiB.
     """
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         value = size / scale
@@ -236,7 +236,7 @@ def sized(size: float) -> str:
 
 
 def sized_gib(gib: float) -> str:
-    """Return an amount of GiB with the unit that suits it."""
+    """Format an amount of GiB in a suitable unit."""
     return sized(gib * 2**30)
 
 

@@ -1,4 +1,4 @@
-"""The processes that train together: one process is a world of size 1, not a special case."""
+"""The world: all processes that train together; a single process is a world of size 1, not a special case."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class World:
-    """Rank, size and device of this process, and the few collectives the engine needs.
+    """Rank, size and device of this process, and the collectives that the engine needs.
 
-    watched_from  folder where our own launcher sees how its ranks stand; None: somebody else has started them
+    watched_from  folder for heartbeats of ranks started by our own launcher; None: started by another launcher
 
-    A collective must be called by all ranks, in the same order. In a world of size 1 it returns what it was given.
+    All ranks must call a collective, in the same order. In a world of size 1 it returns its argument.
     """
 
     device: torch.device
@@ -30,52 +30,52 @@ class World:
 
     @property
     def is_watched(self) -> bool:
-        """True where ranks that leave are started again, fewer of them, by whoever started these."""
+        """True if the launcher restarts the run with the remaining ranks when a rank exits."""
         return self.watched_from is not None
 
     @property
     def is_imagined(self) -> bool:
-        """True where the other ranks are not there; see runner.distributed.join."""
+        """True if the other ranks do not exist; see runner.distributed.join."""
         return False
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that writes and speaks."""
+        """True on rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def widest(self) -> torch.dtype:
-        """float64, or float32 where the device has no float64: what sums and counts are added in."""
+        """float64, or float32 if the device lacks it: the dtype for sums and counts."""
         return torch.float32 if self.device.type == "mps" else torch.float64
 
     def zeros(self, *shape: int) -> Tensor:
-        """Return zeros on this world's device, in its widest format."""
+        """Return zeros on this world's device, in its widest dtype."""
         return torch.zeros(shape, dtype=self.widest, device=self.device)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait until the device has completed all submitted work."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add the tensors of all ranks, in place; return it."""
+        """All-reduce the tensor in place (sum); return it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def sum_later(self, tensor: Tensor) -> Any:
-        """Begin to add the tensors of all ranks, in place; `wait()` of what is returned ends when that is done."""
+        """Start an all-reduce of the tensor in place (sum); call `wait()` on the result."""
         assert self.world_size > 1, "a rank alone has nobody to wait for"
         return dist.all_reduce(tensor, async_op=True)
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """Take the elementwise maximum over all ranks, in place; return it."""
+        """All-reduce the tensor in place (maximum); return it."""
         if self.world_size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the JSON-able value of every rank, in their order, on every rank."""
+        """All-gather a JSON-serializable value; return the list in rank order."""
         if self.world_size == 1:
             return [value]
         mine = _encoded(value)
@@ -89,7 +89,7 @@ class World:
         return [_decoded(row[:size]) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def from_first(self, value: Any) -> Any:
-        """Return the JSON-able value of rank 0; what the others give does not matter."""
+        """Broadcast the JSON-serializable value of rank 0; the arguments of other ranks are ignored."""
         if self.world_size == 1:
             return value
         mine = _encoded(value if self.is_first else None)
@@ -100,7 +100,7 @@ class World:
         return _decoded(content)
 
     def any(self, flag: bool) -> bool:
-        """Tell whether the flag of some rank is set."""
+        """Return whether the flag is set on any rank."""
         if self.world_size == 1:
             return flag
         return bool(self.largest(torch.tensor([int(flag)])).item())
