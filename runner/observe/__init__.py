@@ -1,1 +1,1 @@
-"""What is seen of a run: records, trackers, progress, monitor, NVML, profiler."""
+"""Observe a run: records, trackers, progress, monitor, NVML and profiler."""

@@ -1,4 +1,4 @@
-"""Ask what may never answer, and go on without it."""
+"""Call a generator with a timeout, and return None if it does not answer in time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Answer = TypeVar("Answer")
 
 
 class Aside(Generic[Answer]):
-    """Takes the answers of a generator in a daemon thread of its own, one each time it is asked.
+    """Run a generator in a daemon thread; each call to `ask` requests one item.
 
-    A question that hangs is asked once: its answer is there for a later call, if it ever comes.
+    A hanging request is not repeated: a later call returns its answer if it arrives.
     """
 
     def __init__(self, answers: Callable[[], Generator[Answer]], name: str) -> None:
@@ -25,7 +25,7 @@ class Aside(Generic[Answer]):
         self._thread.start()
 
     def ask(self, patience_s: float) -> Answer | None:
-        """Return the next answer, None where it does not come in time. Raises what the generator raises."""
+        """Return the next item, or None on timeout. Raises what the generator raises."""
         if not self._is_asked:
             self._is_asked = True
             self._questions.put(True)
@@ -39,11 +39,11 @@ class Aside(Generic[Answer]):
         return found
 
     def close(self) -> None:
-        """No more is asked; the generator is closed once it has answered what it was asked last."""
+        """Stop requesting items; the generator is closed after the pending request."""
         self._questions.put(False)
 
     def join(self, timeout: float) -> None:
-        """Wait for its end, no longer than this."""
+        """Wait for the thread to end, up to `timeout` seconds."""
         self._thread.join(timeout)
 
     def _work(self) -> None:
@@ -52,7 +52,7 @@ class Aside(Generic[Answer]):
             while self._questions.get():
                 try:
                     self._found.put(next(answers))
-                except Exception as error:  # raised where it was asked
+                except Exception as error:  # raised again in the caller of `ask`
                     self._found.put(error)
         finally:
             answers.close()

@@ -1,4 +1,4 @@
-"""Step times of a run, measured while it trains: the device is waited for at the edges of blocks only."""
+"""Measure step times of a run during training, synchronizing with the device only between blocks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from runner.base.world import World
 
 
 class Benchmark:
-    """Called after each update; this one does nothing."""
+    """Benchmark called after each update; this one does nothing."""
 
     note = ""
 
     def __call__(self, update: int) -> None:
-        """Note that an update is done."""
+        """Record the end of an update."""
 
     def result(self) -> dict[str, Any] | None:
-        """Return what was measured, None where nothing was."""
+        """Return the measurements, or None if there are none."""
         return None
 
 
 class Blocks(Benchmark):
-    """Times blocks of updates after a warm-up; the median block counts, the spread is beside it."""
+    """Time blocks of updates after a warm-up; report the median block and the spread."""
 
     def __init__(self, world: World, *, warmup: int, block: int) -> None:
         self.world, self.warmup, self.block = world, warmup, block
@@ -72,12 +72,12 @@ class Blocks(Benchmark):
         }
 
     def to_json(self) -> str:
-        """Return the result as JSON."""
+        """Return the result as a JSON-serializable dictionary."""
         return json.dumps(self.result(), indent=2) + "\n"
 
 
 def none(world: World) -> Benchmark:
-    """No benchmark."""
+    """Disable the benchmark."""
     return Benchmark()
 
 

@@ -1,4 +1,4 @@
-"""Where the host waits for the device: each place by its file and line, and how often in an update.
+"""Find the source lines at which the host synchronizes with the device, and count them per update.
 
 On CUDA torch itself tells (`set_sync_debug_mode`). On a CPU nothing waits; there the same places are found by following
 what would lie on a GPU: parameters, the batch, and all that is computed from them.
@@ -36,12 +36,12 @@ Line = tuple[str, int]  # file, number
 
 @dataclass(frozen=True)
 class Wait:
-    """A line that makes the host wait.
+    """Source line at which the host waits for the device.
 
     place      "my_task.py:31 in loss"
-    what       what was called, as "item"
-    per_update how often, on average
-    in_task    the line is the task's; else it is accel-run's own, or a library's
+    what       the call, such as "item"
+    per_update average count per update
+    in_task    True for a task line, False for one of accel-run or a library
     """
 
     place: str
@@ -51,27 +51,27 @@ class Wait:
 
 
 class Waits:
-    """Notes from `start` to `stop` where the host waits; evaluations do not count."""
+    """Record device synchronizations between `start` and `stop`; evaluations are excluded."""
 
     def __init__(self, model: nn.Module, is_of_task: IsOfTask) -> None:
         self.model, self.is_of_task = model, is_of_task
-        self.is_only_here = False  # what is called waits on a CPU only
+        self.is_only_here = False  # True if a call synchronizes only in its CPU implementation
         self._is_aside = False
         self._found: Counter[tuple[_Place, str]] = Counter()
         self._open = ExitStack()
         self._num_updates = 0
 
     def start(self) -> None:
-        """What follows is watched."""
+        """Start recording."""
         self._open.enter_context(self._watched())
 
     def stop(self) -> None:
-        """Nothing is watched any more."""
+        """Stop recording."""
         self._open.close()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What waits until the end does not count."""
+        """Exclude synchronizations inside the context."""
         self._is_aside = True
         try:
             yield
@@ -79,15 +79,15 @@ class Waits:
             self._is_aside = False
 
     def batch(self, batch: Any) -> Any:
-        """A batch has come to the device; return it as it lies there."""
+        """Register a batch copied to the device; return it as stored there."""
         return batch
 
     def update(self) -> None:
-        """An update is over."""
+        """End an update."""
         self._num_updates += 1
 
     def table(self) -> list[Wait]:
-        """Return the lines found: those of the task first, the most frequent first."""
+        """Return the recorded lines: task lines first, most frequent first."""
         rows = [
             Wait(place.shown, what, count / max(1, self._num_updates), place.line is not None)
             for (place, what), count in self._found.items()
@@ -95,7 +95,7 @@ class Waits:
         return sorted(rows, key=lambda row: (not row.in_task, -row.per_update, row.place))
 
     def lines(self) -> dict[Line, float]:
-        """Return the lines of the task -> how often each waits in an update, on average; the most frequent first."""
+        """Return task lines -> average synchronizations per update, most frequent first."""
         counts: Counter[Line] = Counter()
         for (place, _), count in self._found.items():
             if place.line is not None:
@@ -103,7 +103,7 @@ class Waits:
         return {line: count / max(1, self._num_updates) for line, count in counts.most_common()}
 
     def note(self, what: str) -> None:
-        """The line of the task that is being run makes the host wait; where there is none, whoever is at work."""
+        """Record a synchronization at the current task line, or at the current library if there is none."""
         if not self.model.training or self.is_only_here or self._is_aside:
             return
         place = _place(self.is_of_task)
@@ -111,7 +111,7 @@ class Waits:
             self._found[place, what] += 1
 
     def tells_of(self, place: str) -> bool:
-        """Tell whether a wait that is not the task's is shown."""
+        """Return True if a synchronization outside the task is reported."""
         return True
 
     @contextmanager
@@ -120,13 +120,13 @@ class Waits:
 
 
 class RealWaits(Waits):
-    """Those on CUDA, as torch warns of them."""
+    """Record CUDA synchronizations from torch's warnings."""
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("always", message=_SYNCHRONIZING)
-            warnings.filterwarnings("ignore", message=_PROTOTYPE)  # the report says it
+            warnings.filterwarnings("ignore", message=_PROTOTYPE)  # the report covers it
             show = warnings.showwarning
 
             def noted(message: Any, *rest: Any, **named: Any) -> None:
@@ -141,7 +141,7 @@ class RealWaits(Waits):
 
 
 class WouldWait(Waits):
-    """Those that a GPU would make, found on a CPU; without accel-run's own, which knows what it runs on."""
+    """Find on a CPU the synchronizations that a GPU would cause, except those of accel-run itself."""
 
     def __init__(self, model: nn.Module, is_of_task: IsOfTask) -> None:
         super().__init__(model, is_of_task)
@@ -167,7 +167,7 @@ class WouldWait(Waits):
         return place.endswith(_IN_BACKWARD)
 
     def settle(self, tensor: Tensor) -> None:
-        """The tensor would lie on the device."""
+        """Mark the tensor as stored on the device."""
         storage = tensor.untyped_storage()
         if storage not in self._on_host or not self.is_copied_to_host:
             self._on_device[storage] = True
@@ -175,28 +175,28 @@ class WouldWait(Waits):
                 del self._on_host[storage]
 
     def made_on_host(self, tensor: Tensor) -> None:
-        """The tensor was made of nothing that would lie on the device."""
+        """Mark the tensor as created on the host only."""
         storage = tensor.untyped_storage()
         if storage not in self._on_device:
             self._on_host[storage] = True
 
     def is_on_host(self, value: Any) -> bool:
-        """Tell whether it is a tensor that is known to lie on the host."""
+        """Return True if the value is a tensor known to be on the host."""
         return isinstance(value, Tensor) and value.untyped_storage() in self._on_host
 
     def is_there(self, values: Any) -> bool:
-        """Tell whether one of the tensors would lie on the device."""
+        """Return True if one of the tensors would be on the device."""
         return any(tensor.untyped_storage() in self._on_device for tensor in _tensors(values))
 
     def fetch(self, tensor: Tensor, what: str) -> None:
-        """The tensor is copied to the host, where it is not there already."""
+        """Record a copy of the tensor to the host, unless it was already copied."""
         storage = tensor.untyped_storage()
         if storage in self._on_device and storage not in self._fetched:
             self.note(what)
             self._fetched[storage] = True
 
     def read(self, tensor: Tensor, what: str) -> None:
-        """A number of the tensor goes to the host."""
+        """Record that a value of the tensor is read on the host."""
         storage = tensor.untyped_storage()
         if storage in self._on_device and storage not in self._fetched:
             self.note(what)
@@ -208,7 +208,7 @@ class WouldWait(Waits):
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what reaches the kernels: `.item()`, also inside of other calls, and sizes that depend on values."""
+    """Intercept operators: `.item()`, also inside other calls, and value-dependent shapes."""
 
     def __init__(self, waits: WouldWait) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -231,7 +231,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Calls(TorchFunctionMode):
-    """Sees what never reaches a kernel on a CPU: copies to the host, and tensors that are made on the device."""
+    """Intercept calls that reach no CPU kernel: copies to the host and tensors created on the device."""
 
     def __init__(self, waits: WouldWait) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class _Calls(TorchFunctionMode):
         return output
 
     def _is_to_host(self, *targets: Any) -> bool:
-        """Tell whether one is a tensor on the host, or the host itself and would be on any machine."""
+        """Return True if an argument is a host tensor, or names the host explicitly."""
         return any(
             self.waits.is_on_host(target)
             or (isinstance(target, (str, torch.device)) and str(target) in ("cpu", "cpu:0") and _names_the_host())
@@ -271,7 +271,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _may_return_early(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a copy is said not to be waited for."""
+    """Return True if a copy is non-blocking."""
     return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
 
 
@@ -280,7 +280,7 @@ def _tensors(values: Any) -> Iterable[Tensor]:
 
 
 def _is_masked(name: str, args: tuple[Any, ...]) -> bool:
-    """Tell whether it is indexing whose size the values of a mask decide; one number for all of it needs no size."""
+    """Return True for indexing whose output size depends on a mask; assigning one scalar needs no size."""
     if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
         return False
     if name != "index" and args[2].numel() == 1:
@@ -290,14 +290,14 @@ def _is_masked(name: str, args: tuple[Any, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """Who makes the host wait, in words, and the line where that is the task."""
+    """Code that makes the host wait, and its line if it is in the task."""
 
     shown: str
     line: Line | None = None
 
 
 def _place(is_of_task: IsOfTask) -> _Place:
-    """Return the innermost line of the task that is being run; where there is none, who is at work."""
+    """Return the innermost current task line, or a description of the running code if there is none."""
     frame: Any = sys._getframe(2)
     other = ""
     while frame is not None:
@@ -313,18 +313,18 @@ def _place(is_of_task: IsOfTask) -> _Place:
 
 
 def _of_backward() -> str:
-    """Return the place of what torch itself does in a backward pass: its node, where that is known."""
+    """Return the current node of torch's backward pass, if known."""
     node: Any = torch._C._current_autograd_node()  # typed as if there always were one
     return f"{'an operator' if node is None else node.name()}{_IN_BACKWARD}"
 
 
 def _is_between(file: str) -> bool:
-    """Tell whether a file only carries the call on: torch, this file, the standard library."""
+    """Return True if a file only forwards calls: torch, this file, the standard library."""
     return file == __file__ or file.startswith((_TORCH, "<")) or "/contextlib.py" in file or "/warnings.py" in file
 
 
 def _names_the_host() -> bool:
-    """Tell whether the call that is being run names the host as such, and not what happens to be the device here.
+    """Return True if the current call names the CPU explicitly, not through a device variable.
 
     It does by `"cpu"`, by `torch.device("cpu")`, and by a name that its file sets to one of these and to nothing else.
     """
@@ -355,7 +355,7 @@ def _is_the_host(value: ast.AST | None) -> bool:
 
 @lru_cache(maxsize=64)
 def _names_of_the_host(source: str) -> frozenset[str]:
-    """Return the names that a file sets to the host and to nothing else, attributes such as `self.host` included."""
+    """Return the names that a file assigns only to the CPU, including attributes such as `self.host`."""
     given: dict[str, list[bool]] = defaultdict(list)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assign):
@@ -375,7 +375,7 @@ def _names_of_the_host(source: str) -> frozenset[str]:
 
 
 def _shown(file: str) -> str:
-    """Return the file as it lies below the folder one is in, else with the folder it lies in."""
+    """Return a file path relative to the working directory, or the file with its parent folder."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
 
@@ -395,5 +395,5 @@ _SIZED_BY_VALUES = {
 
 
 def waits(model: nn.Module, device: torch.device, is_of_task: IsOfTask) -> Waits:
-    """Return what finds the waits of this device."""
+    """Return the recorder of synchronizations for this device."""
     return RealWaits(model, is_of_task) if device.type == "cuda" else WouldWait(model, is_of_task)

@@ -1,4 +1,4 @@
-"""What a gpu.csv held before this run went on with it, summed up without holding the run up.
+"""Summarize the rows of a gpu.csv from before this run resumed, without blocking the run.
 
 monitor.json beside it has the sums of the rows that an orderly end has counted; only those after them are read.
 """
@@ -14,14 +14,14 @@ from typing import BinaryIO
 
 from runner.observe.samples import Covered, Device, Earlier, Tally, read_rows
 
-PIECE = 1000  # rows that are read at a time
-SHARE = 0.1  # of one core may go into it
+PIECE = 1000  # rows per read
+SHARE = 0.1  # maximum share of one core
 
 
 def sum_up(path: Path, size: int, stopping: threading.Event) -> Earlier | None:
-    """Return what the first `size` bytes of a gpu.csv say together, None where it was stopped before their end.
+    """Return a summary of the first `size` bytes of a gpu.csv, or None if stopped before their end.
 
-    Raises OSError, and DataError where it is no table of the monitor's.
+    Raises OSError, and DataError if the file was not written by the monitor.
     """
     with path.open("rb") as file:
         header, first = file.readline(), _time_of(file.readline())
@@ -44,18 +44,18 @@ def sum_up(path: Path, size: int, stopping: threading.Event) -> Earlier | None:
 
 
 def sums_beside(path: Path) -> Path:
-    """Return where the sums of this gpu.csv lie: monitor.json, of gpu-2.csv monitor-2.json."""
+    """Return the summary file of this gpu.csv: monitor.json, or monitor-2.json for gpu-2.csv."""
     return path.with_name(f"monitor{path.stem.removeprefix('gpu')}.json")
 
 
 def first_time(head: bytes) -> str:
-    """Return the time in the first row of a gpu.csv that begins so, empty where it has none."""
+    """Return the time in the first row of the head of a gpu.csv, or "" if it has none."""
     rows = head.split(b"\n")
     return _time_of(rows[1]) if len(rows) > 2 else ""
 
 
 def _counted(path: Path, first: str, size: int) -> Earlier:
-    """Return the sums that were written at an orderly end, if they are of this file."""
+    """Return the sums from an orderly shutdown, if they belong to this file."""
     try:
         earlier = Earlier.from_json(json.loads(sums_beside(path).read_bytes()))
     except (OSError, ValueError):
@@ -65,7 +65,7 @@ def _counted(path: Path, first: str, size: int) -> Earlier:
 
 
 def _pieces(file: BinaryIO, size: int) -> Iterator[list[bytes]]:
-    """Yield rows up to `size` bytes in order; the rows of one moment stay together."""
+    """Yield rows up to `size` bytes in order; rows of one timestamp stay together."""
     rows: list[bytes] = []
     while file.tell() < size and (row := file.readline()):
         if len(rows) >= PIECE and _time_of(row) != _time_of(rows[-1]):

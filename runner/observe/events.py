@@ -1,4 +1,4 @@
-"""What is said while a run goes on: the console with its copy in console.log, and events.jsonl for programs."""
+"""Log a run: console output with a copy in console.log, and events.jsonl for programs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SAYS = "ACCEL_RUN_SAYS"
 
 
 def level_said() -> Level:
-    """Return from which level on a training speaks on the terminal, by $ACCEL_RUN_SAYS; info where that is not set.
+    """Return the minimum log level of the terminal, from $ACCEL_RUN_SAYS; the default is info.
 
-    Raises ConfigError for a word that is no level.
+    Raises ConfigError for an unknown level.
     """
     said = os.environ.get(SAYS, "").lower() or "info"
     for level in LEVELS:
@@ -35,10 +35,10 @@ def level_said() -> Level:
 
 
 class Console:
-    """Says things on the terminal and keeps them in console.log; on ranks that do not speak, neither.
+    """Print to the terminal and to console.log; silent ranks do neither.
 
-    Levels below `level` go to the file only. Warnings and errors go to standard error. A disk that is full or a
-    terminal that is gone ends the copy, never the run.
+    Levels below `level` go to the file only. Warnings and errors go to standard error. A full disk or a closed
+    terminal disables the output, but does not stop the run.
     """
 
     def __init__(self, path: Path | None = None, *, level: Level = "info", speaks: bool = True) -> None:
@@ -48,37 +48,37 @@ class Console:
         self._warned: set[str] = set()
 
     def debug(self, text: str) -> None:
-        """Say what only matters when something is searched for."""
+        """Log a message for debugging."""
         self._say("debug", text)
 
     def info(self, text: str) -> None:
-        """Say what the user wants to know."""
+        """Log an informational message."""
         self._say("info", text)
 
     def warning(self, text: str) -> None:
-        """Say what the user may want to change."""
+        """Log a warning."""
         self._say("warning", text)
 
     def warn_once(self, text: str) -> None:
-        """Warn, but not twice in the same words."""
+        """Log a warning unless the same text was logged before."""
         if text not in self._warned:
             self._warned.add(text)
             self.warning(text)
 
     def error(self, text: str) -> None:
-        """Say what went wrong."""
+        """Log an error."""
         self._say("error", text)
 
     def say(self, level: Level, text: str) -> None:
-        """Say it at this level."""
+        """Log at this level."""
         self._say(level, text)
 
     def speak_through(self, note: Callable[[str], None] | None) -> None:
-        """Print with `note` from now on, as a progress bar needs it; None: straight to the terminal again."""
+        """Print through `note` from now on, as a progress bar requires; None: print directly again."""
         self._above = note
 
     def close(self) -> None:
-        """End the copy in the file; the terminal stays."""
+        """Close the copy in the file; the terminal stays open."""
         self._file.close()
 
     def _say(self, level: Level, text: str) -> None:
@@ -95,18 +95,18 @@ class Console:
 
 
 class Events:
-    """Appends rows to events.jsonl, each whole in one write; never raises."""
+    """Append rows to events.jsonl, one write per row; never raises."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = _Appender(path)
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Append what happened, with the time in UTC. Values JSON does not know are written as text."""
+        """Append an event with the time in UTC. Values that are not JSON-serializable become strings."""
         self._file.append(fit_to_show(json.dumps({"time": _now(), "kind": kind, **fields}, default=str)) + "\n")
 
     @property
     def num_lost(self) -> int:
-        """Rows that could not be written."""
+        """Number of rows that could not be written."""
         return self._file.num_lost
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Events:
 
 
 class _Appender:
-    """A file that is only ever appended to, readable by its owner alone; None: nothing is kept.
+    """Append-only file, readable only by its owner; None: nothing is written.
 
     What is longer than 16 MiB when it is opened is called `...-earlier` from then on, in the place of the one before:
     a run that is started again and again does not fill the disk. A line that a crash left without its end gets one.
@@ -154,12 +154,12 @@ class _Appender:
 
 
 def _print(stream: TextIO, text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
+    with contextlib.suppress(OSError, ValueError):  # the reader is gone or the stream is closed
         encoding = stream.encoding or "utf-8"
         print(for_terminal(text.encode(encoding, errors="replace").decode(encoding), stream), file=stream, flush=True)
 
 
-MOST_BYTES = 16 << 20  # of a log when it is opened
+MOST_BYTES = 16 << 20  # size at which a log is rotated when opened
 
 
 def _now() -> str:

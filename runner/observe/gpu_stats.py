@@ -1,4 +1,4 @@
-"""GPUStats: watch the machine around any Python code, in a script or a notebook, without the command line.
+"""Monitor GPUs and the machine around any Python code, in a script or a notebook.
 
 from runner import GPUStats
 
@@ -52,50 +52,50 @@ class GPUStats:
         self._uuids = None if devices is None else _uuids_of(devices)
         self._monitor = Monitor(None, interval_s, uuids=self._uuids)
         self._number = 1
-        self._pid = 0  # of the process that watches
+        self._pid = 0  # PID of the monitoring process
 
     @property
     def path_csv(self) -> Path:
-        """The file with the samples."""
+        """Path of the file with the samples."""
         return self.log_dir / self._named("gpu", ".csv")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is not watched, and why, and what else was seen: slowed GPUs, other processes, errors."""
+        """What is not monitored and why, and other events: slowed GPUs, other processes, errors."""
         return self._monitor.notes
 
     def start_monitoring(self) -> None:
-        """Begin to watch; a second call while it watches does nothing."""
+        """Start monitoring; a second call while running does nothing."""
         self._begin()
 
     def stop_monitoring(self) -> None:
-        """Stop watching, and write monitor.json; a second call does nothing, nor does one in a forked child."""
+        """Stop monitoring and write monitor.json; a second call, or one in a forked child, does nothing."""
         self._end()
 
     def latest(self) -> Mapping[str, float]:
-        """Return the last sample by metric: `gpu0/util`, `gpu0/memory_gib`, `cpu/percent`, ..."""
+        """Return the latest sample by metric: `gpu0/util`, `gpu0/memory_gib`, `cpu/percent`, ..."""
         return self._monitor.latest()
 
     def get_summary(self) -> dict[str, Any]:
-        """Return mean (weighted by time), least and most of each metric so far, energy, and what was noticed.
+        """Return time-weighted mean, minimum and maximum of each metric so far, energy, and notes.
 
         The same as monitor.json: `whole` and `phases`, each with `metrics`, `energy_j`, `slowed`; `devices`; `notes`.
         """
         return self._monitor.summary().to_json()
 
     def samples(self) -> Samples:
-        """Return what was sampled, as arrays over time. Raises InputMissing where nothing was written."""
+        """Return the samples as arrays over time. Raises InputMissing if nothing was written."""
         if not self.path_csv.exists():
             fix = "it is written while this watches, in a `with` block or after start_monitoring()"
             raise InputMissing("there is no such file", where=str(self.path_csv), fix=fix)
         return read_samples(self.path_csv)
 
     def plot_stats(self) -> list[Path]:
-        """The pictures of what was sampled so far lie in `plots` in log_dir; returns their paths.
+        """Write plots of the samples so far to `plots` in log_dir; return their paths.
 
         After a second start in `plots-2`, and so on. Raises InputMissing where no samples were written, OSError.
         """
-        from runner.observe.machine_plots import plots  # here: matplotlib takes its time
+        from runner.observe.machine_plots import plots  # imported here: matplotlib is slow to import
 
         samples = self.samples()
         folder = self.log_dir / self._named("plots", "")
@@ -133,7 +133,7 @@ class GPUStats:
         return f"{stem}{suffix}" if self._number == 1 else f"{stem}-{self._number}{suffix}"
 
     def _free_place(self) -> Path | None:
-        """Take the first name that is free, so that two who watch at once do not share a file; None: there is none."""
+        """Reserve the first free file name, so that concurrent monitors do not share a file; None if there is none."""
         self._number = 1
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ class GPUStats:
 
 
 def _replace(path: Path, text: str) -> None:
-    """`path` holds the text, whole or not at all, for its owner alone; a link in its place is not followed.
+    """Write the text to `path` atomically, readable only by its owner; does not follow links.
 
     Not `durable.files.atomic_write`, which waits until a disk has what a run goes on from: nothing goes on from this,
     and the end of somebody's `with` block is no place to wait for one.
@@ -169,12 +169,12 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _warn(depth: int, text: str) -> None:
-    """Warn, pointing at the line of the user's that is `depth` calls above."""
+    """Warn, pointing at the user's line `depth` calls above."""
     warnings.warn(text, RuntimeWarning, stacklevel=depth)
 
 
 def _uuids_of(devices: Sequence[int | str] | int | str) -> list[str]:
-    """Return the UUIDs of the GPUs that were asked for. Raises ConfigError with every one that is not there."""
+    """Return the UUIDs of the requested GPUs. Raises ConfigError listing all missing ones."""
     asked = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
     if not asked:
         raise _wrong("must name a GPU, but is empty")
@@ -199,7 +199,7 @@ def _uuid_of(device: object, in_order: Sequence[str], nvml: Nvml) -> str | None:
         return None if gpu is None else gpu.uuid
     try:
         index = operator.index(device)  # type: ignore[arg-type]
-    except TypeError:  # neither a number nor a text
+    except TypeError:  # neither a number nor a string
         return None
     return in_order[index] if 0 <= index < len(in_order) and not isinstance(device, bool) else None
 
@@ -209,6 +209,6 @@ def _wrong(what: str) -> ConfigError:
 
 
 def _in_torchs_order() -> list[str] | None:
-    """Return the UUIDs of torch's devices, cuda:0 first; None where torch has not started CUDA, which is left alone."""
+    """Return the UUIDs in torch's device order, or None if torch has not initialized CUDA."""
     found = torch_uuids()
     return None if found is None else [f"GPU-{bare_uuid(uuid)}" for uuid in found]

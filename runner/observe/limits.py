@@ -1,19 +1,19 @@
-"""What limited a run, from the seconds of its parts: a table, and one sentence with the numbers that show it."""
+"""Find the bottleneck of a run from its time breakdown, as a table and as one sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-LIMITING_SHARE = 0.10  # a part of the time below this is not worth a user's attention
-DOMINANT_SHARE = 0.50  # one kind of work that takes less than this does not limit a run alone
-IDLE_PERCENT = 50.0  # a GPU that computes and is busy for less of the time waits for the host
-SHOWN_SHARE = 0.005  # a part below this is counted among the others in the table
+LIMITING_SHARE = 0.10  # parts below this share of the time are not reported as a bottleneck
+DOMINANT_SHARE = 0.50  # minimum share of a single bottleneck
+IDLE_PERCENT = 50.0  # below this utilization, a computing GPU is waiting for the host
+SHOWN_SHARE = 0.005  # smaller parts are combined in the table
 
 Seconds = Mapping[str, float]
 
 
 def limited_by(parts_s: Seconds, total_s: float, busy_percent: Mapping[str, float] | None = None) -> str:
-    """Return in one sentence what a faster run would need, with the numbers that show it.
+    """Return the bottleneck of the run in one sentence, with the supporting numbers.
 
     One kind of work that takes half of the time is the limit; what else takes a tenth is named besides. Where none
     takes half, that is what is said. Start-up that takes a tenth, but not half, is set aside: it says little of a
@@ -48,7 +48,7 @@ def limited_by(parts_s: Seconds, total_s: float, busy_percent: Mapping[str, floa
 
 
 def mostly(parts_s: Seconds, total_s: float) -> str:
-    """Return the kinds of work that took a tenth of the time or more, largest first: `compute 82%, data 12%`."""
+    """Return the kinds of work with at least a tenth of the time, largest first: `compute 82%, data 12%`."""
     if total_s <= 0 or not parts_s:
         return ""
     kinds = sorted(_kinds(parts_s, total_s).items(), key=lambda kind: -kind[1])
@@ -56,9 +56,9 @@ def mostly(parts_s: Seconds, total_s: float) -> str:
 
 
 def table(parts_s: Seconds, total_s: float, updates: int = 0) -> list[str]:
-    """Return a line per part, largest first: its share, its seconds and, where it recurs, milliseconds an update.
+    """Return a line per part, largest first: share, seconds and, if it recurs, milliseconds per update.
 
-    updates  those that the parts of updates are of; 0: not known
+    updates  number of timed updates; 0: unknown
     """
     if total_s <= 0 or not parts_s:
         return []
@@ -82,7 +82,7 @@ def _kinds(parts_s: Seconds, total_s: float) -> dict[str, float]:
 
 
 def _busy(busy_percent: Mapping[str, float], *, computes: bool) -> str:
-    """Return how busy the GPUs were, and what that means where computing is the limit."""
+    """Return GPU utilization, and what it means if compute is the bottleneck."""
     if not busy_percent:
         return ""
     alone = len(busy_percent) == 1
@@ -118,4 +118,4 @@ MEANINGS: Mapping[str, str] = {
     "hooks": "was spent between updates",
     "the end": "was spent closing the run",
 }
-ONCE = ("starting", "first_update", "evaluation", "saving", "closing", "other")  # not with every update
+ONCE = ("starting", "first_update", "evaluation", "saving", "closing", "other")  # not repeated with every update

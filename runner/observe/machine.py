@@ -1,4 +1,4 @@
-"""One look at the machine: its GPUs and who uses them, CPU, memory, disk, and this run's own processes."""
+"""Sample the machine: GPUs and their processes, CPU, memory, disk, and this run's own processes."""
 
 from __future__ import annotations
 

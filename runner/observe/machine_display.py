@@ -1,4 +1,4 @@
-"""Where the samples of the machine are shown: on the whole of a terminal, as lines of text, or as JSON."""
+"""Display machine samples: full-screen on a terminal, as lines of text, or as JSON."""
 
 from __future__ import annotations
 

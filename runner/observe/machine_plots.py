@@ -1,4 +1,4 @@
-"""Pictures of how the machine fared: one per GPU, one of all GPUs together, and one of GPU, CPU and RAM.
+"""Plot machine metrics: one figure per GPU, one of all GPUs, and one of GPU, CPU and RAM.
 
 What nobody could read, and the time when nobody looked, is a gap in the line and never a 0.
 """

@@ -1,4 +1,4 @@
-"""The machine on a terminal: a sparkline for each thing that is watched, and who uses which GPU.
+"""Render machine metrics as text: a sparkline per metric, and the processes on each GPU.
 
 Values in, lines of text out: nothing is measured here. What is not known is left out, or a gap in a sparkline.
 """

@@ -1,4 +1,4 @@
-"""The most memory this process has held since a moment that can be chosen, and how torch's allocator fares."""
+"""Measure peak host memory since a chosen time, and report statistics of torch's allocator."""
 
 from __future__ import annotations
 

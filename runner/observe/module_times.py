@@ -1,4 +1,4 @@
-"""What each module takes, forward and backward, from marks at its borders: nobody waits for the device on the way.
+"""Measure forward and backward time per module from markers at module boundaries, without synchronizing.
 
 A module has the time in which it and no module inside it was at work. In a backward pass a node of the graph belongs
 to the module that was at work when the node was made, which its sequence number tells; the graph is not changed.

@@ -1,4 +1,4 @@
-"""How the machine fares while it works: a thread that samples it into gpu.csv, a summary and one line of text.
+"""Monitor the machine in a thread: sample into gpu.csv, and provide a summary and a status line.
 
 Nothing here raises into the run or makes it wait; what goes wrong is a note.
 """

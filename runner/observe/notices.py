@@ -1,4 +1,4 @@
-"""What a person should know of the machine while it works, each thing said once: slowed, shared, lost, in error."""
+"""Report changes of the machine during a run, each once: GPUs slowed, shared, lost or in error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one door to NVML, the driver's own view of the GPUs: what they are, how they fare and who uses them.
+"""Wrap NVML, the driver's interface to the GPUs: properties, metrics and processes. No other module uses NVML.
 
 Nothing here imports torch. Where the library, the driver or the permission is missing, the answer is an Nvml without
 GPUs that says why; where one reading is missing, it is None and never 0.

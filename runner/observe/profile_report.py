@@ -1,4 +1,4 @@
-"""What a profile found, as text for the eye, tables for a spreadsheet, a picture, and numbers for a program."""
+"""Format the results of a profile as text, CSV tables, a plot and JSON."""
 
 from __future__ import annotations
 

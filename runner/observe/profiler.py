@@ -1,4 +1,4 @@
-"""What a few updates are made of: operators, modules, memory, waits; each looked at in updates of its own.
+"""Profile a few updates: operators, modules, memory and synchronizations, each in separate updates.
 
 One instrument slows down what another one measures, so they take turns: first updates that nobody looks at, then some
 that are only timed, then those with an instrument. Nothing here changes a number of the run.

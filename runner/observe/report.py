@@ -1,4 +1,4 @@
-"""The words at the start and at the end of a run: values in, text out, nothing measured and nothing printed here."""
+"""Format the text printed at the start and at the end of a run; measures and prints nothing."""
 
 from __future__ import annotations
 

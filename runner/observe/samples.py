@@ -1,4 +1,4 @@
-"""What the monitor saw over time: the columns of gpu.csv, the file read back, and its means weighted by time.
+"""Define the columns of gpu.csv, read the file and compute time-weighted means.
 
 What was not read is an empty cell, NaN in an array, and absent from a mapping; it never counts as 0.
 """

@@ -1,4 +1,4 @@
-"""What a trace of torch's profiler says: where the time went, waits of the host, and who held memory when.
+"""Analyze a trace of torch's profiler: time breakdown, host waits and memory over time.
 
 Source of the format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsChNAySU
 """

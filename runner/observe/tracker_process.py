@@ -1,4 +1,4 @@
-"""The process behind a tracker: wandb or TensorBoard live here, so training neither waits for them nor dies with them.
+"""Run wandb or TensorBoard in a separate process, so that training neither waits for it nor fails with it.
 
 runner.observe.trackers starts this file as a script with the number of a socket. Orders come as lines of JSON and
 each is answered with one line: first what to open, then rows, then finish. Nothing of the runner is imported here.

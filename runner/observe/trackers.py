@@ -1,4 +1,4 @@
-"""Trackers: where metrics go besides metrics.jsonl. They can neither hold training up nor raise into it."""
+"""Send metrics to trackers besides metrics.jsonl. A tracker can neither block training nor raise into it."""
 
 from __future__ import annotations
 

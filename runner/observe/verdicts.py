@@ -1,4 +1,4 @@
-"""What watching the machine has shown: its figures, and what they mean. Nothing is said of what was not read."""
+"""Interpret the measurements of the monitor; missing readings are not interpreted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the errors mean that an NVIDIA driver reports by number (XID), and what to do about them.
+"""Explain the numbered errors (XID) of the NVIDIA driver and what to do about them.
 
 Source: NVIDIA, XID Errors (docs.nvidia.com/deploy/xid-errors), told in fewer words.
 """
