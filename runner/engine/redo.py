@@ -31,27 +31,27 @@ Place = tuple[nn.Module, str]  # of a buffer: its module, and its name there
 
 
 class Guide(Protocol):
-    """Who knows the run: says what is to be said, and cuts passes smaller."""
+    """Callbacks of the retry: report the error and reduce the micro-batch size."""
 
     def note(self, shortage: Shortage, error: Exception) -> None:
-        """Write down who holds the memory, while all is still held, and what is to be told of the error."""
+        """Record memory usage before anything is freed, and the error to report."""
 
     def go_on(self, shortage: Shortage | None, obstacle: str) -> None:
-        """All ranks agree on smaller passes, and the samples of the update come again.
+        """Agree on smaller micro-batches across all ranks, and provide the samples of the update again.
 
-        shortage  this rank's, None where it was another's
-        obstacle  what could not be put back on this rank; empty: all is as it was when the update began
-        Raises where there is no way to go on.
+        shortage  the error of this rank; None if another rank failed
+        obstacle  state that could not be restored on this rank; empty: all state was restored
+        Raises if the run cannot continue.
         """
 
     def say_applied(self, shortage: Shortage) -> None:
-        """Say that a step of the optimizer failed, changed nothing, and was made again."""
+        """Report that an optimizer step failed without changing anything and was retried."""
 
 
 class Redo(Around):
-    """An update in which memory runs out is made again with smaller passes.
+    """Retry an update with smaller micro-batches after out of memory.
 
-    is_alone  no other rank waits for what follows from an update
+    is_alone  no other rank depends on the result of an update
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Redo(Around):
         self.device, self.guide, self.is_alone = device, guide, is_alone
         self.beginning, self.steps = Beginning(model, device), Steps(optimizer)
         self._shortage: Shortage | None = None
-        self._is_applying = False  # the step of the optimizer has begun
-        self._is_as_before = True  # it has changed nothing
+        self._is_applying = False  # the optimizer step has started
+        self._is_as_before = True  # the optimizer step has changed nothing
 
     def run(self, update: Callable[[], StepInfo]) -> StepInfo:
         while True:
@@ -74,7 +74,7 @@ class Redo(Around):
             except Discarded:
                 pass
             except Exception as error:
-                if not self.is_alone:  # the others have gone on, or wait inside of a pass
+                if not self.is_alone:  # other ranks have continued, or wait inside a pass
                     raise
                 self.failed(error)
             else:
@@ -92,9 +92,9 @@ class Redo(Around):
         clear(self.parameters)
 
     def apply(self, step: Callable[[], None]) -> None:
-        """The gradients are applied; a step that changed nothing before memory ran out is made once more.
+        """Apply the gradients; retry a step that ran out of memory before changing anything.
 
-        By then all that was cached is given back. No other rank needs to know: the gradients are whole.
+        The allocator cache is released before the retry. Other ranks are unaffected: the gradients are complete.
         """
         self.beginning.passed()
         self._is_applying = self._is_as_before = True
@@ -118,7 +118,7 @@ class Redo(Around):
         self.guide.say_applied(shortage)
 
     def _again(self) -> None:
-        """Everything is as it was when the update began; outside of any `except`, which would hold the activations."""
+        """Restore the state before the update; call it outside any `except`, which would keep activations alive."""
         clear(self.parameters)
         self.precision.discard()
         obstacle = self.beginning.put_back()
@@ -131,13 +131,13 @@ class Redo(Around):
 
 
 def release(device: torch.device) -> None:
-    """Memory that nobody uses is given back to the system."""
+    """Release unused memory to the system."""
     gc.collect()
     accelerator_of(device).empty_cache()
 
 
 class Beginning:
-    """What passes may change, as it was when the update under way began.
+    """Snapshot of the state that passes may change, taken at the start of the update.
 
     Most models change nothing but the state of torch's generators, a few change buffers. The first update shows which:
     only those are copied from then on, into the same memory again and again. Where something else turns out to have
@@ -160,7 +160,7 @@ class Beginning:
         self._hides_changes = False  # passes change weights without torch's counting it
 
     def keep(self) -> None:
-        """An update begins."""
+        """Start an update."""
         if self._is_first:
             self._look()
         if self._draws_torch:
@@ -187,13 +187,13 @@ class Beginning:
                 torch._foreach_copy_(self._kept, self._there)
 
     def passed(self) -> None:
-        """The passes of the update are made, and no weight has been trained yet."""
+        """Record the state after the passes of the update, before any weight is changed."""
         if self._is_first and not self._hides_changes:
             now = _some_of(self._weights)
             self._hides_changes = len(now) != len(self._seen) or not all(map(same_bits, self._seen, now))
 
     def learn(self) -> None:
-        """The update was made; the first one shows what has to be kept of those that follow."""
+        """Finish an update; the first one shows which state must be saved for later updates."""
         if not self._is_first:
             return
         self._is_first = False
@@ -212,7 +212,7 @@ class Beginning:
                 self._kept.append(torch.empty_like(now))
 
     def put_back(self) -> str:
-        """All is as it was; returns what is not, empty where there is nothing."""
+        """Restore the state; return what could not be restored, or ""."""
         if not self._draws_torch and not torch.equal(self._torch, torch.get_rng_state()):
             return "torch's random generator of the host, from which the first update did not draw"
         torch.set_rng_state(self._torch)
@@ -263,7 +263,7 @@ class Beginning:
         }
 
     def _counts(self) -> list[int]:
-        """Return how often torch has seen each tensor change that nothing is to change."""
+        """Return torch's version counters of tensors that must not change."""
         constant = [one for one in self._constant if one is not None and not one.is_inference()]
         return [tensor._version for tensor in (*self._weights, *constant)]
 
@@ -286,7 +286,7 @@ def _some_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Tell whether two states of numpy's generator are the same."""
+    """Return True if two states of numpy's generator are equal."""
     return (
         one["state"]["pos"] == other["state"]["pos"]
         and (one["has_gauss"], one["gauss"]) == (other["has_gauss"], other["gauss"])

@@ -25,7 +25,7 @@ MECHANICS = ("optimizer.kernel", "task_file", "phases")
 
 @dataclass(frozen=True)
 class Difference:
-    """A key whose value is not that of the checkpoint."""
+    """Key whose value differs from the checkpoint."""
 
     key: str
     before: Any
@@ -38,9 +38,9 @@ class Difference:
 def compare(
     before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable[str], trained: int = 0
 ) -> list[Difference]:
-    """Return the differences that are allowed. Raises IncompatibleResume with all those that are not.
+    """Return the allowed differences. Raises IncompatibleResume listing all others.
 
-    trained  updates that the checkpoint has of its phase
+    trained  number of updates of the phase in the checkpoint
     """
     fine, problems = [], []
     allowed = tuple(allowed)
@@ -68,7 +68,7 @@ def compare(
 
 
 def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel) -> None:
-    """Put the weights back, strictly by name, shape and dtype. Raises IncompatibleResume."""
+    """Load the weights, strictly by name, shape and dtype. Raises IncompatibleResume."""
     saved = checkpoint.tensors("model")
     current = model.state_dict()
     wrong = [f"{name} is missing" for name in current if name not in saved]
@@ -88,7 +88,7 @@ def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel) -> None
 
 
 def _of_run(key: str) -> str:
-    """Return the key without the phase to which it belongs."""
+    """Return the key without its phase prefix."""
     return key.split(".", 2)[2] if key.startswith("phase.") else key
 
 

@@ -68,9 +68,9 @@ def _own_bests(state: Mapping[str, Any], start: Mapping[str, Any], policy: SaveP
 
 
 class Saver:
-    """Hands snapshots to the writer, which puts them on disk while training goes on.
+    """Pass snapshots to the writer, which writes them to disk during training.
 
-    toll     what saves cost, over all phases of the run
+    toll     cost of saving, over all phases of the run
     rooms    memory for two copies: the one that is being written, and the best one that is not written yet
     on_disk  number of the newest checkpoint that is there already, None where there is none
     bests    (metric, number) of the best checkpoints of the phase, best first; that of one that is not saved is not
@@ -104,22 +104,22 @@ class Saver:
         self.adapt()
 
     def prepare(self, nbytes: int, device: torch.device) -> None:
-        """Memory for a copy of so many bytes is there when the first save is due."""
+        """Allocate memory for a copy of `nbytes` bytes before the first save is due."""
         if self.policy.saves_on_the_way and isinstance(self.writer, Writer):
             self.room.prepare(nbytes, device)
 
     def is_best(self, value: float) -> bool:
-        """Tell whether a checkpoint of this value of the metric would be among the best ones."""
+        """Return True if a checkpoint with this metric value would be among the best ones."""
         bests = self._ranked(self.held.value, self.held.number) if self.held else self.bests
         is_full = len(bests) >= self.policy.keep_best
         return math.isfinite(value) and self.policy.is_better(value, bests[-1][0] if is_full else None)
 
     def has_no_budget(self) -> bool:
-        """Tell whether a best checkpoint of this moment is to be held in memory: writing it would cost too much."""
+        """Return True if writing a best checkpoint now would exceed the cost limit, so it must be held in memory."""
         return self.policy.is_auto and isinstance(self.writer, Writer) and not self.toll.has_budget()
 
     def join(self, value: float, number: int) -> None:
-        """The checkpoint is among the best ones, in the place of the least of them where there were enough."""
+        """Add the checkpoint to the best ones, replacing the worst of them if the list is full."""
         self.bests = self._ranked(value, number)
 
     def _ranked(self, value: float, number: int) -> list[tuple[float, int]]:
@@ -129,7 +129,7 @@ class Saver:
     def hold(
         self, number: int, take: Callable[[], Snapshot], *, value: float, kept: Callable[[], Collection[Path]]
     ) -> None:
-        """Keep the snapshot that `take` returns, of one of the best checkpoints, in memory until it is written."""
+        """Keep the snapshot returned by `take`, of one of the best checkpoints, in memory until it is written."""
         if self.policy.keep_best > 1:  # else the new one takes its place
             self.write_held()
         began = time.perf_counter()
@@ -146,9 +146,9 @@ class Saver:
         self.toll.copied(copy_s)
 
     def write_held(self) -> None:
-        """Where a best checkpoint is held in memory, it is being written.
+        """Start writing the best checkpoint held in memory, if any.
 
-        Raises StorageError where the last three saves failed.
+        Raises StorageError if the last three saves failed.
         """
         held, self.held = self.held, None
         if held is None:
@@ -164,13 +164,13 @@ class Saver:
         self.toll.held(held.copy_s + time.perf_counter() - began, known=held.copy_s)
 
     def _drop_displaced(self) -> None:
-        """Forget the held checkpoint where it is no longer among the best."""
+        """Discard the held checkpoint if it is no longer among the best."""
         held = self.held
         if held is not None and (held.value, held.number) not in self._ranked(held.value, held.number):
             self.held = None
 
     def _clear_room(self) -> None:
-        """Choose memory for a copy that neither the writer nor the held checkpoint needs.
+        """Choose a buffer that neither the writer nor the held checkpoint uses.
 
         Where both are taken, it is that of the held one, which this copy then replaces.
         """
@@ -192,16 +192,16 @@ class Saver:
         is_waited_for: bool,
         anew: bool = False,
     ) -> float:
-        """The snapshot that `take` returns is being written; returns the seconds that this took.
+        """Start writing the snapshot returned by `take`; return the seconds that training was blocked.
 
         value          of the metric, where it is saved for being among the best; if it fails, it is not among them
         kept           checkpoints that are kept whatever their age; asked when it is known which are the best
         is_waited_for  another update is to follow: what this took is part of what saves cost
         anew           it takes the place of one of the same update
-        Raises StorageError where the last three saves failed, and what `take` raises.
+        Raises StorageError if the last three saves failed, and what `take` raises.
         """
         began = time.perf_counter()
-        self.writer.wait()  # until then the memory is taken
+        self.writer.wait()  # the buffer is in use until then
         self.count_written()
         waited = time.perf_counter() - began
         if self.held is not None and self.held.number == number:  # this save is its own
@@ -233,7 +233,7 @@ class Saver:
         return held
 
     def is_late(self) -> bool:
-        """Tell whether it is time to save, and the disk is ready: waiting for it would hold training up."""
+        """Return True if a save is due and the disk is ready: waiting for it would block training."""
         if not self.policy.is_late():
             return False
         busy_s = self.writer.busy_s
@@ -247,7 +247,7 @@ class Saver:
         return False
 
     def updated(self, seconds: float) -> None:
-        """Note what an update took, and once a checkpoint is written, what it cost."""
+        """Record the time of an update and, once a checkpoint is written, its cost."""
         self.toll.updated(seconds, writing=self._is_writing)
         self.count_written()
         if self.held is not None and self.writer.busy_s is None:
@@ -256,7 +256,7 @@ class Saver:
                 self.write_held()
 
     def count_written(self) -> None:
-        """Where a checkpoint is written by now, or failed, that decides when the next is due and which are the best."""
+        """After a write completes or fails, update the save schedule and the list of best checkpoints."""
         if not self._is_writing or self.writer.busy_s is not None:
             return
         self._is_writing = False
@@ -277,14 +277,14 @@ class Saver:
             self.screen.event("saving", update=self.writer.last.update, every_s=every, **asdict(last))
 
     def remains(self) -> int | None:
-        """Wait for the writer; return the number of the newest checkpoint of the phase, None where it has none."""
+        """Wait for the writer; return the number of the newest checkpoint of the phase, or None."""
         known = (self.writer.wait(), self._on_disk)
         return max((number for number in known if number is not None), default=None)
 
     def why_too_late(self, asked_at: float | None, num_saves: int = 1) -> str | None:
-        """Return why so many saves would not be done before the end by force, None where there is time.
+        """Return why `num_saves` saves cannot finish before the kill deadline, or None if they can.
 
-        asked_at  when the run was asked to stop, by `time.monotonic`; None where that is not known here
+        asked_at  time of the stop request, by `time.monotonic`; None if unknown
         """
         grace_s, one_s = self.policy.grace_s, self.toll.expected_s()
         if grace_s is None or asked_at is None or one_s is None:
@@ -301,7 +301,7 @@ class Saver:
         )
 
     def adapt(self) -> None:
-        """Set the time between saves by what they have cost so far."""
+        """Set the save interval from the measured cost."""
         last = self.toll.last
         if last is not None:
             problem = self.policy.adapt(self.toll.cost_s, last.write_s, self.toll.update_s)
@@ -314,4 +314,4 @@ class Saver:
             self.screen.warn(text)
 
 
-_WAIT_S = 0.1  # what training may wait for the disk before a word is said
+_WAIT_S = 0.1  # time that training may wait for the disk before a message is printed

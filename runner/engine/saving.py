@@ -21,7 +21,7 @@ AGAIN_S = 60.0  # after a save that failed the next one is due
 
 @dataclass
 class SavePolicy:
-    """Decides after each update whether it is time to save.
+    """Decide after each update whether to save.
 
     seconds  between saves; under `is_auto` it follows from what saves cost
     keep     newest checkpoints kept (never fewer than two)
@@ -41,47 +41,47 @@ class SavePolicy:
     better: str = "min"
     grace_s: float | None = None
     _last: float = field(default_factory=time.monotonic)
-    _again_at: float | None = None  # a save is due because the one before failed
-    _has_failed: bool = False  # the save before
+    _again_at: float | None = None  # retry time after a failed save
+    _has_failed: bool = False  # the previous save failed
 
     @property
     def saves_on_the_way(self) -> bool:
-        """True where training goes on after a save."""
+        """True if checkpoints are also saved during a phase."""
         return any(wish is not None for wish in (self.updates, self.epochs, self.seconds, self.best))
 
     def due(self, update: int, updates_per_epoch: int) -> bool:
-        """Tell whether the checkpoint of this update is wanted, by counting."""
+        """Return True if a checkpoint of this update is due by update count."""
         if self.updates is not None and update % self.updates == 0:
             return True
         return self.epochs is not None and update % (self.epochs * updates_per_epoch) == 0
 
     def is_late(self) -> bool:
-        """Tell whether the time is up; `saved` says that a checkpoint was taken."""
+        """Return True if the save interval has elapsed; `saved` resets it."""
         now = time.monotonic()
         is_time = self.seconds is not None and now - self._last >= self.seconds
         return is_time or (self._again_at is not None and now >= self._again_at)
 
     def saved(self) -> None:
-        """Start counting minutes anew."""
+        """Restart the save interval."""
         self._last, self._again_at = time.monotonic(), None
 
     def ended(self, *, well: bool) -> None:
-        """Note how the save ended: one that failed comes again after a minute, but not at each failure in a row."""
+        """Record the end of a save; a failed save is retried after a minute, but only once in a row."""
         wishes = (self.updates, self.epochs, self.seconds)
         if not well and not self._has_failed and any(wish is not None for wish in wishes):
             self._again_at = time.monotonic() + AGAIN_S
         self._has_failed = not well
 
     def is_better(self, value: float, best: float | None) -> bool:
-        """Tell whether `value` of the metric is better than the best so far."""
+        """Return True if `value` of the metric is better than `best`."""
         return best is None or (value < best if self.better == "min" else value > best)
 
     def adapt(self, cost_s: float, write_s: float, update_s: float) -> str:
-        """The time between saves follows from what they cost; returns what cannot be kept, "" where all can.
+        """Set the save interval from the cost of saves; return which limit cannot be met, or "".
 
-        cost_s    seconds that a save costs training
-        write_s   from the copy to the checkpoint on disk: until then the one before it is what remains
-        update_s  of an update, at the end of which alone the run is saved
+        cost_s    training time lost per save, in seconds
+        write_s   seconds from the copy until the checkpoint is on disk
+        update_s  seconds of an update; saves happen only after an update
         """
         if not self.is_auto:
             return ""
@@ -117,7 +117,7 @@ class SavePolicy:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the last save took: seconds that training was held and slowed down, until it was on disk, and in all."""
+    """Cost of the last save: seconds that training was blocked and slowed down, until on disk, and in total."""
 
     held_s: float
     slowed_s: float
@@ -127,7 +127,7 @@ class Figures:
 
 
 class Toll:
-    """What saves cost the run: how long it was held, and how much slower its updates were while one was written."""
+    """Total cost of saves: time blocked, and slowdown of updates during a write."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -141,21 +141,21 @@ class Toll:
         self._saved: Saved | None = None  # the last one that was noted
 
     def updated(self, seconds: float, *, writing: bool) -> None:
-        """Note an update, and whether a checkpoint was being written meanwhile."""
+        """Record an update, and whether a checkpoint was being written during it."""
         (self._during if writing else self._plain).append(seconds)
 
     def copied(self, seconds: float) -> None:
-        """Note that training waited so long for a copy of its state that is perhaps never written."""
+        """Record time blocked by a copy of the state that may never be written."""
         self.held_s += seconds
 
     def held(self, seconds: float, known: float = 0.0) -> None:
-        """Note that training waited so long for a save, `known` of it for a copy that was noted already."""
+        """Record time blocked by a save, of which `known` seconds were already recorded for a copy."""
         self.num_saves += 1
         self.held_s += seconds - known
         self._held = seconds
 
     def has_budget(self) -> bool:
-        """Tell whether one more save keeps all of them below their share of the time.
+        """Return True if one more save keeps the total cost within its limit.
 
         What the first save costs is not known: it waits as long as the first one by the clock does.
         """
@@ -165,7 +165,7 @@ class Toll:
         return self.held_s + self.slowed_s + self.cost_s <= COST * elapsed
 
     def written(self, saved: Saved | None) -> None:
-        """Note that nothing is being written any more, and which save was the last that was done."""
+        """Record that no write is running any more, and the last completed save."""
         if saved is None or saved is self._saved:  # this one failed
             self._during.clear()
             return
@@ -178,24 +178,24 @@ class Toll:
 
     @property
     def update_s(self) -> float:
-        """Seconds of an update beside which nothing is written, 0 where none was seen."""
+        """Seconds of an update without a concurrent write, or 0 if unknown."""
         return statistics.median(self._plain) if self._plain else 0.0
 
     @property
     def cost_s(self) -> float:
-        """Seconds that a save costs training: the median of the last three."""
+        """Training time lost per save in seconds: the median of the last three."""
         return statistics.median(figures.held_s + figures.slowed_s for figures in self._recent)
 
     def expected_s(self) -> float | None:
-        """Return how long a save takes until it is on disk: the slowest of the last three; None before the first."""
+        """Return the seconds until a save is on disk: the maximum of the last three, or None before the first."""
         return max((figures.held_s + figures.write_s for figures in self._recent), default=None)
 
     def state(self) -> list[dict[str, float]]:
-        """Return the figures that a resumed run begins with."""
+        """Return the values for a resumed run."""
         return [asdict(figures) for figures in self._recent]
 
     def load(self, state: list[dict[str, Any]]) -> None:
-        """Take back what `state` returned."""
+        """Restore what `state` returned."""
         self._recent = deque((Figures(**figures) for figures in state), maxlen=3)
         self.last = self._recent[-1] if self._recent else None
 

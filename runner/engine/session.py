@@ -61,9 +61,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a run must know before it joins the others: all of it is decided once.
+    """Settings that every rank needs before joining the process group, decided once.
 
-    predicts  inference follows in the same command
+    predicts  the same command runs inference afterwards
     """
 
     request: Request
@@ -76,12 +76,12 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Return where the run directory lies."""
+        """Return the run directory."""
         return self.configuration.settings.root / self.name
 
 
 def name_of(configuration: Configuration) -> str:
-    """Return the name of the run. Raises ConfigError for one that cannot be."""
+    """Return the name of the run. Raises ConfigError for an invalid name."""
     name = configuration.settings.run or default_name(configuration.choices["task"].name)
     check_name(name)
     return name
@@ -89,7 +89,7 @@ def name_of(configuration: Configuration) -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank's part of a run ended; the same on all of them.
+    """Result of a rank's part of a run; identical on all ranks.
 
     asked_to_stop  somebody did, perhaps only with the last update
     dropped        ranks without which the run goes on faster: it was saved, and wants to be started again without them
@@ -101,7 +101,7 @@ class Ended:
 
 
 def take_part(job: Job, world: World) -> Ended:
-    """Train as one of the ranks of the job; return how it ended.
+    """Train as one rank of the job; return the result.
 
     Raises AccelRunError; the same is then in error.json of the run directory, if there is one.
     """
@@ -109,7 +109,7 @@ def take_part(job: Job, world: World) -> Ended:
 
 
 def _lead(job: Job, world: World) -> Ended:
-    """Train as rank 0, which writes and speaks."""
+    """Train as rank 0, which writes files and prints."""
     from runner.engine.screen import Screen  # needs torch, which wrong settings must not wait for
 
     request, plan = job.request, job.plan
@@ -174,7 +174,7 @@ def _lead(job: Job, world: World) -> Ended:
 
 
 def _follow(job: Job, world: World) -> Ended:
-    """Train as any other rank: in step with rank 0, and in silence."""
+    """Train as any other rank, without output."""
     from runner.engine.train import train
     from runner.engine.watchdog import watched
 
@@ -256,7 +256,7 @@ def _spare() -> Iterator[ExitStack]:
 
 @contextmanager
 def _warnings_on(screen: Screen) -> Iterator[None]:
-    """Python's warnings, ours and torch's, are said as everything else is, without the place in the code."""
+    """Route Python warnings to the screen, without their code location."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: screen.warn(str(message))
         yield
@@ -271,7 +271,7 @@ def _train(
     leave_traces: Callable[[], None],
     began: float,
 ) -> Ended:
-    """Open the run, train, and say how it ended."""
+    """Open the run, train, and report the result."""
     from runner.engine.evidence import better_known, evidence_in
     from runner.engine.run_evidence import evidence_of
     from runner.engine.run_report import report_end, report_start
@@ -333,7 +333,7 @@ def _train(
 
 
 def _record_changes(run: TrainingRun, directory: RunDirectory, record: dict[str, Any]) -> None:
-    """Write at once into run.json which code and data changed: the run may be killed later."""
+    """Write code and data changes to run.json immediately, because the run may be killed later."""
     record["changes"] = list(run.changes)
     directory.write("run.json", _json(record))
 
@@ -440,7 +440,7 @@ def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[Tr
 
 
 def _monitor_of(plan: Plan, world: World, path: Path) -> NoMonitor:
-    """Return the monitor of this machine: it watches the GPUs of the ranks here, in their order."""
+    """Return the monitor of this machine, which watches the GPUs of the local ranks in their order."""
     from runner.base.choice import make
     from runner.observe.monitor import MONITORS, gpus_of
 
@@ -453,7 +453,7 @@ def _monitor_of(plan: Plan, world: World, path: Path) -> NoMonitor:
 
 
 def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, name: str = "monitor.json") -> None:
-    """Nothing is watched any more; what was seen is summed up in a file of that name."""
+    """Stop the monitor and write its summary to the file `name`."""
     monitor.stop()
     screen.tell(monitor.news())
     summary = monitor.summary()
@@ -465,7 +465,7 @@ def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, 
 
 
 def resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metrics: Any) -> Any:
-    """Return the checkpoint to start from, or None; the metrics are cut to its length."""
+    """Return the checkpoint to resume from, or None; metrics.jsonl is truncated to its length."""
     from runner.durable.checkpoint import recover, set_aside
     from runner.engine.state import check_state
     from runner.engine.train import check_resume, phases_to_walk
@@ -511,7 +511,7 @@ def resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metrics: A
 
 
 def _checkpoint_of(wanted: str, plan: Plan) -> Loaded:
-    """Return the checkpoint meant by resume=: that folder itself, or the newest valid one of a run."""
+    """Return the checkpoint selected by resume=: the given folder, or the newest valid one of a run."""
     from runner.durable.checkpoint import MANIFEST, load, load_newest
 
     given = Path(wanted).expanduser()
@@ -526,7 +526,7 @@ def _checkpoint_of(wanted: str, plan: Plan) -> Loaded:
 
 
 def _put_aside(directory: RunDirectory, metrics: Any) -> None:
-    """Keep the rows of the run that is started anew under another name."""
+    """Rename the metrics of a run that is restarted from scratch."""
     if metrics.length:
         number = 1
         while (directory.path / f"metrics-earlier-{number}.jsonl").exists():
@@ -538,7 +538,7 @@ def _put_aside(directory: RunDirectory, metrics: Any) -> None:
 def _leave_traces(
     directory: RunDirectory, configuration: Configuration, plan: Plan, inventory: Inventory, record: Mapping[str, Any]
 ) -> None:
-    """Write what the run can be understood and repeated from."""
+    """Write the files needed to understand and reproduce the run."""
     directory.write("config.yaml", to_yaml(configuration))
     words = "".join(f"- {json.dumps(word)}\n" for word in configuration.request.overrides)
     directory.write("overrides.yaml", words or "[]\n")
@@ -550,7 +550,7 @@ def _leave_traces(
 
 @contextmanager
 def _only_writer(directory: RunDirectory) -> Iterator[None]:
-    """Raise RunInUse where the process of run.json still writes the run, and only its lock file was removed."""
+    """Raise RunInUse if the process in run.json still writes the run and only its lock file was removed."""
     record = read_object(directory.run_json) if directory.lacked_lock else {}
     is_here = record.get("host") == socket.gethostname() and record.get("pid") != os.getpid()
     if is_here and standing(record).word == "running":
@@ -563,7 +563,7 @@ def _only_writer(directory: RunDirectory) -> Iterator[None]:
 
 
 def _traces(directory: RunDirectory) -> dict[str, bytes]:
-    """Return what `_leave_traces` will replace; nothing for a new run."""
+    """Return the files that `_leave_traces` will replace; empty for a new run."""
     found = {}
     for name in ("config.yaml", "overrides.yaml", "command.sh", "plan.json", "environment.json", "run.json"):
         with suppress(AccelRunError):
@@ -587,7 +587,7 @@ def _script(request: Request, name: str) -> bytes:
 
 
 def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, Any], began: float) -> bool:
-    """Write error.json and the state of the run, if the disk lets us; never in the way of the error itself."""
+    """Write error.json and the run state if possible; never mask the original error."""
     told = error if isinstance(error, AccelRunError) else None
     code = int(told.exit_code if told else Exit.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Exit.SOFTWARE)
     problems = told.problems if told else ()
@@ -638,7 +638,7 @@ def _last_checkpoint(error: BaseException, directory: RunDirectory) -> str | Non
 
 @contextmanager
 def _telling(plan: Plan) -> Iterator[None]:
-    """What ends the run inside is an AccelRunError, but for a fault of ours."""
+    """Convert every exception inside into an AccelRunError, except internal errors."""
     try:
         yield
     except BaseException as error:  # a task may raise what it likes
@@ -654,7 +654,7 @@ def _telling(plan: Plan) -> Iterator[None]:
 
 
 def _fault_of_ours(error: BaseException, directory: RunDirectory) -> AccelRunError:
-    """Return in one line what nobody foresaw; the traceback is in error.json."""
+    """Return an internal error as one line; the traceback is in error.json."""
     fix = f"this is a fault of accel-run, not yours; please report it with {directory.shown / 'error.json'}"
     fault = AccelRunError(words_of(error), fix=fix)
     for note in getattr(error, "__notes__", ()):
@@ -663,7 +663,7 @@ def _fault_of_ours(error: BaseException, directory: RunDirectory) -> AccelRunErr
 
 
 def _left(error: SystemExit, source: Path) -> AccelRunError:
-    """Return the fault of a task that calls sys.exit: nobody would see why the run ended."""
+    """Return the TaskFault for a task that calls sys.exit, which would otherwise end the run without a reason."""
     from runner.engine.faults import fault_of
 
     return fault_of(error, source, "the task") or AccelRunError(
@@ -672,7 +672,7 @@ def _left(error: SystemExit, source: Path) -> AccelRunError:
 
 
 def _updates_in(metrics: Path) -> int:
-    """Return the update of the last row that can be read."""
+    """Return the update number of the last readable row."""
     updates = (row.get("update") for row in read_rows(metrics))
     return max((update for update in updates if isinstance(update, int)), default=0)
 

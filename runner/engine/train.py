@@ -23,7 +23,7 @@ from runner.plan.plan import PhasePlan, Plan
 
 
 def train(run: TrainingRun, start: Loaded | None) -> Outcome:
-    """Run every phase that is not done yet. `start` is the checkpoint to resume from.
+    """Run every unfinished phase. `start` is the checkpoint to resume from.
 
     Raises what the task, the device or the disk make impossible to go on with; the last checkpoint is whole.
     """
@@ -67,7 +67,7 @@ def train(run: TrainingRun, start: Loaded | None) -> Outcome:
 
 
 def _begun(run: TrainingRun, planned: PhasePlan, start: Loaded | None) -> Phase:
-    """Return the phase, ready to make updates. Raises TaskFault where the task raises while it is built."""
+    """Return the phase, ready to run updates. Raises TaskFault if the task raises during construction."""
     try:
         return Phase(run, planned, start)
     except Exception as error:
@@ -79,7 +79,7 @@ def _begun(run: TrainingRun, planned: PhasePlan, start: Loaded | None) -> Phase:
 
 
 def _check_names(run: TrainingRun) -> None:
-    """Raise TaskFault where losses or fits hold the name of no phase of that kind: it would never be called."""
+    """Raise TaskFault if losses or fits name a phase that does not exist, because they would never be called."""
     for kind, name_of, named in (
         ("train", "losses", run.parts.task.losses),
         ("fit", "fits", run.parts.task.fits),
@@ -95,7 +95,7 @@ def _check_names(run: TrainingRun) -> None:
 
 
 def _take_over(run: TrainingRun, start: Loaded) -> None:
-    """Take back from a checkpoint what belongs to the whole run."""
+    """Restore from a checkpoint the state that belongs to the whole run."""
     state = start.state
     run.updates_before = state["updates_before"]
     run.metrics = nan_for_none(state["metrics"])
@@ -113,7 +113,7 @@ def _take_over(run: TrainingRun, start: Loaded) -> None:
 
 
 def _begin_after(run: TrainingRun, start: Loaded) -> None:
-    """Take the model of a finished phase that is not run again; the next one begins with it."""
+    """Load the model of a finished phase that is not rerun; the next phase starts from it."""
     load_model(run.parts.bare, start, run.parts.parallel)
     with understood(start):
         run.parts.precision.load(start.state["precision"])
@@ -177,7 +177,7 @@ def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) ->
 
 
 def _with_needs(plan: Plan, name: str) -> set[str]:
-    """Return a phase and all that it needs, and what these need."""
+    """Return a phase and all phases that it depends on, transitively."""
     phase = plan.phase(name)
     assert phase is not None, "PHASES names only phases of its own"
     return {name}.union(*(_with_needs(plan, other) for other in phase.needs))
@@ -189,7 +189,7 @@ def _is_named_anew(plan: Plan, start: Loaded, directory: RunDirectory) -> bool:
 
 
 def _goes_on(start: Loaded, first: PhasePlan, directory: RunDirectory, plan: Plan) -> bool:
-    """Tell whether the first phase goes on from the checkpoint; else it begins with its model."""
+    """Return True if the first phase resumes from the checkpoint; otherwise it starts with the checkpoint's model."""
     is_finished = start.state["records"][start.state["phase"]]["finished"]
     return bool(start.state["phase"] == first.name) and not (is_finished and _is_named_anew(plan, start, directory))
 

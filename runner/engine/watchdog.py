@@ -48,11 +48,11 @@ TELL_S = 3.0  # to write down what happened, on a disk that may be what hangs
 
 
 def _nowhere(_: Hang) -> None:
-    """Write nothing down."""
+    """Discard the output."""
 
 
 class Pulse:
-    """What the run does now, for the thread that watches: the thread that trains sets `now`, and nothing else.
+    """Current activity of the run, read by the watchdog; the training thread only sets `now`.
 
     now      (kind, update): a new tuple at each change, also where it is equal to the one before
     done     kinds of which one piece is done in this phase: nothing is compiled or started for the next
@@ -68,14 +68,14 @@ class Pulse:
         self.begin("")
 
     def begin(self, phase: str) -> None:
-        """A phase begins; what was learned in the one before is forgotten."""
+        """Start a phase and discard the times learned in the previous one."""
         self.now: tuple[str, int] = (START, 0)  # before the rest: what ends here was a piece of the phase before
         self.phase, self.done = phase, set[str]()
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long what may take, in seconds; None: by what it took lately."""
+    """Timeouts in seconds; None: derived from recent durations."""
 
     update_s: float | None
     first_update_s: float
@@ -83,7 +83,7 @@ class Limits:
     checkpoint_s: float
 
     def of(self, kind: str, *, is_first: bool, longest_s: float, least_s: float = 0.0) -> float:
-        """Return the limit of a piece of work of this kind; never under `least_s` where it is not given."""
+        """Return the timeout of this kind of work; at least `least_s` if derived."""
         if kind in (CHECKPOINT, END):
             return self.checkpoint_s
         if is_first or kind == START:
@@ -141,7 +141,7 @@ def watched(
 
 @dataclass
 class _Known:
-    """What is known of the pieces of one kind: seconds of the first, and of later ones that were not over at once.
+    """Durations of one kind of work: the first, and later ones of measurable length.
 
     update     that of the last piece
     num_later  pieces that are as good a measure as the first: of later updates, or of an evaluation
@@ -154,7 +154,7 @@ class _Known:
 
 
 class Waited:
-    """How long the pieces of each kind took in this phase, and so how long one may take.
+    """Durations of each kind of work in this phase, from which timeouts are derived.
 
     The first is the measure until some later ones are known: it may have compiled, or be like all others.
 
@@ -166,7 +166,7 @@ class Waited:
         self._known: dict[str, _Known] = {}
 
     def took(self, kind: str, update: int, seconds: float) -> None:
-        """A piece of work is done."""
+        """Record the duration of a completed piece of work."""
         known = self._known.get(kind)
         if known is None:
             self._known[kind] = _Known(seconds, update)
@@ -178,7 +178,7 @@ class Waited:
             known.recent.append(seconds)
 
     def limit_s(self, kind: str, *, is_first: bool | None = None) -> float:
-        """Return the seconds that a piece of this kind may take now."""
+        """Return the current timeout of this kind of work in seconds."""
         known = self._known.get(kind) or _Known(0.0, 0)
         of_first = known.first_s if known.num_later < SETTLED else 0.0
         return self.limits.of(
@@ -190,7 +190,7 @@ class Waited:
 
 
 class _Looking:
-    """The thread: compares what the pulse shows with what it showed before, at each tick."""
+    """Watchdog thread: compare the pulse with its previous value at each tick."""
 
     def __init__(
         self, pulse: Pulse, limits: Limits, show: Callable[[Sign], None], *, compiles: bool, is_one_of_many: bool
@@ -201,7 +201,7 @@ class _Looking:
         self._main = threading.main_thread().ident or 0
 
     def look_on(self) -> None:
-        """Look until `stop` is set."""
+        """Run until `stop` is set."""
         ticks, same = 1, 0  # that it is watched has been shown
         before, phase = self.pulse.now, self.pulse.phase
         waited = Waited(self.limits, self.pulse.done, compiles=self.compiles)
@@ -239,7 +239,7 @@ class _Looking:
 
 
 class _Alone:
-    """Ends this process when it waits for too long."""
+    """End this process after a timeout."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class _Alone:
             os._exit(Exit.HANG)
 
     def _tell(self, sign: Sign) -> None:
-        """Say and write down what hangs, in a few seconds whatever blocks or fails."""
+        """Print and record the hang within seconds, even if something blocks or fails."""
         of_threads = {_named(self.world): "has no stacks to show"}
         with suppress(Exception):
             of_threads[_named(self.world)] = stacks.own()
@@ -327,7 +327,7 @@ def hang(sign: Sign, rank: int, who: str, of_threads: Mapping[str, str], file: s
 
 
 def way_out(of_threads: Mapping[str, str], longer: str = "", file: str | None = "stacks.txt") -> str:
-    """Return where the main threads are, in brief, and what can be done; of data workers the first that is to blame."""
+    """Return a summary of the main threads' stacks and the fix; of data workers only the first stuck one."""
     lines: list[str] = []
     num_workers = 0
     for name, text in of_threads.items():
@@ -349,7 +349,7 @@ def _named(world: World) -> str:
 
 
 def _is_debugged(frames: list[stacks.Frame]) -> bool:
-    """Tell whether somebody looks into this process."""
+    """Return True if a debugger is attached to this process."""
     if "pydevd" in sys.modules or any(stacks.is_debugger(frame.file) for frame in frames):
         return True
     try:

@@ -37,7 +37,7 @@ from runner.durable.tensors import fault, pieces
 
 
 def begin_with(file: Path, model: nn.Module, parallel: Parallel) -> str:
-    """The model has the weights of a safetensors file, by name and shape; returns what to say of it.
+    """Load the weights of a safetensors file by name and shape; return a message for the user.
 
     Floating-point weights take the model's type. Raises InputMissing, DataError for a file that is none,
     SecurityRefusal for one that could run code, IncompatibleResume with what is missing, unexpected, of another shape.
@@ -71,7 +71,7 @@ def begin_with(file: Path, model: nn.Module, parallel: Parallel) -> str:
 
 
 def require_weights(file: Path) -> None:
-    """Raise InputMissing where there is no such file: told before a run is made that would begin with it."""
+    """Raise InputMissing if the file does not exist, before a run that needs it is created."""
     if not file.is_file():
         what = "must be a file, but is a folder" if file.is_dir() else "does not exist"
         raise InputMissing(what, where=f"weights={file}", fix="name a .safetensors file")
@@ -101,7 +101,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of a foreign file: its tensors, and entries left out; whether the reader had a network."""
+    """Result of converting a foreign file: its tensors, omitted entries, and whether the reader had network access."""
 
     num_tensors: int
     num_bytes: int
@@ -144,7 +144,7 @@ def convert(source: Path, target: Path, key: str | None) -> Imported:
 
 
 def _why_not(name: str, tensor: Tensor) -> str | None:
-    """Return why a file cannot hold this tensor under this name, None where it can."""
+    """Return why a file cannot store this tensor under this name, or None if it can."""
     if tensor.is_nested or tensor.device.type != "cpu":
         return "it is nested" if tensor.is_nested else f"it has no values, for it is on {tensor.device}"
     if name == "__metadata__":
@@ -157,13 +157,13 @@ def _why_not(name: str, tensor: Tensor) -> str | None:
 
 
 def refuse_taken(target: Path) -> None:
-    """Raise an error with exit code 73 where the name is taken."""
+    """Raise an error with exit code 73 if the name exists."""
     if files.exists(target):
         raise _taken(target)
 
 
 def settle(temporary: Path, target: Path) -> None:
-    """What was written under another name beside it is `target`, on disk, and never in the place of another file."""
+    """Move the temporary file to `target`, flushed to disk, without replacing an existing file."""
     try:
         os.link(temporary, target, follow_symlinks=False)
     except FileExistsError:
@@ -179,7 +179,7 @@ def _taken(target: Path) -> AccelRunError:
 
 
 def confine(size: int) -> bool:
-    """The process starts nothing and takes no more than it needs; returns whether it is without network too."""
+    """Drop privileges: no subprocesses and limited memory; return whether network access was removed too."""
     is_alone = False
     if sys.platform == "linux":
         is_alone = int(ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUSER | _CLONE_NEWNET)) == 0
@@ -197,7 +197,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _unpickled(source: Path) -> Any:
-    """Return what the file holds, built of tensors and plain data alone."""
+    """Unpickle the file, allowing only tensors and plain data."""
     try:
         try:
             return torch.load(source, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251 - the one place
@@ -228,7 +228,7 @@ def _unpickled(source: Path) -> Any:
 
 
 def _descended(content: Any, key: str | None, source: Path) -> tuple[Mapping[Any, Any], str]:
-    """Return the mapping that holds the tensors, and the way to it."""
+    """Return the mapping that contains the tensors, and the key path to it."""
     way: list[str] = []
     for part in key.split(".") if key else ():
         if not isinstance(content, Mapping) or part not in content:
