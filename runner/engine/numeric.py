@@ -29,7 +29,7 @@ GATHERED = "these buffers were finite when the phase began: what is gathered in 
 
 
 class Finding(NamedTuple):
-    """What a rank found.
+    """Result of the search on one rank.
 
     sort     a key of _FIXES
     what     in words; empty where all was finite this time
@@ -47,7 +47,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """An update that can be made again.
+    """Update that can be run again.
 
     number      from 1, in its phase
     micros      what this rank has of it
@@ -98,7 +98,7 @@ def named(found: NotFinite, update: Update, parts: Parts) -> AccelRunError:
 
 
 def must_be_finite(tensors: Iterable[tuple[str, Tensor]], where: str, fix: str = UNREACHED) -> None:
-    """Raise NumericError with the names of the tensors that hold a number which is not finite."""
+    """Raise NumericError with the names of the tensors that contain non-finite values."""
     bad = [name for name, tensor in tensors if not is_finite(tensor)]
     if bad:
         raise NumericError(
@@ -109,7 +109,7 @@ def must_be_finite(tensors: Iterable[tuple[str, Tensor]], where: str, fix: str =
 
 
 def finite_buffers(model: nn.Module) -> list[str]:
-    """Return the names of the buffers of floating numbers that checkpoints hold and that are finite now."""
+    """Return the names of floating-point buffers in checkpoints that are finite now."""
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -122,7 +122,7 @@ def finite_buffers(model: nn.Module) -> list[str]:
 
 
 def is_finite(value: Any) -> bool:
-    """Tell whether all floating numbers in a tensor, or in tuples, lists and mappings of them, are finite."""
+    """Return True if all floating-point values in a tensor, or in nested tuples, lists and mappings, are finite."""
     found: list[bool] = []
 
     def look(tensor: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def _searched(update: Update, parts: Parts) -> Finding:
 
 
 def _in_vain(update: Update, parts: Parts, found: Finding) -> Finding:
-    """Make the passes that the others make where there are collectives in them; say what is known already."""
+    """Join the collectives of other ranks' passes, and return the finding so far."""
     if parts.parallel.in_step and parts.parallel.splits_batch:
         with parts.parallel.gathered(parts.model), torch.no_grad():
             for _, batch in _read(update, parts):
@@ -202,7 +202,7 @@ def _among_samples(update: Update, parts: Parts, otherwise: str) -> Finding:
 
 
 def _read(update: Update, parts: Parts) -> Iterator[tuple[Micro, Any]]:
-    """Yield the micro-batches that the model passes, on the device."""
+    """Yield the micro-batches of the model, on the device."""
     passed = [micro for micro in update.micros if micro.counts or parts.parallel.in_step]
     read = parts.prefetch(iter([update.fetcher[micro] for micro in passed]))
     for micro, there in zip(passed, read, strict=True):
@@ -301,20 +301,20 @@ class _Call:
 
 @dataclass
 class Calls:
-    """The calls of a forward pass, in the order in which they ended."""
+    """Record the module calls of a forward pass, in order of completion."""
 
     ended: list[_Call] = field(default_factory=list)
     _open: list[_Call] = field(default_factory=list)
     _is_over: bool = True
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Start a forward pass."""
         self._is_over = False
         self.ended.clear()
         self._open.clear()
 
     def end(self) -> None:
-        """It is over: what is called from now on is computed again for the backward pass."""
+        """End the forward pass: later calls are recomputations for the backward pass."""
         self._is_over = True
 
     @property
@@ -339,7 +339,7 @@ class Calls:
 
     @property
     def any_bad(self) -> bool:
-        """True where a gradient came by that was not finite."""
+        """True if a non-finite gradient was seen."""
         return any(call.bad_outside or call.bad_inside for call in self.ended)
 
     def nearest_to_the_loss(self) -> str | None:
@@ -372,7 +372,7 @@ class Calls:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Calls]:
-    """Every call of a module of the model is noted inside."""
+    """Record every module call of the model inside the context."""
     calls = Calls()
     hooks = []
     for name, module in model.named_modules():
@@ -395,7 +395,7 @@ def watched(model: nn.Module) -> Iterator[Calls]:
 
 
 def _watch(value: Any, note: Callable[[Tensor], None]) -> None:
-    """Call `note` with the gradient of every tensor in `value`."""
+    """Register `note` as a gradient hook on every tensor in `value`."""
 
     def watch(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
@@ -427,7 +427,7 @@ def _kinds(value: Any) -> tuple[bool, bool, bool]:
 
 
 def _opened(value: Any) -> Any:
-    """Return the value with dataclasses, at any depth of tuples, lists and mappings, as mappings of their fields."""
+    """Return the value with nested dataclasses converted to mappings of their fields."""
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: _opened(getattr(value, one.name, None)) for one in fields(value)}
     if isinstance(value, (tuple, list)):

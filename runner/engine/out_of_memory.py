@@ -26,7 +26,7 @@ NUM_OTHERS = 5
 
 @dataclass(frozen=True)
 class Holder:
-    """Another process that holds memory of the GPU; bytes are None where the driver does not tell."""
+    """Another process with memory on the GPU; bytes are None if the driver does not report them."""
 
     pid: int
     name: str
@@ -74,14 +74,14 @@ class Account:
 
     @property
     def is_fragmented(self) -> bool:
-        """True where what this process has cached and does not use would have been enough."""
+        """True if memory cached but unused by this process would have been sufficient."""
         if self.held_bytes is None or self.in_tensors_bytes is None or self.shortage.wanted_bytes is None:
             return False
         return self.held_bytes - self.in_tensors_bytes > self.shortage.wanted_bytes
 
 
 def account(shortage: Shortage, device: torch.device, uuid: str, samples: int, shape: str) -> Account:
-    """Return who holds the memory now. `uuid` names the GPU to the driver."""
+    """Return the current memory users. `uuid` identifies the GPU to the driver."""
     accelerator = accelerator_of(device)
     memory, held = accelerator.free_memory(), accelerator.held()
     if shortage.side == "device" and memory is not None and held is not None:
@@ -115,7 +115,7 @@ def _others(uuid: str) -> tuple[Holder, ...]:
 
 
 def hints(plan: Plan, found: Account | None, samples: int) -> list[str]:
-    """Return what to change, what helps most and costs least first; each can be typed."""
+    """Return settings to change, most effective and least costly first, each ready to type."""
     is_device = found is None or found.shortage.side == "device"
     choices = plan.choices
     lines = []
@@ -154,7 +154,7 @@ def hints(plan: Plan, found: Account | None, samples: int) -> list[str]:
 
 
 def summary(found: Account, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> str:
-    """Return the whole account: its line, what is largest by name, and torch's own table of a GPU."""
+    """Return the full report: summary line, largest tensors by name, and torch's memory table of a GPU."""
     rows = sorted(_tensors(model, optimizer), key=lambda row: row[0], reverse=True)
     lines = [found.shortage.text, str(found), f"in {found.shortage.place}", ""]
     lines += [f"{'bytes':>16}  {'where':<8} {'type':<10} {'shape':<24} what"]
@@ -171,7 +171,7 @@ def summary(found: Account, model: nn.Module, optimizer: torch.optim.Optimizer |
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[int, Tensor, str]]:
-    """Yield (bytes, tensor, name), each memory once: what has a name first."""
+    """Yield (bytes, tensor, name), each storage once, named tensors first."""
     seen: set[int] = set()
     for tensor, name in (*_named(model, optimizer), *_unnamed()):
         with suppress(Exception):  # one without memory, as on meta

@@ -33,10 +33,10 @@ from runner.plan.plan import Plan
 class Outcome:
     """How a training run ended.
 
-    stopped_by    name of the signal, None when the run is finished
+    stopped_by    name of the signal; None if the run finished
     metrics       those of the last evaluation
     is_saved      there is a checkpoint of the last update
-    is_resumable  there is a checkpoint to go on from
+    is_resumable  there is a checkpoint to resume from
     """
 
     stopped_by: str | None
@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> Exit:
-        """0, 75 when it was stopped and goes on from a checkpoint, 130 when there is none."""
+        """Return 0, 75 if the run was stopped and can be resumed from a checkpoint, or 130 if it has none."""
         if not self.stopped_by:
             return Exit.DONE
         return Exit.PREEMPTED if self.is_resumable else Exit.INTERRUPTED
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass
 class Observers:
-    """Who is told what happens: metrics.jsonl is the truth, all others may miss something."""
+    """Receivers of run events: metrics.jsonl is complete, all others may drop rows."""
 
     metrics: AppendLog | NoLog
     tracker: Tracker
@@ -78,12 +78,12 @@ class Observers:
 
 
 class NoLog:
-    """Keeps no rows: what a rank has in the place of metrics.jsonl where another one writes it."""
+    """Discard rows, on ranks that do not write metrics.jsonl."""
 
     promised = 0
 
     def write(self, row: str) -> None:
-        """Forget a row."""
+        """Discard a row."""
 
     def flush(self) -> None:
         """Do nothing."""
@@ -93,13 +93,13 @@ class NoLog:
 
 
 def silent(screen: Screen, profiler: Profiler) -> Observers:
-    """Return observers that see and write nothing, for a rank that does not speak."""
+    """Return observers without output, for ranks that do not print."""
     return Observers(NoLog(), Tracker(""), NoMonitor(), profiler, Benchmark(), screen)
 
 
 @dataclass
 class PhaseRecord:
-    """What a phase has done and taken so far, over all processes that worked on it.
+    """Progress and cost of a phase so far, over all processes that worked on it.
 
     updates, total   made, and wanted; fewer where it was stopped early
     finished         nothing is left to do in it
@@ -124,7 +124,7 @@ class PhaseRecord:
 
 @dataclass
 class Tally:
-    """What this process has done and seen, for the evidence of the run.
+    """Measurements of this process, for the evidence of the run.
 
     step_times_ms  of the newest rows
     timed          items and seconds of the updates after the first one
@@ -146,7 +146,7 @@ class Tally:
 
 @dataclass
 class ForwardNames:
-    """Names of what forward passes have changed so far.
+    """Names of the state changed by forward passes so far.
 
     frozen   parameters of the model that require no gradient, and are buffers now
     buffers  non-persistent ones, which checkpoints hold all the same
@@ -158,7 +158,7 @@ class ForwardNames:
 
 @dataclass
 class TrainingRun:
-    """A run under way."""
+    """State of a running training job."""
 
     plan: Plan
     parts: Parts
@@ -189,17 +189,17 @@ class TrainingRun:
 
     @property
     def reached(self) -> int:
-        """Updates of all phases that are made, saved or not; 0 before the first one of this start."""
+        """Number of completed updates of all phases, saved or not; 0 before the first one since the start."""
         return int(self.pulse.made.value)
 
     @cached_property
     def baselines(self) -> dict[str, float]:
-        """What a trivial model reaches, by the metric of the evaluation beside which it is shown."""
+        """Baseline metrics of a trivial model, shown next to the evaluation's metric of the same name."""
         with explained(self.parts.source, "baselines"):
             baselines = checked_figures(self.parts.task.baselines(), self.parts.task.baselines, self.parts.source)
         return {f"val/{name}": value for name, value in baselines.items()}
 
     @property
     def num_skipped(self) -> int:
-        """Updates that were skipped because a number overflowed."""
+        """Number of updates skipped because of overflow."""
         return self.parts.precision.num_skipped()

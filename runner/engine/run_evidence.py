@@ -18,7 +18,7 @@ from runner.plan.inventory import Inventory
 
 
 def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
-    """Return what this process has measured, once its phases are over."""
+    """Return the measurements of this process after its phases have ended."""
     plan, parts, tally, parts_s = run.plan, run.parts, run.tally, run.clock.all()
     phases = tuple(_of_phase(run, name) for name in run.records)
     last = phases[-1] if phases else None
@@ -87,7 +87,7 @@ def _of_phase(run: TrainingRun, name: str) -> PhaseEvidence:
 
 
 def _memory(run: TrainingRun) -> dict[str, Any]:
-    """Return what is known of the memory of the device, by the names of `Evidence`; nothing for a CPU."""
+    """Return the device memory statistics by the field names of `Evidence`; empty for a CPU."""
     accelerator, gib = accelerator_of(run.parts.world.device), 2**30
     held, total, known = accelerator.held(), accelerator.total_bytes(), accelerator.statistics()
     if held is None or total is None:
@@ -107,7 +107,7 @@ def _memory(run: TrainingRun) -> dict[str, Any]:
 
 
 def _spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """Return the 10th percentile, the median and the 90th; None each where there are no values."""
+    """Return the 10th percentile, the median and the 90th percentile, or None for each without values."""
     if not values:
         return None, None, None
     ordered = sorted(values)

@@ -32,7 +32,7 @@ from runner.plan.sheet import short
 
 
 def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory, start: Loaded | None) -> None:
-    """Say what the run is made of, before the first update."""
+    """Print the configuration of the run before the first update."""
     screen.has_several = len(plan.selected) > 1
     weights = list(parts.bare.parameters())
     versions = {
@@ -68,7 +68,7 @@ def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory,
 
 
 def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evidence) -> None:
-    """Say how the run ended, what limited it, and what can be done next."""
+    """Print how the run ended, its bottleneck and the possible next steps."""
     if run.observers.profiler.only:  # nothing was trained that one could go on with
         screen.say(f"\n{run.observers.profiler.report or 'nothing was profiled: no update was run'}")
         screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
@@ -141,7 +141,7 @@ def _next(screen: Screen, plan: Plan, outcome: Outcome) -> list[str]:
 
 
 def _phase_line(name: str, record: PhaseRecord) -> str:
-    """Return what a phase took, and its last metrics."""
+    """Return the time and last metrics of a phase."""
     made = f"{record.updates} of {record.total}" if record.updates < record.total else str(record.updates)
     peak = "" if record.peak_device_gib is None else f", {sized_gib(record.peak_device_gib)} on the GPU"
     share = limits.mostly(record.parts_s, record.seconds)
@@ -153,7 +153,7 @@ def _phase_line(name: str, record: PhaseRecord) -> str:
 
 
 def _busy_percent(run: TrainingRun) -> dict[str, float]:
-    """Return GPU -> percent of the time in which it computed, of those that the run uses and the monitor has seen."""
+    """Return GPU -> utilization percent, for the monitored GPUs that the run uses."""
     if run.parts.world.device.type != "cuda":  # what GPUs did meanwhile is the work of others
         return {}
     metrics = run.observers.monitor.summary().whole.metrics
@@ -181,7 +181,7 @@ def _toll(toll: Toll, total_s: float) -> str:
 
 
 def _techniques(plan: Plan) -> list[Technique]:
-    """Return each technique with what it does here, or why it is off."""
+    """Return each technique with its effect here, or why it is off."""
     found = []
     for group, off in _OFF.items():
         choice, reason = plan.choices[group], plan.reason(group)
@@ -214,7 +214,7 @@ _SHOWN = ("kernel", "num_workers", "pin_memory", "init_scale", "level", "cache")
 
 
 def _devices(plan: Plan) -> tuple[str, ...]:
-    """Return a line for the device, or for each rank and what it takes of an update."""
+    """Return a line for the device, or for each rank with its share of an update."""
     if plan.world_size == 1:
         return (f"{plan.device}: {plan.device_name} — {plan.reason('device')}",)
     return tuple(rank_table(plan))

@@ -50,33 +50,33 @@ class Screen:
         self.events.close()
 
     def say(self, text: str) -> None:
-        """Say one line."""
+        """Print one line."""
         self.console.info(text)
 
     def warn(self, text: str) -> None:
-        """Say what the user may want to change."""
+        """Print a warning."""
         self.console.warning(text)
         self.events.record("warning", text=text)
 
     def warn_once(self, text: str) -> None:
-        """Warn, but not twice in the same words."""
+        """Print a warning unless the same text was printed before."""
         self.console.warn_once(text)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Keep a row in events.jsonl; a bad sample is also said, once for all of them."""
+        """Append a row to events.jsonl; bad samples are also printed, once for all of them."""
         self.events.record(kind, **fields)
         if kind == "bad sample":
             self.console.warn_once("unreadable samples are skipped; events.jsonl lists them")
 
     def tell(self, notices: Iterable[Notice]) -> None:
-        """Say what the monitor has seen, and keep it in events.jsonl."""
+        """Print notices of the monitor and append them to events.jsonl."""
         for notice in notices:
             where = "" if self._of_machine is self.console else f"{socket.gethostname()}: "
             self._of_machine.say(notice.level, where + notice.text)
             self.events.record("machine", what=notice.kind, text=notice.text, **notice.facts)
 
     def begin(self, phase: str, done: int, total: int, order: Order) -> None:
-        """A phase begins."""
+        """Start the progress display of a phase."""
         self.event("phase", phase=phase, update=done, total=total, samples=order.num_samples)
         epochs = total / order.updates_per_epoch
         left = f"{total - done} of {total}" if done else str(total)
@@ -96,7 +96,7 @@ class Screen:
     def first_update(
         self, update: int, seconds: float, attention: Attention, calls: Mapping[tuple[str, str], int]
     ) -> None:
-        """The first update of this process is made: say what only it could show."""
+        """Report the first update of this process and what only it could show."""
         self.first_update_is_due = False
         self.events.record("first update", update=update, unix_s=time.time(), seconds=seconds)
         if calls:
@@ -111,7 +111,7 @@ class Screen:
             self.say(f"the first update took {seconds:.1f} s, including one-time compilation and autotuning")
 
     def due(self, update: int) -> bool:
-        """Tell whether something would be drawn now."""
+        """Return True if `draw` would update the display now."""
         return self._due(update)
 
     def draw(self, update: int, values: Mapping[str, float], monitor: str = "") -> None:
@@ -124,7 +124,7 @@ class Screen:
         self.say(f"update {update}: " + "  ".join(shown))
 
     def end(self) -> None:
-        """The phase is over: the terminal is free again."""
+        """End the progress display and release the terminal."""
         self.progress.finish()
         self.progress = Progress()
         self.console.speak_through(None)

@@ -37,7 +37,7 @@ UNKNOWN = 2**50  # bytes of a device of which nobody knows how large it is
 
 
 class Staged:
-    """A plan with parallelism=pipeline, followed stage by stage. Leave it to free what it holds."""
+    """Trace of a plan with parallelism=pipeline, stage by stage. Exit the context to free its memory."""
 
     def __init__(self, plan: Plan) -> None:
         choice = plan.choices["parallelism"]
@@ -55,7 +55,7 @@ class Staged:
         self._stack = ExitStack()
 
     def __enter__(self) -> Staged:
-        """Raise TaskFault where the task does not tell its layers."""
+        """Raise TaskFault if the task does not declare its layers."""
         self.phantom = Phantom(Ledger())
         with _quiet(), self.phantom, self.phantom.building():
             self.parts = assemble(self.plan, self._stack)
@@ -70,7 +70,7 @@ class Staged:
         self._stack.close()
 
     def placement(self, size: int) -> Placement:
-        """Return which layers are on which device with passes of so many samples. Raises ConfigError for none."""
+        """Return the layers per device for micro-batches of this size. Raises ConfigError if there is no split."""
         total = self.of_run.batch.global_batch_size
         costs = [
             dataclasses.replace(cost, activation_bytes=math.ceil(cost.activation_bytes * size / self.num_samples))
@@ -86,7 +86,7 @@ class Staged:
         return placement(costs, devices * self.chunks, wanted, self.count)
 
     def of(self, phase: PhasePlan, size: int) -> list[Traced]:
-        """Return what each rank takes in this phase with passes of so many samples. Raises ConfigError for no split."""
+        """Return the demand of each rank in this phase and micro-batch size. Raises ConfigError without a split."""
         total = phase.batch.global_batch_size
         split = self.placement(size).split
         many = -(-total // size)
@@ -118,7 +118,7 @@ class Staged:
         return costs, size
 
     def _shapes(self, phase: PhasePlan, split: partition.Split) -> list[Shapes]:
-        """Return what goes into each stage."""
+        """Return the input shapes of each stage."""
         task = self.parts.task
         fetcher = self.parts.fetcher("train")
         order = Order(len(fetcher), phase.batch.global_batch_size, phase.batch.micro_batch_size, 0)
@@ -154,7 +154,7 @@ class Staged:
 
 
 class StageFollower(Follower):
-    """The rank of one stage, or of several."""
+    """Trace the rank of one or more stages."""
 
     def follow(self) -> Traced:
         assert isinstance(self.parts.parallel, Pipelined)
@@ -188,7 +188,7 @@ def _with_more(traced: Traced, others: int, each: int) -> Traced:
 
 
 def _called_with(model: nn.Module, ask: Callable[[nn.Module], Any]) -> Call:
-    """Return what the model is called with. Raises TaskFault where it is not."""
+    """Return the arguments of the model call. Raises TaskFault if the model is not called."""
 
     def called(*inputs: Any, **named: Any) -> Any:
         raise Called(Call(inputs, named))

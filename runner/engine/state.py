@@ -19,7 +19,7 @@ Holds = Callable[[Any], bool]
 
 
 def check_state(start: Loaded) -> Loaded:
-    """Return the checkpoint, every field of whose state can be relied on. Raises DataError with the first that not."""
+    """Return the checkpoint after validating every field of its state. Raises DataError for the first invalid one."""
     state = start.state
     wrong = next(_wrong(state, _STATE), None) or next(_wrong(state, _OPTIONAL, may_lack=True), None)
     if wrong is None:
@@ -36,7 +36,7 @@ def check_state(start: Loaded) -> Loaded:
 
 @contextmanager
 def understood(start: Loaded) -> Iterator[None]:
-    """What cannot be put back inside is a DataError: parts take their own state as given."""
+    """Convert exceptions from restoring state into DataError, because components do not validate their state."""
     try:
         yield
     except (AccelRunError, torch.OutOfMemoryError):
