@@ -77,7 +77,7 @@ class Blocks(Benchmark):
 
 
 def none(world: World) -> Benchmark:
-    """Disable the benchmark."""
+    """No benchmark."""
     return Benchmark()
 
 
