@@ -133,7 +133,7 @@ def read_contact(words: list[str]) -> tuple[dict[str, str], Request, bool]:
 
 def _check_device(device: str) -> None:
     if not re.fullmatch(_DEVICES, device):
-        raise ConfigError([Problem(_WRONG_DEVICE.format(device), "device")])
+        raise ConfigError([Problem(f"must be {_DEVICE_NAMES}, but is {device}", "device")])
 
 
 def read_words(words: list[str]) -> tuple[dict[str, str], set[str]]:
@@ -150,7 +150,7 @@ def read_words(words: list[str]) -> tuple[dict[str, str], set[str]]:
             problems.append(Problem("unknown argument", word, _meant(key)))
     device = settings.get("device", "auto")
     if not re.fullmatch(_DEVICES, device):
-        problems.append(Problem(_WRONG_DEVICE.format(device), "device"))
+        problems.append(Problem(f"must be {_DEVICE_NAMES}, but is {device}", "device"))
     if problems:
         raise ConfigError(problems)
     return settings, flags
@@ -200,7 +200,7 @@ def _shown(value: Any) -> str:
 
 CONTACT = "first_contact"
 _DEVICES = r"auto|cpu|mps|cuda(:\d+)?"
-_WRONG_DEVICE = "must be auto, cpu, cuda, cuda:N or mps, but is {}"
+_DEVICE_NAMES = "auto, cpu, cuda, cuda:N or mps"
 _FLAGS = ("--quick", "--json")
 KEYS = ("checks", "device", "output_root")
 _STATES = ("ok", "warn", "FAIL", "skip")

@@ -511,9 +511,7 @@ def read_words(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
     if values.get("run") is not None and with_run:
         problems.append(Problem(f"leave it out: run={values['run']} shows recorded metrics", ", ".join(with_run)))
     elif "--once" in flags and (idle := [key for key in ("seconds", "log_dir") if values.get(key) is not None]):
-        problems.append(
-            Problem("has no effect with --once, which prints one sample and writes nothing", ", ".join(idle))
-        )
+        problems.append(Problem("leave it out: --once prints one sample and writes nothing", ", ".join(idle)))
     if problems:
         raise ConfigError(problems)
     return Options(**values), set(values), flags

@@ -85,7 +85,7 @@ def screen(tuned: Tuned) -> list[str]:
         lines.append(f"all combined, in new rounds against the current settings: {found.proof.told}")
     elif found.proof is not None:
         lines.append(f"in new rounds against the current settings: {found.proof.reason}")
-        lines.append("the profile contains none of these settings")
+        lines.append("the profile is empty")
     else:
         what = "no setting that was tried is clearly faster; the profile is empty"
         lines.append(f"found: nothing; {what if found.has_tried else 'there was no time to try a setting'}")

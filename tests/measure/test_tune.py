@@ -533,7 +533,7 @@ def test_where_the_proof_fails_the_profile_holds_nothing_and_says_so(
         composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
         assert composed == plain | {"hardware": "mine"}
         assert "# No setting: " in file.read_text()
-        assert "profile contains none" in "\n".join(screen(tuned(proof)))
+        assert "the profile is empty" in "\n".join(screen(tuned(proof)))
 
 
 def test_a_profile_that_was_in_use_goes_on_in_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
