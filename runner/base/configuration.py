@@ -1282,9 +1282,10 @@ def _unknown(key: str, word: str, schema: _Schema) -> Problem:
         option = schema.functions[group]
         where = key if not hint and looks_random(value) else word
         return Problem(f"unknown key of {group}={option}; known: {', '.join(names) or 'none'}", where, hint)
-    near = said or did_you_mean(key, [*schema.keys, *GROUPS, *schema.own_keys])
-    of_task = [known for known in schema.keys if known.startswith("task.")] if group == "task" and name else []
-    what = f"unknown key of the task; known: {', '.join(of_task)}" if of_task else "unknown key"
+    is_of_task = group == "task" and bool(name)
+    of_task = [known for known in schema.keys if known.startswith("task.")] if is_of_task else []
+    near = said or did_you_mean(key, of_task if is_of_task else [*schema.keys, *GROUPS, *schema.own_keys])
+    what = f"unknown key of the task; known: {', '.join(of_task) or 'none'}" if is_of_task else "unknown key"
     where = key if not near and looks_random(value) else word
     return Problem(what, where, near or SHOWN_BY)
 

@@ -80,7 +80,7 @@ _SAY: Mapping[str, str] = {
     "parallelism=pipeline": "pp pp_size pipeline_parallel pipeline_model_parallel_size",
     "parallelism=ddp; its ranks are started here, or by torchrun -m runner": "local_rank rank",
     "parallelism=ddp parallelism.batch_norm=sync": "sync_batchnorm sync_bn syncbn",
-    "parallelism=ddp parallelism.timeout_s={}": "ddp_timeout dist_timeout",
+    "parallelism=ddp parallelism.timeout_s={}": "ddp_timeout dist_timeout nccl_timeout",
     "precision=bf16, or precision=fp16 where the GPU has no bfloat16": "use_amp amp autocast use_mixed_precision "
     "native_amp apex opt_level fp16_opt_level",
     "precision={}": "mixed_precision dtype torch_dtype amp_dtype",
@@ -101,6 +101,7 @@ _SAY: Mapping[str, str] = {
     "evaluate.samples=320 (samples, not batches)": "limit_val_batches limit_eval_batches eval_iters",
     "task.size={}": "size model_size",
     f"task=NAME for one of ours; {_OWN_TASK}": "model model_name arch network backbone net script model_name_or_path",
+    "tracker.tags={}": "tags wandb_tags",
     "run={}": "name run_name exp_name experiment experiment_name run_id job_name "
     "wandb_run_name wandb_name",
     "output_root={}, and run=NAME for the folder in it": "output_dir save_dir log_dir logdir out_dir default_root_dir "
@@ -120,7 +121,7 @@ _SAY: Mapping[str, str] = {
     "val_interval validation_steps",
     "evaluate.every=100 (updates)": "check_val_every_n_epoch evaluation_strategy eval_strategy do_eval",
     "log_every={}": "log_interval logging_steps log_every_n_steps print_freq log_freq",
-    "early_stopping.patience={}": "patience early_stopping_patience early_stopping",
+    "early_stopping.patience={}": "patience early_stopping_patience early_stopping early_stop",
     "early_stopping.patience=5": "callbacks",
     _RESUME: "resume_from resume_from_checkpoint ckpt_path load_checkpoint checkpoint_path ckpt load load_dir",
     "weights={} (safetensors; of a .pt: accel-run import)": "pretrained init_from load_from weights_path load_weights",
@@ -311,7 +312,7 @@ def _with_value(key: str, said: str, value: str) -> str:
         value = value if re.fullmatch(r"[\d.eE+-]+", value) else "0.95" if "0.9," in said else "0.9"
     if said == _RESUME and value.lower() in ("null", "none", "false"):
         return "leave it out: a new run resumes nothing"
-    if key == "early_stopping" and is_switch:
+    if key in ("early_stopping", "early_stop") and is_switch:
         value = "5"
     return _say(said.replace("{}", value or "..."))
 

@@ -76,11 +76,13 @@ Threads = Annotated[int, Range(f"a whole number from 1 to {MOST_THREADS}", low=1
 DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N or mps", r"auto|cpu|cuda(:\d+)?|mps")]
 # s3://bucket/x is a valid local path, in folder `s3:`, but never intended: files are read and written locally only.
 URL = r"[A-Za-z][A-Za-z0-9+.-]*://"
+# pathlib and some shells leave one slash of two. No one calls a folder so by intention.
+_ONE_SLASH = r"(?i:s3a?|gs|gcs|hf|https?|ftp|hdfs|abfss?|az|file):/"
 LOCAL_PATH = "a local path in one line without control characters; URLs such as s3:// are not supported"
 # Paths are passed to scripts line by line, and to terminals: no newlines, control or invisible characters.
 Place = Annotated[
     str,
-    Matches(LOCAL_PATH, rf"(?!{URL})[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*"),
+    Matches(LOCAL_PATH, rf"(?!{URL}|{_ONE_SLASH})[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*"),
 ]
 Every = Annotated[
     str,

@@ -543,7 +543,9 @@ def test_a_missing_file_or_folder_is_said_at_once(tmp_path: Path) -> None:
         composed(folder=tmp_path / "none")
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://b", "file:///tmp/runs", "abfs+x.y-z://b/c"])
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/runs", "gs://b", "file:///tmp/runs", "abfs+x.y-z://b/c", "S3:/b", "hf:/x/y"]
+)
 @pytest.mark.parametrize("key", ["output_root", "data.path", "weights"])
 def test_a_url_is_no_local_path(key: str, url: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -551,9 +553,18 @@ def test_a_url_is_no_local_path(key: str, url: str) -> None:
     assert [problem.where.partition("=")[0] for problem in caught.value.problems] == [key]
 
 
-@pytest.mark.parametrize("path", ["s3:/b", "a/b:c", "://b", "1x://b", "./s3://b"])
+@pytest.mark.parametrize("path", ["x9:/b", "a/b:c", "://b", "1x://b", "./s3://b"])
 def test_what_only_looks_like_a_url_is_a_local_path(path: str) -> None:
     assert composed(f'output_root="{path}"').settings.output_root == path
+
+
+@pytest.mark.parametrize("word", ["task.x=1", "task.zzz=1"])
+def test_an_unknown_key_of_a_task_is_answered_with_its_keys(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        composed(word)
+    (problem,) = caught.value.problems
+    assert "task.size" in problem.what
+    assert "task?" not in problem.fix
 
 
 def test_all_problems_are_found_in_one_go(screen: Callable[..., None]) -> None:
