@@ -769,7 +769,7 @@ def _attention(planner: _Planner, gpu: Device | None) -> None:
 
 def _compile(planner: _Planner, gpu: Device | None) -> None:
     if planner.choices["compile"].function != "off" and not gpu:
-        slow = "on a CPU, compile has been slower than eager mode in every measurement so far"
+        slow = "compile on a CPU has been slower than eager mode in every measurement so far"
         planner.notes.append(f"{slow}; measure before using it")
 
 
