@@ -32,7 +32,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/distributed/stages.py", "*", "getattr"): "dtypes that a rank of ours sent",
     ("runner/distributed/parcel.py", "*", "getattr"): "dtypes that a rank of ours sent",
     ("runner/distributed/sharded.py", "*", "getattr"): "a literal of the option communicate",
-    ("runner/engine/hooks/forward_state.py", "is_changed", "getattr"): "parameters and buffers that a module itself lists",
+    ("runner/engine/hooks/forward_state.py", "*", "getattr"): "parameters and buffers that a module itself lists",
     ("runner/engine/numeric.py", "_opened", "getattr"): "fields that a dataclass itself lists",
     ("runner/base/output.py", "__getattr__", "getattr"): "what code asks of standard output, from that itself",
     ("runner/axes/backend.py", "*", "setattr"): "two switches of cuDNN that the lines spell out, put back at the end",

@@ -376,5 +376,5 @@ def test_the_documentation_has_the_numbers_of_the_code() -> None:
         f"(tiny {SHAPES['tiny'].max_length} tokens, full {SHAPES['full'].max_length})",
     ):
         assert said in text
-    assert "two ways" in text
+    assert "two wordings" in text
     assert {len(ways) for ways in WANTED.values()} == {2}
